@@ -1,0 +1,57 @@
+PYTHON ?= python3
+QUESTION ?= Sort these numbers: 41 7 88 23
+
+VENV := .venv
+OLDEST := .venv-oldest
+RUNTIME := $(VENV)/runtime.stamp
+DEV := $(VENV)/dev.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-oldest bench lint docs clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+demo: $(RUNTIME) ## answer a question with the model inside the package
+	$(VENV)/bin/jackfield generate --chat "$(QUESTION)"
+
+test: $(DEV) ## run the tests
+	$(VENV)/bin/python -m pytest -q
+
+test-all: $(DEV) ## run the tests, the long ones too
+	$(VENV)/bin/python -m pytest -q -m ""
+
+test-oldest: $(OLDEST)/test.stamp ## run the tests on the oldest supported libraries
+	$(OLDEST)/bin/python -m pytest -q
+
+bench: $(DEV) ## run the benchmarks
+	$(VENV)/bin/python -m pytest -q --benchmark-only tests/benchmarks
+
+lint: $(DEV) ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: $(DEV) ## build the documentation into site/
+	$(VENV)/bin/mkdocs build --strict
+
+clean: ## remove everything that these targets made
+	rm -rf $(VENV) $(OLDEST) build dist site .benchmarks .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find core plugins tests tools -name __pycache__ -type d -exec rm -rf {} +
+
+# pip is the last thing that `venv` writes, so an interrupted set-up starts again.
+$(VENV)/bin/pip $(OLDEST)/bin/pip:
+	$(PYTHON) -m venv $(@D)/..
+
+$(RUNTIME): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(VENV)/bin/python -m pip install -c constraints.txt -e .
+	touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $(RUNTIME) $@
+
+$(OLDEST)/test.stamp: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/pip
+	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e ".[test]"
+	touch $@

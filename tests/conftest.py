@@ -1,0 +1,8 @@
+"""Set before any test imports a library that reads them; subprocesses inherit them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
