@@ -33,7 +33,7 @@ lint: $(DEV) ## check style and types
 	$(VENV)/bin/mypy
 
 docs: $(DEV) ## build the documentation into site/
-	$(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove everything that these targets made
 	rm -rf $(VENV) $(OLDEST) build dist site .benchmarks .hypothesis
