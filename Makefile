@@ -16,16 +16,16 @@ demo: $(RUNTIME) ## answer a question with the model inside the package
 	$(VENV)/bin/jackfield generate --chat "$(QUESTION)"
 
 test: $(DEV) ## run the tests
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/pytest -q
 
 test-all: $(DEV) ## run the tests, the long ones too
-	$(VENV)/bin/python -m pytest -q -m ""
+	$(VENV)/bin/pytest -q -m ""
 
 test-oldest: $(OLDEST)/test.stamp ## run the tests on the oldest supported libraries
-	$(OLDEST)/bin/python -m pytest -q
+	$(OLDEST)/bin/pytest -q
 
 bench: $(DEV) ## run the benchmarks
-	$(VENV)/bin/python -m pytest -q --benchmark-only tests/benchmarks
+	$(VENV)/bin/pytest -q --benchmark-only tests/benchmarks
 
 lint: $(DEV) ## check style and types
 	$(VENV)/bin/ruff check .
