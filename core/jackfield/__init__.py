@@ -1,0 +1,61 @@
+"""Plug any attention, KV cache or decoding strategy into any transformers model.
+
+Importing this module loads neither torch nor transformers; the names below are loaded when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jackfield.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    __version__: str
+    from jackfield.bridge.install import install, uninstall
+    from jackfield.engine import Engine, load
+    from jackfield.errors import JackfieldError
+    from jackfield.planning import Plan, plan
+    from jackfield.sequences import Completion, Delta
+
+__all__ = [
+    "Completion",
+    "Delta",
+    "Engine",
+    "JackfieldError",
+    "Plan",
+    "hookimpl",
+    "install",
+    "load",
+    "plan",
+    "uninstall",
+]
+
+_HOMES = {
+    "Completion": "jackfield.sequences",
+    "Delta": "jackfield.sequences",
+    "Engine": "jackfield.engine",
+    "JackfieldError": "jackfield.errors",
+    "Plan": "jackfield.planning",
+    "install": "jackfield.bridge.install",
+    "load": "jackfield.engine",
+    "plan": "jackfield.planning",
+    "uninstall": "jackfield.bridge.install",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = importlib.import_module("importlib.metadata").version("jackfield")
+        globals()[name] = value
+        return value
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, "__version__"})

@@ -1,0 +1,1 @@
+"""Everything that touches transformers' own internals. Nothing else in jackfield does."""

@@ -1,0 +1,179 @@
+"""Plug an attention backend into transformers: attention and mask as one act, calls counted.
+
+transformers reads meaning into names ("flash", "sdpa", "flex_attention" as substrings), gives a
+name without a registered mask function no mask at all, and overwrites silently. So every binding
+gets a key of its own that means nothing to anybody, registered in both tables together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.contracts import BindContext, BoundAttention, ModelAttention
+from jackfield.errors import ExecutionError, PluginError
+from jackfield.registry import Registered
+
+#: Keyword arguments by which a model hands a feature to its attention function.
+FEATURE_KWARGS = {
+    "sliding_window": "sliding_window",
+    "softcap": "softcap",
+    "sinks": "s_aux",
+    "position_bias": "position_bias",
+}
+
+#: Keyword arguments that say nothing which the mask and the tensors do not say already.
+PLAIN_KWARGS = frozenset(
+    {"cache_position", "dropout", "is_causal", "position_ids", "scaling", "use_cache"}
+)
+
+_serial = itertools.count(1)
+
+
+@dataclass
+class Tally:
+    """How often each layer called a backend, by phase (one query token a row is decode)."""
+
+    prefill: Counter[int] = field(default_factory=Counter)
+    decode: Counter[int] = field(default_factory=Counter)
+
+    def count(self, layer: int, query_length: int) -> None:
+        (self.decode if query_length == 1 else self.prefill)[layer] += 1
+
+    @property
+    def layers(self) -> set[int]:
+        return set(self.prefill) | set(self.decode)
+
+
+class AttentionPort:
+    """One binding of one attention backend: its key in transformers, and what was observed."""
+
+    def __init__(self, registered: Registered, context: BindContext) -> None:
+        self.registered = registered
+        self.tally = Tally()
+        self._hooks: list[Any] = []
+        bound = registered.backend.bind(context)  # type: ignore[attr-defined]
+        if isinstance(bound, ModelAttention):
+            own = _model_attention(context.model) if context.model is not None else None
+            if own is None:
+                self.key, self.in_tables = bound.implementation, False
+                return
+            forward, mask = self._counted(own.forward), own.mask
+        elif isinstance(bound, BoundAttention):
+            forward, mask = self._guarded(self._counted(bound.forward)), bound.mask
+        else:
+            raise PluginError(
+                f"bind of {registered} must return a BoundAttention (forward and mask) or a "
+                f"ModelAttention, got {bound!r}"
+            )
+        self.key, self.in_tables = f"jackfield-{next(_serial)}", True
+        AttentionInterface.register(self.key, forward)
+        AttentionMaskInterface.register(self.key, mask)
+
+    def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        count = self.tally.count
+
+        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+            count(module.layer_idx, query.shape[2])
+            return inner(module, query, key, value, mask, **kwargs)
+
+        return forward
+
+    def _guarded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """`inner`, which refuses by name what the backend does not declare; nothing is dropped."""
+        declared = self.registered.backend.capabilities  # type: ignore[attr-defined]
+        understood = PLAIN_KWARGS | {
+            kwarg for feature, kwarg in FEATURE_KWARGS.items() if feature in declared.features
+        }
+
+        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= understood:
+                self._refuse_stray(kwargs, understood)
+            return inner(module, query, key, value, mask, **kwargs)
+
+        return forward
+
+    def _refuse_stray(self, kwargs: dict[str, Any], understood: frozenset[str]) -> None:
+        stray = [
+            k for k, v in kwargs.items() if k not in understood and v is not None and v is not False
+        ]
+        if stray:
+            raise ExecutionError(
+                f"the model hands {', '.join(map(repr, stray))} to its attention, which "
+                f"{self.registered} does not declare; choose another attention, e.g. 'eager'"
+            )
+
+    def plug(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Make `model` call this attention. Returns the function that puts back what was there."""
+        configs = _decoder_configs(model)
+        before = [config._attn_implementation_internal for config in configs]
+        for config in configs:
+            config._attn_implementation_internal = self.key
+        if not self.in_tables:
+            self._observe(model)
+
+        def unplug() -> None:
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+            self.remove()
+
+        return unplug
+
+    def _observe(self, model: PreTrainedModel) -> None:
+        """Count the calls of a model's own attention, which is not looked up by key."""
+        count = self.tally.count
+        for layer, module in attention_modules(model):
+
+            def seen(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                states = args[0] if args else kwargs["hidden_states"]
+                count(layer, states.shape[1])
+
+            self._hooks.append(module.register_forward_pre_hook(seen, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the key out of transformers' tables, and the hooks out of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.in_tables:
+            AttentionInterface._global_mapping.pop(self.key, None)
+            AttentionMaskInterface._global_mapping.pop(self.key, None)
+
+
+def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
+    """The eager attention of `model`'s own code as a function pair, where it can be had as one.
+
+    Its scores are softmaxed in float32, so a float64 mask filled with float64's lowest number turns
+    a row of padding into NaN; this mask is filled with float32's.
+    """
+    if not replaceable(model) or getattr(model.config, "reorder_and_upcast_attn", False):
+        return None  # the latter (GPT-2) is a branch on the very name "eager"
+    own = {
+        cls: getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        for cls in {type(module) for _, module in attention_modules(model)}
+    }
+    if not all(own.values()):
+        return None
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return own[type(module)](module, *args, **kwargs)  # type: ignore[misc]
+
+    def mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+        narrow = torch.float32 if dtype == torch.float64 else dtype
+        return eager_mask(*args, dtype=narrow, **kwargs).to(dtype)
+
+    return BoundAttention(forward, mask)
+
+
+def _decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    text = model.config.get_text_config(decoder=True)
+    return [model.config] if text is model.config else [model.config, text]

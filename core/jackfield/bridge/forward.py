@@ -1,0 +1,30 @@
+"""One forward call of a transformers model, as the loop makes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from jackfield.contracts import ModelInputs
+
+#: Arguments that some models work out by themselves, from the attention mask and the cache.
+_DERIVABLE = ("position_ids", "logits_to_keep")
+
+
+def forward_of(model: PreTrainedModel) -> Callable[[ModelInputs], torch.Tensor]:
+    """A function from `ModelInputs` to logits `[rows, k, vocab]`, for this model."""
+    parameters = inspect.signature(model.forward).parameters
+    absent = [name for name in _DERIVABLE if name not in parameters]
+
+    def forward(inputs: ModelInputs) -> torch.Tensor:
+        kwargs = inputs.kwargs
+        keep = kwargs["logits_to_keep"]
+        if absent:
+            kwargs = {key: value for key, value in kwargs.items() if key not in absent}
+        logits: torch.Tensor = model(**kwargs).logits
+        return logits[:, -keep:]
+
+    return forward

@@ -1,0 +1,189 @@
+"""What a model needs of its backends, read off its config before a weight is loaded.
+
+A config does not say whether its attention has sinks, or is code that cannot be replaced. So the
+model is built on torch's meta device, where it has modules and shapes but no memory, and the
+attention modules themselves are asked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
+from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.selection import AUTO, nearest
+
+
+def requirements_of(source: ModelSource, *, dtype: str, device: str) -> Requirements:
+    """Derive the requirements of `source`. Raises CheckpointError or UsageError."""
+    model = source.live if source.live is not None else skeleton(source.config)
+    name = dtype_name(dtype, source)
+    return describe(model, dtype=name, device=pick_device(device, source).type)
+
+
+def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requirements:
+    """The requirements of a model that is there, if only as a skeleton."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    heads = int(text.num_attention_heads)
+    layers = list(attention_modules(model))
+    kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
+    return Requirements(
+        architecture=type(model).__name__,
+        dtype=dtype,
+        device=device,
+        num_attention_heads=heads,
+        num_key_value_heads=min(kv_heads),
+        head_sizes=tuple(sorted({size for _, m in layers for size in _head_sizes(m, text)})),
+        layer_types=layer_types(config),
+        features=_features(model, text, layers, heads),
+        model_declines=_declines(model),
+        context_length=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def skeleton(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The model of `config` on the meta device; neither `config` nor memory is touched.
+
+    `cls` is the class to build, by default the one for text generation.
+    """
+    config = copy.deepcopy(config)
+    for part in config_tree(config):
+        part._attn_implementation_internal = "eager"
+    if getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method", "an unknown method")
+        raise PlanError(
+            f"the checkpoint's weights are quantized ({method}) and no quantizer backend is "
+            "installed; give the unquantized checkpoint (it is never loaded as if it were plain)"
+        )
+    try:
+        with quiet(), torch.device("meta"):
+            build = AutoModelForCausalLM.from_config if cls is None else cls
+            model: PreTrainedModel = build(config)
+    except Exception as error:
+        raise CheckpointError(
+            f"a config of type {config.model_type!r} gives no text-generation model: "
+            f"{first_line(error)}"
+        ) from error
+    return model
+
+
+def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    """The (layer index, module) of every attention layer of the decoder."""
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and "Attention" in type(module).__name__:
+            if not getattr(module, "is_cross_attention", False):
+                yield index, module
+
+
+def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
+    """How each layer remembers, as transformers' own dynamic cache lays it out."""
+    text = config.get_text_config(decoder=True)
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    cache = DynamicCache(config=config)
+    names = []
+    for layer in cache.layers:
+        if "Linear" in type(layer).__name__ or not hasattr(layer, "keys"):
+            names.append("linear_attention")
+        elif getattr(layer, "is_sliding", False):
+            names.append("chunked_attention" if chunked else "sliding_attention")
+        else:
+            names.append("full_attention")
+    return tuple(names)
+
+
+def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:
+    """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
+    own = {getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
+    return own or {getattr(module, "head_dim", text.hidden_size // text.num_attention_heads)}
+
+
+def _features(
+    model: PreTrainedModel, text: PreTrainedConfig, layers: list[tuple[int, nn.Module]], heads: int
+) -> dict[str, str]:
+    """feature -> evidence, for everything beyond plain causal attention."""
+    found: dict[str, str] = {}
+    groups = max((int(getattr(m, "num_key_value_groups", 1)) for _, m in layers), default=1)
+    if groups > 1:
+        found["grouped_query"] = f"{heads} query heads on {heads // groups} key/value heads"
+    if any(len(_head_sizes(m, text)) > 1 for _, m in layers):
+        found["mixed_head_sizes"] = "query/key and value heads differ in size"
+    types = layer_types(text)
+    if "sliding_attention" in types:
+        found["sliding_window"] = f"sliding_window = {getattr(text, 'sliding_window', None)}"
+    if "chunked_attention" in types:
+        found["chunked"] = f"attention_chunk_size = {text.attention_chunk_size}"
+    if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
+        found["softcap"] = f"attn_logit_softcapping = {cap}"
+    if any("sink" in name for _, m in layers for name, _ in m.named_parameters(recurse=False)):
+        found["sinks"] = "every head has a sink logit"
+    if getattr(text, "alibi", False):
+        found["position_bias"] = "alibi = True"
+    if not replaceable(model):
+        found["own_attention"] = (
+            f"{type(model).__name__} does not use transformers' AttentionInterface"
+        )
+    return found
+
+
+def replaceable(model: PreTrainedModel) -> bool:
+    """Whether the model calls its attention through transformers' AttentionInterface."""
+    return bool(type(model)._can_set_attn_implementation())
+
+
+def _declines(model: PreTrainedModel) -> frozenset[str]:
+    families = {
+        "sdpa": "_supports_sdpa",
+        "flash": "_supports_flash_attn",
+        "flex": "_supports_flex_attn",
+    }
+    return frozenset(name for name, flag in families.items() if not getattr(model, flag, False))
+
+
+def dtype_name(dtype: Any, source: ModelSource) -> str:
+    """ "auto" is the dtype of a live model, then the one in the config, then float32."""
+    if dtype == AUTO:
+        dtype = source.live.dtype if source.live is not None else source.config.dtype or "float32"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(
+            f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}{nearest(name, DTYPES)}"
+        )
+    return name
+
+
+def pick_device(device: str, source: ModelSource) -> torch.device:
+    """ "auto" is where a live model is, otherwise the best single device of this machine."""
+    if source.live is not None:
+        here = source.live.device
+        if device != AUTO and torch.device(device) != here:
+            raise UsageError(
+                f"the model is on {here} and is used there; move it yourself, or drop device_map={device!r}"
+            )
+        return here
+    if device == AUTO:
+        return torch.device(_best_device())
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(
+            f"device_map={device!r} is not a device of this machine: {first_line(error)}"
+        ) from None
+    if found.type not in DEVICES:
+        raise UsageError(f"device_map={device!r}: models run on {', '.join(DEVICES)}")
+    return found
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -1,0 +1,156 @@
+"""What a caller means by `model`: a live model, a config, a folder, a hub id, or "demo"."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from jackfield.errors import CheckpointError
+from jackfield.selection import nearest
+
+logger = logging.getLogger("jackfield")
+
+#: Keys by which a model's files could choose code. Never honoured (CVE-2026-4372).
+SELECTORS = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "attn_implementation",
+        "experts_implementation",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found, its config read, its weights not. `location` is a folder or hub id."""
+
+    config: PreTrainedConfig
+    location: str | None = None
+    revision: str | None = None
+    live: PreTrainedModel | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this machine, None for a hub id, a live model or a config."""
+        path = Path(self.location) if self.location else None
+        return path if path and path.is_dir() else None
+
+
+def find(
+    model: str | Path | PreTrainedModel | PreTrainedConfig, revision: str | None
+) -> ModelSource:
+    """Find `model` and read its config. Raises CheckpointError."""
+    if isinstance(model, PreTrainedModel):
+        return ModelSource(model.config, live=model)
+    if isinstance(model, PreTrainedConfig):
+        return ModelSource(model)
+    if not isinstance(model, str | Path):
+        raise CheckpointError(
+            f"cannot load {type(model).__name__}: give a hub id, a folder, a transformers model or "
+            "'demo'"
+        )
+    location = str(model)
+    if location == "demo" and not Path(location).is_dir():
+        from jackfield.demo import MODEL_PATH
+
+        location = str(MODEL_PATH)
+    config = _read_config(location, revision)
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{location} is an encoder-decoder model; jackfield runs decoders only"
+        )
+    return ModelSource(config, location, revision)
+
+
+def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
+    folder = Path(location)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{location} has no config.json, so it is not a model folder; give the folder that "
+            "save_pretrained wrote"
+        )
+    if folder.is_file() or (not folder.is_dir() and location.startswith(("/", "./", "../", "~"))):
+        raise CheckpointError(f"{location} is not a folder; give a model folder or a hub id")
+    try:
+        config = AutoConfig.from_pretrained(location, revision=revision)
+    except Exception as error:
+        raise CheckpointError(_explain(location, error)) from error
+    _ignore_selectors(config, location)
+    return config
+
+
+def _explain(location: str, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return (
+            f"{location} needs code from its own repository to run, which jackfield never executes"
+        )
+    if isinstance(error, json.JSONDecodeError) or "valid JSON" in text:
+        return f"the config.json of {location} is not valid JSON; fetch the model again"
+    if Path(location).is_dir():
+        return f"cannot read the config.json of {location}: {first_line(error)}"
+    return (
+        f"cannot find the model {location!r}: it is neither a folder here nor a model that the hub "
+        f"gives (no network, a private one, or a misspelling){nearest(location, ['demo'])}"
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing what it notes while it builds things of no interest."""
+    before = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for use inside a message of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _ignore_selectors(config: PreTrainedConfig, location: str) -> None:
+    """Undo what config.json says about implementations: names come from the caller, not from data."""
+    path = Path(location) / "config.json"
+    written = _selectors(json.loads(path.read_text())) if path.is_file() else {}
+    for key, value in written.items():
+        logger.warning(
+            "ignored %s=%r in the config.json of %s: data never selects code", key, value, location
+        )
+    for part in config_tree(config):
+        part._attn_implementation_internal = None
+        part._experts_implementation_internal = None
+
+
+def _selectors(data: dict[str, Any]) -> dict[str, Any]:
+    found = {key: data[key] for key in data if key in SELECTORS and data[key] is not None}
+    for value in data.values():
+        if isinstance(value, dict):
+            found |= _selectors(value)
+    return found
+
+
+def config_tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """`config` and every config nested in it."""
+    yield config
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from config_tree(part)

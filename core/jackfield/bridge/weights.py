@@ -1,0 +1,109 @@
+"""Load weights and tokenizer, after making sure that the files are whole and safe."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from jackfield.bridge.source import ModelSource, first_line, quiet
+from jackfield.errors import CheckpointError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder whose weights are missing, incomplete, or only in pickles."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [
+            folder / n for n in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
+        raise CheckpointError(
+            f"the weights in {folder} are pickles ({', '.join(pickles)}), which can run code when "
+            "read; convert them to safetensors with save_pretrained in a place you trust"
+            if pickles
+            else f"there are no weights in {folder}: expected model.safetensors"
+        )
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(file: Path) -> None:
+    """Compare the size that the header promises with the size of the file; reads no tensor."""
+    if not file.is_file():
+        raise CheckpointError(f"the shard {file} is missing; fetch the model again")
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size:
+                raise ValueError("header longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is not a safetensors file ({first_line(error)}); fetch it again"
+        ) from None
+    if size != expected:
+        raise CheckpointError(
+            f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
+        )
+
+
+def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Load the weights of `source` in `dtype` onto `device`. Raises CheckpointError.
+
+    A weight that the checkpoint lacks is an error, not a random number.
+    """
+    if source.folder is not None:
+        check_files(source.folder)
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                config=source.config,
+                revision=source.revision,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",  # the plan plugs in what was chosen
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
+    _check_complete(source, info)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
+    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has the wrong shape for")):
+        if found := sorted(map(str, info.get(key) or ())):
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint {source.location} {what} {', '.join(found[:3])}{more}; "
+                "its config.json does not fit its weights"
+            )
+
+
+def load_tokenizer(source: ModelSource) -> Any | None:
+    """The tokenizer of `source`; None for a folder without one, which serves token ids only."""
+    if source.location is None:
+        return None
+    if source.folder and not any((source.folder / n).is_file() for n in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source.location, revision=source.revision)
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot load the tokenizer of {source.location}: {first_line(error)}"
+        ) from error

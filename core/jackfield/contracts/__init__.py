@@ -1,0 +1,39 @@
+"""What a backend of each kind must be: one file a kind, importable without torch."""
+
+from jackfield.contracts.attention import (
+    Attention,
+    AttentionCapabilities,
+    BoundAttention,
+    ModelAttention,
+)
+from jackfield.contracts.backend import Backend, BindContext, NoOptions
+from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs
+from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.requirements import FEATURES, Requirements
+
+__all__ = [
+    "FEATURES",
+    "Accepted",
+    "Attention",
+    "AttentionCapabilities",
+    "Backend",
+    "BindContext",
+    "BoundAttention",
+    "Cache",
+    "CacheCapabilities",
+    "Decoding",
+    "DecodingCapabilities",
+    "KVCache",
+    "ModelAttention",
+    "ModelInputs",
+    "NoOptions",
+    "Requirements",
+    "Strategy",
+]
+
+#: kind -> the base class that its backends derive from
+CONTRACTS: dict[str, type[Backend]] = {
+    "attention": Attention,
+    "cache": Cache,
+    "decoding": Decoding,
+}

@@ -1,0 +1,52 @@
+"""What a job needs of its backends: derived from a model's config before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+#: What a model may need of its attention beyond causal softmax(QKᵀ)V, in one sentence each.
+#: A backend that does not declare a feature does not have it.
+FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "grouped_query": "fewer key/value heads than query heads (GQA, MQA)",
+        "mixed_head_sizes": "value heads of another size than query/key heads (MLA)",
+        "sliding_window": "layers that see only the last `window` positions",
+        "chunked": "layers that see only the positions of their own chunk",
+        "softcap": "scores squashed by cap * tanh(score / cap)",
+        "sinks": "a learned logit per head that takes part in the softmax and in nothing else",
+        "position_bias": "a tensor added to the scores",
+        "own_attention": "attention that is part of the model's code and cannot be replaced",
+    }
+)
+
+LAYOUTS = ("padded", "packed")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """One job, as backends see it when they accept or refuse it.
+
+    `features` maps each needed feature to its evidence in the model ("attn_logit_softcapping =
+    50.0"). `layer_types` has one entry per cached layer. `context_length` is in tokens, None where
+    the model has no limit of its own. `device` is a torch device type, None while transformers itself
+    is loading the model and has not said where. `layout` is what the chosen cache produces.
+    `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
+    model's class says it must not be given.
+    """
+
+    architecture: str
+    dtype: str
+    device: str | None
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_sizes: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    features: Mapping[str, str] = field(default_factory=dict)
+    model_declines: frozenset[str] = frozenset()
+    context_length: int | None = None
+    layout: str = "padded"
+    rollback: bool = False

@@ -1,0 +1,72 @@
+"""The exception tree. Every message says what was asked, what is so, and what to do.
+
+JackfieldError                 exit code 1: a failure
+├── UsageError                 exit code 2: the caller can mend it
+│   ├── SelectionError         a backend's name: unknown, ambiguous, malformed
+│   ├── OptionError            an option of a selection: unknown, wrong type
+│   ├── PlanError              no combination of backends can do the job
+│   ├── SettingsError          a generation setting: invalid, or not honoured
+│   ├── PromptError            a prompt: empty, too long, needs a tokenizer
+│   └── CheckpointError        a model folder or hub id: missing, broken, unsafe
+├── PluginError                a plugin broke its contract
+└── ExecutionError             the model or a backend failed while running
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ExecutionError",
+    "JackfieldError",
+    "OptionError",
+    "PlanError",
+    "PluginError",
+    "PromptError",
+    "SelectionError",
+    "SettingsError",
+    "UsageError",
+]
+
+
+class JackfieldError(Exception):
+    """The root of every error that jackfield raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(JackfieldError):
+    """The caller asked for something that cannot be; the message says what to do."""
+
+    exit_code = 2
+
+
+class SelectionError(UsageError):
+    """A backend's name is unknown, ambiguous or malformed."""
+
+
+class OptionError(UsageError):
+    """An option in a selection is unknown or has the wrong type."""
+
+
+class PlanError(UsageError):
+    """No combination of backends fits; the message carries every reason."""
+
+
+class SettingsError(UsageError):
+    """A generation setting is invalid, or the chosen backends do not honour it."""
+
+
+class PromptError(UsageError):
+    """A prompt cannot be fed to this model."""
+
+
+class CheckpointError(UsageError):
+    """A model folder or hub id cannot be loaded, or must not be."""
+
+
+class PluginError(JackfieldError):
+    """A plugin broke the contract of its kind."""
+
+
+class ExecutionError(JackfieldError):
+    """The model or a backend failed while running; the cause is chained."""

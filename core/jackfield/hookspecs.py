@@ -1,0 +1,41 @@
+"""The menu: one hook a kind. A plugin module implements those it has something to offer for.
+
+Hooks are called once, when backends are collected, never while tokens are made. Implementations
+return instances, so that a module is imported in milliseconds and heavy libraries come in with
+``bind``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Attention, Cache, Decoding
+
+hookspec = pluggy.HookspecMarker("jackfield")
+hookimpl = pluggy.HookimplMarker("jackfield")
+
+#: kind -> name of the hook that offers it
+HOOKS = {
+    "attention": "jackfield_attention",
+    "cache": "jackfield_cache",
+    "decoding": "jackfield_decoding",
+}
+
+
+@hookspec
+def jackfield_attention() -> Sequence[Attention]:  # type: ignore[empty-body]
+    """Offer backends that compute how a layer attends."""
+
+
+@hookspec
+def jackfield_cache() -> Sequence[Cache]:  # type: ignore[empty-body]
+    """Offer backends that hold keys and values, and with them the layout of a step."""
+
+
+@hookspec
+def jackfield_decoding() -> Sequence[Decoding]:  # type: ignore[empty-body]
+    """Offer backends that decide which tokens come next."""

@@ -1,0 +1,108 @@
+"""Which backends there are: what discovery found, looked up by kind and name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jackfield.contracts import Backend
+from jackfield.errors import SelectionError
+from jackfield.hookspecs import HOOKS
+from jackfield.selection import PREFIX, Selection, nearest
+
+State = Literal["loaded", "failed", "disabled"]
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One entry point and what became of it.
+
+    `cause` says why it failed or was left out; `problems` are faults of a plugin that loaded
+    (a name that another one claims too). `backends` are "kind:name".
+    """
+
+    entry_point: str
+    module: str
+    distribution: str
+    version: str
+    state: State
+    cause: str | None = None
+    problems: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "entry_point": self.entry_point,
+            "module": self.module,
+            "distribution": self.distribution,
+            "version": self.version,
+            "state": self.state,
+            "cause": self.cause,
+            "problems": list(self.problems),
+            "backends": list(self.backends),
+        }
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A backend and where it came from."""
+
+    backend: Backend
+    distribution: str
+    version: str
+    entry_point: str
+
+    @property
+    def kind(self) -> str:
+        return self.backend.kind
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+@dataclass
+class Registry:
+    """Every backend that was found, and a record of every plugin, also of those that failed."""
+
+    backends: dict[str, list[Registered]] = field(default_factory=lambda: {k: [] for k in HOOKS})
+    plugins: list[PluginRecord] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> Iterator[Registered]:
+        """The backends of `kind`, in a stable order (distribution, entry point, as offered)."""
+        return iter(self.backends[kind])
+
+    def find(self, kind: str, selection: Selection) -> Registered:
+        """The one backend that `selection` names; SelectionError where there is none, or two."""
+        named = [r for r in self.of_kind(kind) if r.name == selection.name]
+        if selection.distribution is not None:
+            named = [r for r in named if r.distribution == selection.distribution]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            who = " and ".join(f"{r.distribution} {r.version}" for r in named)
+            how = " or ".join(f"'{PREFIX}{r.distribution}/{r.name}'" for r in named)
+            raise SelectionError(f"{kind} {selection.name!r} is offered by {who}; say which: {how}")
+        raise SelectionError(self._unknown(kind, selection))
+
+    def _unknown(self, kind: str, selection: Selection) -> str:
+        known = sorted({r.name for r in self.of_kind(kind)})
+        if not known:
+            return (
+                f"no plugin offers any {kind} backend, so {str(selection)!r} cannot be had; the "
+                "built-in ones come with `pip install jackfield` (see `jackfield doctor`)"
+            )
+        source = f" in distribution {selection.distribution!r}" if selection.distribution else ""
+        message = f"there is no {kind} {selection.name!r}{source} (known: {', '.join(known)})"
+        message += nearest(selection.name, known)
+        elsewhere = [k for k in HOOKS if any(r.name == selection.name for r in self.of_kind(k))]
+        if elsewhere and kind not in elsewhere:
+            message += f"; {selection.name!r} is a {elsewhere[0]} backend"
+        if failed := sum(p.state == "failed" for p in self.plugins):
+            message += f"; {failed} plugin(s) failed to load, see `jackfield plugins`"
+        return message

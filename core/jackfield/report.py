@@ -1,0 +1,68 @@
+"""What was observed to run: counted where it happens, not assumed from what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jackfield.registry import Registered
+
+if TYPE_CHECKING:
+    from jackfield.bridge.attention import Tally
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One backend and how often it was called, in all and (attention) by phase and layer."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    calls: int
+    prefill: Mapping[int, int]
+    decode: Mapping[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        row = {
+            "kind": self.kind,
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "calls": self.calls,
+        }
+        if self.prefill or self.decode:
+            row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
+        return row
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which backend, of which distribution and version, was called how often."""
+
+    observations: tuple[Observation, ...]
+
+    def __getitem__(self, kind: str) -> Observation:
+        for observation in self.observations:
+            if observation.kind == kind:
+                return observation
+        raise KeyError(kind)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {o.kind: o.to_dict() for o in self.observations}
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{o.kind} {o.name} ({o.distribution} {o.version}): {o.calls} calls"
+            for o in self.observations
+        )
+
+
+def observe(kind: str, registered: Registered, seen: Tally | int) -> Observation:
+    """The observation of one backend, from its tally of layer calls or a plain count."""
+    whole = seen if isinstance(seen, int) else seen.prefill.total() + seen.decode.total()
+    layers = ({}, {}) if isinstance(seen, int) else (dict(seen.prefill), dict(seen.decode))
+    return Observation(
+        kind, registered.name, registered.distribution, registered.version, whole, *layers
+    )

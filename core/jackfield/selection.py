@@ -1,0 +1,129 @@
+"""From what a caller writes (``plugin:dist/name?key=value``) to a name, a distribution and options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+from jackfield.errors import OptionError, SelectionError
+
+AUTO = "auto"
+PREFIX = "plugin:"
+
+#: What a caller may pass for a kind: "auto", one name, or a list of names (declared fallbacks).
+Selectable = str | Sequence[str]
+
+_NAME = re.compile(r"(?:(?P<distribution>[A-Za-z0-9._-]+)/)?(?P<name>[A-Za-z0-9._-]+)")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One named backend. `arguments` are the raw texts of its options."""
+
+    name: str
+    distribution: str | None = None
+    arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = f"{self.distribution}/" if self.distribution else ""
+        query = "&".join(f"{key}={value}" for key, value in self.arguments.items())
+        return f"{PREFIX}{where}{self.name}{'?' + query if query else ''}"
+
+
+def parse(text: str) -> Selection:
+    """Parse one selection; the ``plugin:`` in front is optional."""
+    if not isinstance(text, str):
+        raise SelectionError(f"a backend is selected by a string like 'plugin:sdpa', not {text!r}")
+    head, mark, query = text.removeprefix(PREFIX).partition("?")
+    match = _NAME.fullmatch(head)
+    if match is None:
+        raise SelectionError(
+            f"cannot read the selection {text!r}: write 'plugin:name', 'plugin:distribution/name' "
+            "or 'plugin:name?option=value'"
+        )
+    return Selection(match["name"], match["distribution"], _arguments(text, query) if mark else {})
+
+
+def parse_all(value: Selectable) -> list[Selection | str]:
+    """Parse what a caller passed for one kind: selections in order of preference, or "auto"."""
+    texts = [value] if isinstance(value, str) else list(value)
+    if not texts:
+        raise SelectionError("an empty list of fallbacks selects nothing; name a backend or 'auto'")
+    return [AUTO if text == AUTO else parse(text) for text in texts]
+
+
+def _arguments(text: str, query: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError:
+        raise OptionError(
+            f"cannot read the options in {text!r}: write '?option=value&other=value'"
+        ) from None
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise OptionError(f"an option is given twice in {text!r}; give each one once")
+    return dict(pairs)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" where some known name is close, otherwise an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any:
+    """An instance of the frozen dataclass `options`, from texts. `owner` names the backend.
+
+    Raises OptionError for an unknown key, a text that is not of the field's type, a missing
+    required field, and whatever ValueError the class itself raises.
+    """
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    hints = typing.get_type_hints(options)
+    values = {}
+    for key, text in arguments.items():
+        if key not in fields:
+            known = ", ".join(sorted(fields)) or "none"
+            raise OptionError(
+                f"{owner} has no option {key!r} (options: {known}){nearest(key, fields)}"
+            )
+        values[key] = _convert(text, hints[key], f"option {key!r} of {owner}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise OptionError(f"{owner} needs the option {missing[0]!r}: write '?{missing[0]}=…'")
+    try:
+        return options(**values)
+    except ValueError as error:
+        raise OptionError(f"{owner}: {error}") from None
+
+
+_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _convert(text: str, hint: Any, what: str) -> Any:
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        for choice in choices:
+            if text == str(choice):
+                return choice
+        raise OptionError(f"{what} must be one of {', '.join(map(str, choices))}, not {text!r}")
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        (inner,) = (choice for choice in choices if choice is not type(None))
+        return _convert(text, inner, what)
+    try:
+        return _BOOLS[text.lower()] if hint is bool else hint(text)
+    except (KeyError, ValueError):
+        raise OptionError(f"{what} must be of type {hint.__name__}, not {text!r}") from None

@@ -1,0 +1,183 @@
+"""A sequence is its tokens and how many of them are in the cache. A step feeds some more of them.
+
+Prefill, chunked prefill, decode, verifying drafts and re-prefill after an eviction are then the
+same thing: feed n more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from jackfield.detokenize import Detokenizer
+    from jackfield.report import Report
+    from jackfield.settings import Settings
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token under the model itself, before any setting is applied.
+
+    `top` holds (token id, log-probability) of the likeliest tokens, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sequence:
+    """One request while it runs. The loop and the cache mutate it; nobody else does.
+
+    `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
+    """
+
+    __slots__ = (
+        "detokenizer", "error", "finish_reason", "id", "logprobs", "num_cached", "prompt_length",
+        "settings", "started", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, id: int, prompt: Seq[int], settings: Settings, detokenizer: Detokenizer | None
+    ) -> None:
+        self.id = id
+        self.tokens = list(prompt)
+        self.prompt_length = len(self.tokens)
+        self.num_cached = 0
+        self.settings = settings
+        self.detokenizer = detokenizer
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.started = time.perf_counter()
+
+    @property
+    def num_new(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Seq[int], logprobs: Seq[TokenLogprob]) -> tuple[list[int], str]:
+        """Append what a step accepted, up to the first reason to finish.
+
+        Returns the tokens that were taken and the text that may be shown now.
+        """
+        taken: list[int] = []
+        for token in tokens:
+            self.tokens.append(token)
+            taken.append(token)
+            if self._finishes(token):
+                break
+        self.logprobs.extend(logprobs[: len(taken)])
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.push(taken)
+            if self.detokenizer.stopped:
+                self.finish_reason = "stop"
+            if self.finish_reason is not None:
+                text += self.detokenizer.finish()
+        return taken, text
+
+    def _finishes(self, token: int) -> bool:
+        if token in self.settings.eos_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_new >= self.settings.max_new_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One sequence's part of a step: its tokens from `start`, `count` of them, then `drafts`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: Seq[int] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.start + self.count], *self.drafts]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the feed reaches the end of its sequence, so that a next token is wanted."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward call computes: which sequence feeds how many tokens."""
+
+    feeds: Seq[Feed]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts and wall time of one request, in seconds from submission to its last token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The outcome of one request. `token_ids` are the new tokens only, a final EOS included.
+
+    `text` leaves out special tokens, and ends before a stop string; None where the model has no
+    tokenizer. `error` says why, when `finish_reason` is "error".
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    report: Report
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "seconds": round(self.usage.seconds, 6),
+            },
+            "report": self.report.to_dict(),
+        }
+        if self.logprobs:
+            data["logprobs"] = [
+                {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]}
+                for p in self.logprobs
+            ]
+        if self.error is not None:
+            data["error"] = self.error
+        return data
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a streamed request; the last one carries the completion.
+
+    `text` is empty while characters or a possible stop string are incomplete.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completion.finish_reason if self.completion else None

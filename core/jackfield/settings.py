@@ -1,0 +1,353 @@
+"""Generation settings: transformers' `GenerationConfig` fields, each one honoured or refused.
+
+Beside those fields there are four that transformers has no name for: `seed`, `logprobs`,
+`presence_penalty` and `frequency_penalty`; `stop` is short for `stop_strings`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from jackfield.errors import PromptError, SettingsError
+from jackfield.selection import nearest
+
+OWN = frozenset({"frequency_penalty", "logprobs", "presence_penalty", "seed"})
+
+#: Honoured by the loop itself, whatever the decoding strategy.
+LOOP = frozenset({"eos_token_id", "max_length", "max_new_tokens", "stop_strings"})
+
+#: Fields that ask for nothing when they have one of these values.
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "assistant_confidence_threshold": (0.4,),
+    "assistant_lookbehind": (10,),
+    "diversity_penalty": (0.0,),
+    "do_sample": (False,),
+    "early_stopping": (False,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,),
+    "is_assistant": (False,),
+    "length_penalty": (1.0,),
+    "low_memory": (False,),
+    "min_length": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_assistant_tokens": (20,),
+    "num_assistant_tokens_schedule": ("constant",),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_logits": (False,),
+    "output_scores": (False,),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+    "repetition_penalty": (1.0,),
+    "return_dict_in_generate": (False,),
+    "target_lookbehind": (10,),
+    "temperature": (1.0,),
+    "token_healing": (False,),
+    "top_k": (0,),
+    "top_p": (1.0,),
+    "typical_p": (1.0,),
+    "use_cache": (True,),
+    "use_mtp": (False,),
+}
+
+#: Facts about the model, not wishes of a request.
+FACTS = frozenset(
+    {
+        "bos_token_id", "decoder_start_token_id", "pad_token_id",
+        "transformers_version",
+    }
+)  # fmt: skip
+
+#: Choices of code, which belong to `load` and never to a model's files.
+CODE = frozenset(
+    {
+        "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
+        "disable_compile",
+    }
+)  # fmt: skip
+
+_VOCABULARY = frozenset(k for k in vars(GenerationConfig()) if not k.startswith("_"))
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One request's settings, checked and resolved. Biases come before anything else.
+
+    `sequence_bias` maps token-id tuples to what is added to the last one's logit when the others
+    precede it; bad words and suppressed tokens are in it with -inf.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What settings are checked against: the model's vocabulary and context, and the strategy."""
+
+    vocab_size: int
+    context_length: int | None
+    honoured: frozenset[str]
+    decoding: str
+    has_tokenizer: bool
+
+
+def resolve(
+    defaults: GenerationConfig, asked: Mapping[str, Any], prompt_length: int, limits: Limits
+) -> Settings:
+    """The settings of one request: `asked` by the caller, over the model's own `defaults`.
+
+    Raises SettingsError for a field that is unknown, invalid or not honoured, PromptError where
+    the prompt and the new tokens do not fit into the context.
+    """
+    asked = _normalize(asked)
+    model = {k: v for k, v in _fields(defaults).items() if k not in CODE}
+    _refuse_unhonoured(asked, limits, "")
+    _refuse_unhonoured({k: v for k, v in model.items() if k not in asked}, limits,
+                       ", which the model's generation_config.json sets")  # fmt: skip
+    given = {**model, **asked}
+    number = _Numbers(given)
+    do_sample = _do_sample(asked, model)
+    eos = _ids(given.get("eos_token_id"), "eos_token_id", limits.vocab_size)
+    settings = Settings(
+        max_new_tokens=_max_new_tokens(asked, model, prompt_length, limits),
+        min_new_tokens=max(
+            number.integer("min_new_tokens", 0, at_least=0),
+            number.integer("min_length", 0, at_least=0) - prompt_length,
+        ),
+        do_sample=do_sample,
+        temperature=number.real("temperature", 1.0, at_least=0) if do_sample else 1.0,
+        top_k=number.integer("top_k", 0, at_least=0),
+        top_p=number.real("top_p", 1.0, above=0, at_most=1),
+        min_p=number.real("min_p", 0.0, at_least=0, at_most=1),
+        repetition_penalty=number.real("repetition_penalty", 1.0, above=0),
+        presence_penalty=number.real("presence_penalty", 0.0),
+        frequency_penalty=number.real("frequency_penalty", 0.0),
+        sequence_bias=_biases(given, eos, limits.vocab_size),
+        eos_token_ids=eos,
+        stop_strings=_stop_strings(given.get("stop_strings"), limits),
+        seed=number.integer("seed", secrets.randbits(63)),
+        logprobs=number.integer("logprobs", 0, at_least=0) if "logprobs" in given else None,
+    )
+    if settings.min_new_tokens > settings.max_new_tokens:
+        raise SettingsError(
+            f"min_new_tokens={settings.min_new_tokens} is more than "
+            f"max_new_tokens={settings.max_new_tokens}; lower the one or raise the other"
+        )
+    return settings
+
+
+def _normalize(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `generation_config=` and `stop=` into plain fields; None means "not asked"."""
+    fields = {key: value for key, value in asked.items() if value is not None}
+    if (config := fields.pop("generation_config", None)) is not None:
+        if not isinstance(config, GenerationConfig):
+            raise SettingsError(f"generation_config must be a GenerationConfig, not {config!r}")
+        fields = {**_fields(config), **fields}
+    if "stop" in fields:
+        if "stop_strings" in fields:
+            raise SettingsError("stop and stop_strings are the same setting; give one of them")
+        fields["stop_strings"] = fields.pop("stop")
+    return fields
+
+
+def _fields(config: GenerationConfig) -> dict[str, Any]:
+    """What `config` asks for; not facts about a model, nor fields that transformers does not know."""
+    found = {k: getattr(config, k, None) for k in _VOCABULARY - FACTS}
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -> None:
+    vocabulary = _VOCABULARY | OWN
+    honoured = LOOP | limits.honoured
+    for key, value in fields.items():
+        if key in honoured or key in FACTS or any(_same(value, v) for v in INERT.get(key, ())):
+            continue
+        if key not in vocabulary:
+            raise SettingsError(
+                f"there is no setting {key!r}{nearest(key, honoured)} (settings are the fields of "
+                f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"
+            )
+        if key in CODE:
+            raise SettingsError(f"{key} is not a setting of a request; give it to jackfield.load")
+        hint = f"; override it with {key}={INERT[key][0]}" if origin and key in INERT else ""
+        raise SettingsError(
+            f"the decoding {limits.decoding!r} does not honour {key}={value!r}{origin}; it is never "
+            f"ignored{hint or ', so drop it or choose a decoding that does'}"
+        )
+
+
+def _same(value: Any, inert: Any) -> bool:
+    return bool(value == inert) and isinstance(value, bool) == isinstance(inert, bool)
+
+
+def _do_sample(asked: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Sampling is on when it is asked for, by `do_sample` or by any of its knobs."""
+    knobs = [
+        k for k in _SAMPLING if k in asked and not any(_same(asked[k], v) for v in INERT.get(k, ()))
+    ]
+    greedy = asked.get("temperature") == 0
+    explicit = asked.get("do_sample")
+    if explicit is not None and not isinstance(explicit, bool):
+        raise SettingsError(f"do_sample must be True or False, not {explicit!r}")
+    if explicit is False and knobs and not greedy:
+        raise SettingsError(
+            f"{knobs[0]}={asked[knobs[0]]!r} has no effect with do_sample=False; drop one of the two"
+        )
+    if explicit is True and greedy:
+        raise SettingsError("temperature=0 is greedy, do_sample=True is not; drop one of the two")
+    if greedy:
+        return False
+    if explicit is not None:
+        return explicit
+    return bool(knobs) or "temperature" in asked or bool(model.get("do_sample"))
+
+
+def _max_new_tokens(
+    asked: Mapping[str, Any], model: Mapping[str, Any], prompt_length: int, limits: Limits
+) -> int:
+    """What was asked must fit into the context; a default is cut to what is left of it."""
+    context = limits.context_length
+    room = math.inf if context is None else context - prompt_length
+    if room < 1:
+        raise PromptError(
+            f"the prompt has {prompt_length} tokens, the model's context is {context}: shorten the "
+            f"prompt to at most {(context or 1) - 1} tokens"
+        )
+    for origin in (asked, model):
+        number = _Numbers(origin)
+        if "max_new_tokens" in origin:
+            wanted = number.integer("max_new_tokens", 0, at_least=1)
+        elif "max_length" in origin:
+            wanted = number.integer("max_length", 0, at_least=1) - prompt_length
+            if wanted < 1 and origin is asked:
+                raise SettingsError(
+                    f"max_length={origin['max_length']} leaves no new token after a prompt of "
+                    f"{prompt_length} tokens; raise it, or set max_new_tokens"
+                )
+        else:
+            continue
+        if wanted > room and origin is asked:
+            raise PromptError(
+                f"a prompt of {prompt_length} tokens and max_new_tokens={wanted} do not fit into "
+                f"the model's context of {context}; lower max_new_tokens to {room}"
+            )
+        return int(max(1, min(wanted, room)))
+    return int(min(DEFAULT_MAX_NEW_TOKENS, room))
+
+
+class _Numbers:
+    """Reads checked numbers out of a mapping of settings."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    def integer(self, name: str, default: int, at_least: int | None = None) -> int:
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SettingsError(f"{name} must be a whole number, not {value!r}")
+        if at_least is not None and value < at_least:
+            raise SettingsError(f"{name} must be at least {at_least}, not {value}")
+        return value
+
+    def real(
+        self,
+        name: str,
+        default: float,
+        *,
+        at_least: float | None = None,
+        above: float | None = None,
+        at_most: float | None = None,
+    ) -> float:
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SettingsError(f"{name} must be a number, not {value!r}")
+        if not math.isfinite(value):
+            raise SettingsError(f"{name} must be finite, not {value}")
+        for bound, ok, text in (
+            (at_least, at_least is None or value >= at_least, "at least"),
+            (above, above is None or value > above, "more than"),
+            (at_most, at_most is None or value <= at_most, "at most"),
+        ):
+            if not ok:
+                raise SettingsError(f"{name} must be {text} {bound:g}, not {value:g}")
+        return float(value)
+
+
+def _ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids from an int, a list of ints, or nothing."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise SettingsError(
+                f"{name} holds {token!r}, which is no token id (0 to {vocab_size - 1})"
+            )
+    return ids
+
+
+def _biases(
+    given: Mapping[str, Any], eos: tuple[int, ...], vocab_size: int
+) -> dict[tuple[int, ...], float]:
+    """`sequence_bias`, `bad_words_ids` and `suppress_tokens` as one mapping."""
+    found: dict[tuple[int, ...], float] = {}
+    bias = given.get("sequence_bias") or {}
+    pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
+    for key, value in pairs:
+        ids = _ids(list(key) if isinstance(key, Sequence) else key, "sequence_bias", vocab_size)
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise SettingsError(f"sequence_bias for {list(ids)} must be a number, not {value!r}")
+        if not ids:
+            raise SettingsError("sequence_bias has an entry without a token id; drop it")
+        found[ids] = float(value)
+    for words in given.get("bad_words_ids") or ():
+        ids = _ids(words, "bad_words_ids", vocab_size)
+        if not ids:
+            raise SettingsError("bad_words_ids has an empty entry; drop it")
+        if not (len(ids) == 1 and ids[0] in eos):  # as in transformers, EOS is no bad word
+            found[ids] = -math.inf
+    for token in _ids(given.get("suppress_tokens"), "suppress_tokens", vocab_size):
+        found[(token,)] = -math.inf
+    return found
+
+
+def _stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise SettingsError(f"stop_strings must be non-empty strings, not {value!r}")
+    if strings and not limits.has_tokenizer:
+        raise SettingsError(
+            "stop_strings need a tokenizer, which this model has not; stop on token ids with "
+            "eos_token_id=[…]"
+        )
+    return strings

@@ -1,0 +1,1 @@
+"""The built-in backends: ordinary plugins, one folder a kind, one file a backend."""

@@ -1,0 +1,72 @@
+"""``sdpa``: torch's `scaled_dot_product_attention`, with the kernel that torch picks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import (
+    Attention,
+    AttentionCapabilities,
+    BindContext,
+    BoundAttention,
+    Requirements,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SdpaAttention(Attention):
+    """Windows and chunks are in the mask; scores cannot be touched, so no softcap, no sinks."""
+
+    name = "sdpa"
+    auto_rank = 10
+    capabilities = AttentionCapabilities(
+        features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"})
+    )
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if not reasons and "sdpa" in requirements.model_declines:
+            reasons.append(f"{requirements.architecture} declares that it must not run with sdpa")
+        return reasons
+
+    def bind(self, context: BindContext) -> BoundAttention:
+        from torch.nn.functional import scaled_dot_product_attention
+        from transformers.masking_utils import sdpa_mask
+
+        def forward(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            scaling: float | None = None,
+            is_causal: bool | None = None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, None]:
+            length = query.shape[2]
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", True)
+            causal = attention_mask is None and length > 1 and is_causal
+            if causal and key.shape[2] > length:
+                # No mask with more keys than queries: an empty static cache, whose tail is unwritten.
+                key, value = key[:, :, :length], value[:, :, :length]
+            output = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=attention_mask,
+                is_causal=causal,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            return output.transpose(1, 2).contiguous(), None
+
+        return BoundAttention(forward, sdpa_mask)
+
+
+@hookimpl
+def jackfield_attention() -> list[Attention]:
+    return [SdpaAttention()]
