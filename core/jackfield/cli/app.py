@@ -1,0 +1,51 @@
+"""The commands, each in a file of its own, and the options that stand before a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from jackfield.cli.generate import generate
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+@dataclass
+class Globals:
+    """What the options before the command ask for."""
+
+    debug: bool = False
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from jackfield import __version__
+
+        print(f"jackfield {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _globals(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and which backends were passed over.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Generate text with any transformers model and any plugged backend.
+
+    Without --model, commands use the small model inside the package and need no network.
+    """
+    context.ensure_object(Globals).debug = debug
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+app.command("generate")(generate)

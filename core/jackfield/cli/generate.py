@@ -1,0 +1,120 @@
+"""`jackfield generate`: text from a prompt, shown as it is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jackfield.cli.options import Backends, JsonOption, ModelOption, Settings, load, with_flags
+from jackfield.cli.output import note, print_json, ran
+from jackfield.errors import ExecutionError, UsageError
+
+if TYPE_CHECKING:
+    from jackfield.engine import Engine
+    from jackfield.sequences import Completion
+
+PromptArgument = Annotated[
+    str | None, typer.Argument(metavar="[PROMPT]", help="The text to go on from.")
+]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
+]
+ChatOption = Annotated[
+    bool, typer.Option("--chat", help="Send the prompt as a user's message to a chat model.")
+]
+
+
+@with_flags
+def generate(
+    backends: Backends,
+    settings: Settings,
+    prompt: PromptArgument = None,
+    file: FileOption = None,
+    chat: ChatOption = False,
+    model: ModelOption = "demo",
+    json: JsonOption = False,
+) -> None:
+    """Continue a text, or answer it with --chat.
+
+    The prompt is the argument, a file, or standard input; one newline at the end of the latter two
+    is dropped. The text goes to standard output as it is made, then one line to standard error that
+    says what ran.
+
+    Example: jackfield generate --chat "Sort these numbers: 41 7 88 23"
+    """
+    text = read_prompt(prompt, file)
+    asked = settings.to_dict()
+    request: Any = [{"role": "user", "content": text}] if chat else text
+    with load(model, backends) as engine:
+        if json:
+            (completion,) = engine.generate([request], **asked)
+            print_json(completion.to_dict() | {"plan": engine.plan.to_dict()})
+        else:
+            completion = show(engine, request, asked)
+            note(summary(completion))
+    if completion.error is not None:
+        raise ExecutionError(completion.error)
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt from the one place that has it. Raises UsageError."""
+    if argument is not None and file is not None:
+        raise UsageError("a prompt and --file are two prompts; give one of them")
+    if argument is not None:
+        return _text(argument.encode(errors="surrogateescape"), "the prompt")
+    if file is not None:
+        return _without_newline(_text(_read(file), str(file)))
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError(
+            'there is no prompt; write `jackfield generate "Once upon a time"`, give --file FILE, '
+            "or pipe a text into it (`jackfield chat` holds a conversation)"
+        )
+    return _without_newline(_text(sys.stdin.buffer.read(), "standard input"))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _text(data: bytes, origin: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{origin} is not UTF-8 text (byte {error.start}); convert it") from None
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def show(engine: Engine, prompt: Any, settings: dict[str, Any]) -> Completion:
+    """Stream the answer to standard output, and end its last line."""
+    if engine.tokenizer is None:
+        raise UsageError(
+            "this model has no tokenizer, so it takes and gives token ids: use it from Python"
+        )
+    last = "\n"
+    try:
+        for delta in engine.stream(prompt, **settings):
+            if delta.text:
+                print(delta.text, end="", flush=True)
+                last = delta.text[-1]
+            if delta.completion is not None:
+                return delta.completion
+    finally:
+        if last != "\n":
+            print(flush=True)
+    raise ExecutionError("the engine ended the stream without a completion")
+
+
+def summary(completion: Completion) -> str:
+    usage = completion.usage
+    rate = usage.completion_tokens / usage.seconds if usage.seconds else 0.0
+    tokens = f"{usage.completion_tokens} tokens, {rate:.1f} tokens/s"
+    return f"{ran(completion.report)} · {tokens}"

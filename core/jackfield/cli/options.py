@@ -1,0 +1,195 @@
+"""The flags that several commands share: dataclasses that a command takes as one argument each."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from jackfield.errors import UsageError
+
+if TYPE_CHECKING:
+    from jackfield.engine import Engine
+
+logger = logging.getLogger("jackfield")
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")
+]
+
+
+def _backend(kind: str, *flags: str) -> Any:
+    text = f"The {kind} backend; give it again for fallbacks."
+    return typer.Option(
+        *flags, metavar="NAME", help=text, show_default="auto", rich_help_panel="What runs"
+    )
+
+
+def _runs(flag: str, metavar: str, text: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel="What runs")
+
+
+def _setting(flag: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel="Settings")
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Which backends run a model, and where."""
+
+    attention: Annotated[
+        list[str] | None, _backend("attention", "--attention", "--attn-implementation")
+    ] = None
+    cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
+    decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
+    dtype: Annotated[str, _runs("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    device: Annotated[str, _runs("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
+    revision: Annotated[
+        str | None, _runs("--revision", "REV", "Branch, tag or commit of a hub model.")
+    ] = None
+
+    def selections(self) -> dict[str, str | list[str]]:
+        """What was selected for each kind."""
+        given = {"attention": self.attention, "cache": self.cache, "decoding": self.decoding}
+        return {kind: _selectable(names) for kind, names in given.items()}
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `jackfield.load` and `jackfield.plan`."""
+        from jackfield.planning import ARGUMENTS
+
+        chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
+        return chosen | {
+            "dtype": self.dtype,
+            "device_map": self.device,
+            "revision": self.revision,
+        }
+
+
+def _selectable(names: list[str] | None) -> str | list[str]:
+    if not names:
+        return "auto"
+    return names[0] if len(names) == 1 else names
+
+
+def load(model: str, backends: Backends) -> Engine:
+    """The engine that the flags ask for."""
+    from jackfield.engine import load
+
+    warn_of_plugins()
+    return load(model, **backends.arguments())
+
+
+def warn_of_plugins() -> None:
+    """Say which installed plugins are missing from this run, other than by the caller's wish."""
+    from jackfield.discovery import registry
+
+    found = registry()
+    for warning in found.warnings:
+        logger.warning("%s", warning)
+    for plugin in found.plugins:
+        for trouble in (plugin.cause, *plugin.problems):
+            if trouble and plugin.state != "disabled":
+                who = f"{plugin.entry_point} of {plugin.distribution} {plugin.version}"
+                logger.warning("plugin %s: %s", who, trouble)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tokens are chosen, under the names of transformers' `GenerationConfig`."""
+
+    max_new_tokens: Annotated[
+        int | None, _setting("--max-new-tokens", "How many tokens to make at most.")
+    ] = None
+    temperature: Annotated[
+        float | None, _setting("--temperature", "Sample; 0 takes the likeliest token.")
+    ] = None
+    top_k: Annotated[int | None, _setting("--top-k", "Sample from the K likeliest.")] = None
+    top_p: Annotated[
+        float | None, _setting("--top-p", "Sample from the likeliest that sum to P.")
+    ] = None
+    min_p: Annotated[
+        float | None, _setting("--min-p", "Drop tokens below P times the likeliest.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _setting("--repetition-penalty", "Above 1: avoid what was said.")
+    ] = None
+    seed: Annotated[int | None, _setting("--seed", "The same seed draws the same text.")] = None
+    stop: Annotated[
+        list[str] | None, _setting("--stop", "End before this text; repeatable.", "TEXT")
+    ] = None
+    logprobs: Annotated[
+        int | None, _setting("--logprobs", "Log-probabilities of N tokens a step, in --json.")
+    ] = None
+    extra: Annotated[
+        list[str] | None,
+        _setting("--set", "Any other setting, the value as JSON; repeatable.", "KEY=VALUE"),
+    ] = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that were given. Raises UsageError where one is given twice."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        found = {key: value for key, value in given.items() if value is not None}
+        for text in self.extra or ():
+            key, value = _assignment(text)
+            if key in found:
+                raise UsageError(f"the setting {key!r} is given twice; give it once")
+            found[key] = value
+        return found
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    key, mark, value = text.partition("=")
+    key = key.strip().replace("-", "_")
+    if not mark or not key:
+        raise UsageError(f"cannot read --set {text!r}: write --set key=value")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        raise UsageError(
+            f"the value of --set {text!r} is not JSON; write a number, true, a list, or a text in "
+            f"double quotes: --set '{key}=\"…\"'"
+        ) from None
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer the fields of a command's dataclass parameters as parameters of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    own = [
+        p.replace(annotation=hints[p.name])
+        for p in inspect.signature(command).parameters.values()
+        if p.name not in groups
+    ]
+    flags = [flag for group in groups.values() for flag in _flags(group)]
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        made = {
+            name: group(**{f.name: values.pop(f.name) for f in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **made)
+
+    del flat.__wrapped__  # typer reads the signature of what it wraps
+    flat.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    flat.__annotations__ = {p.name: p.annotation for p in (*own, *flags)}
+    return flat
+
+
+def _flags(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(group)
+    ]

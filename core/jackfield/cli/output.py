@@ -1,0 +1,84 @@
+"""What a command shows: text and JSON on standard output, everything about it on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jackfield.report import Report
+
+logger = logging.getLogger("jackfield")
+
+
+class HasDebug(Protocol):
+    debug: bool
+
+
+def say(text: str) -> None:
+    """One line on standard error, whatever line breaks are in `text`."""
+    print("; ".join(filter(None, map(str.strip, text.splitlines()))), file=sys.stderr, flush=True)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on standard output; a number that JSON does not have becomes null."""
+    print(json.dumps(_finite(data), default=str))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console that takes texts as they are: no markup, no colouring of numbers."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def note(text: str) -> None:
+    """One dim line on standard error."""
+    console(stderr=True).print(text, style="dim", soft_wrap=True)
+
+
+def ran(report: Report) -> str:
+    """What was observed to run, in one line."""
+    return " · ".join(
+        f"{o.kind} {o.name} ({o.distribution} {o.version}) {o.calls} calls"
+        for o in report.observations
+    )
+
+
+class _Lines(logging.Handler):
+    """Every record as one line on what is standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logged(options: HasDebug) -> Iterator[None]:
+    """Show jackfield's warnings while a command runs, and with --debug what was chosen."""
+    handler = _Lines()
+    handler.addFilter(lambda record: options.debug or record.levelno >= logging.WARNING)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
