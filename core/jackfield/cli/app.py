@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from jackfield.cli.chat import chat
+from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
+from jackfield.cli.plugins import plugins
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @dataclass
@@ -49,3 +52,6 @@ def _globals(
 
 
 app.command("generate")(generate)
+app.command("chat")(chat)
+app.command("plugins")(plugins)
+app.command("explain")(explain)

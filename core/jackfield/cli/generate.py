@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from jackfield.sequences import Completion
 
 PromptArgument = Annotated[
-    str | None, typer.Argument(metavar="[PROMPT]", help="The text to go on from.")
+    str | None, typer.Argument(metavar="PROMPT", help="The text to go on from.")
 ]
 FileOption = Annotated[
     Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
@@ -27,10 +28,20 @@ ChatOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class WithLogprobs(Settings):
+    """The settings of which JSON can show more than text can."""
+
+    logprobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Log-probabilities of N tokens a step; with --json."),
+    ] = None
+
+
 @with_flags
 def generate(
     backends: Backends,
-    settings: Settings,
+    settings: WithLogprobs,
     prompt: PromptArgument = None,
     file: FileOption = None,
     chat: ChatOption = False,
@@ -45,6 +56,8 @@ def generate(
 
     Example: jackfield generate --chat "Sort these numbers: 41 7 88 23"
     """
+    if settings.logprobs is not None and not json:
+        raise UsageError("--logprobs shows nothing in plain text; add --json")
     text = read_prompt(prompt, file)
     asked = settings.to_dict()
     request: Any = [{"role": "user", "content": text}] if chat else text
@@ -93,22 +106,24 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def show(engine: Engine, prompt: Any, settings: dict[str, Any]) -> Completion:
-    """Stream the answer to standard output, and end its last line."""
+def show(
+    engine: Engine, prompt: Any, settings: dict[str, Any], shown: list[str] | None = None
+) -> Completion:
+    """Stream the answer to standard output and to `shown`, and end its last line."""
     if engine.tokenizer is None:
         raise UsageError(
             "this model has no tokenizer, so it takes and gives token ids: use it from Python"
         )
-    last = "\n"
+    pieces: list[str] = [] if shown is None else shown
     try:
         for delta in engine.stream(prompt, **settings):
             if delta.text:
                 print(delta.text, end="", flush=True)
-                last = delta.text[-1]
+                pieces.append(delta.text)
             if delta.completion is not None:
                 return delta.completion
     finally:
-        if last != "\n":
+        if pieces and not pieces[-1].endswith("\n"):
             print(flush=True)
     raise ExecutionError("the engine ended the stream without a completion")
 

@@ -28,18 +28,12 @@ JsonOption = Annotated[
 
 
 def _backend(kind: str, *flags: str) -> Any:
-    text = f"The {kind} backend; give it again for fallbacks."
-    return typer.Option(
-        *flags, metavar="NAME", help=text, show_default="auto", rich_help_panel="What runs"
-    )
+    text = f"The {kind} backend, auto without it; give it again for fallbacks."
+    return typer.Option(*flags, metavar="NAME", help=text)
 
 
-def _runs(flag: str, metavar: str, text: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel="What runs")
-
-
-def _setting(flag: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel="Settings")
+def _flag(flag: str, metavar: str, text: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True)
@@ -51,10 +45,10 @@ class Backends:
     ] = None
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
-    dtype: Annotated[str, _runs("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
-    device: Annotated[str, _runs("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
+    dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
     revision: Annotated[
-        str | None, _runs("--revision", "REV", "Branch, tag or commit of a hub model.")
+        str | None, _flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
 
     def selections(self) -> dict[str, str | list[str]]:
@@ -107,31 +101,28 @@ class Settings:
     """How tokens are chosen, under the names of transformers' `GenerationConfig`."""
 
     max_new_tokens: Annotated[
-        int | None, _setting("--max-new-tokens", "How many tokens to make at most.")
+        int | None, _flag("--max-new-tokens", "N", "How many tokens to make at most.")
     ] = None
     temperature: Annotated[
-        float | None, _setting("--temperature", "Sample; 0 takes the likeliest token.")
+        float | None, _flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
     ] = None
-    top_k: Annotated[int | None, _setting("--top-k", "Sample from the K likeliest.")] = None
+    top_k: Annotated[int | None, _flag("--top-k", "K", "Sample from the K likeliest.")] = None
     top_p: Annotated[
-        float | None, _setting("--top-p", "Sample from the likeliest that sum to P.")
+        float | None, _flag("--top-p", "P", "Sample from the likeliest that sum to P.")
     ] = None
     min_p: Annotated[
-        float | None, _setting("--min-p", "Drop tokens below P times the likeliest.")
+        float | None, _flag("--min-p", "P", "Drop tokens below P times the likeliest.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _setting("--repetition-penalty", "Above 1: avoid what was said.")
+        float | None, _flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
     ] = None
-    seed: Annotated[int | None, _setting("--seed", "The same seed draws the same text.")] = None
+    seed: Annotated[int | None, _flag("--seed", "N", "The same seed draws the same text.")] = None
     stop: Annotated[
-        list[str] | None, _setting("--stop", "End before this text; repeatable.", "TEXT")
-    ] = None
-    logprobs: Annotated[
-        int | None, _setting("--logprobs", "Log-probabilities of N tokens a step, in --json.")
+        list[str] | None, _flag("--stop", "TEXT", "End before this text; repeatable.")
     ] = None
     extra: Annotated[
         list[str] | None,
-        _setting("--set", "Any other setting, the value as JSON; repeatable.", "KEY=VALUE"),
+        _flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
     ] = None
 
     def to_dict(self) -> dict[str, Any]:

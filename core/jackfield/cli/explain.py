@@ -1,0 +1,151 @@
+"""`jackfield explain`: the plan for a model, and the verdict on every backend. Loads no weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jackfield.cli.options import Backends, JsonOption, warn_of_plugins, with_flags
+from jackfield.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from jackfield.contracts import Requirements
+    from jackfield.errors import PlanError
+    from jackfield.planning import Plan
+    from jackfield.registry import Registered, Registry
+    from jackfield.selection import Selectable
+
+COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend: chosen, possible with the rest of the command line as it is, or refused."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    verdict: str
+    how: str | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@with_flags
+def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption = False) -> None:
+    """Say which backends would run a model, and why not the others.
+
+    Reads the model's config but no weights. "possible" is a backend that would be accepted in place
+    of the chosen one, all other flags being the same.
+
+    Example: jackfield explain demo --attention eager
+    """
+    from jackfield.bridge.requirements import requirements_of
+    from jackfield.bridge.source import find
+    from jackfield.discovery import registry
+    from jackfield.errors import PlanError
+    from jackfield.planning import decide
+
+    if not json:
+        warn_of_plugins()
+    source = find(model, backends.revision)
+    needs = requirements_of(source, dtype=backends.dtype, device=backends.device)
+    selections: dict[str, Selectable] = {**backends.selections()}
+    plan, error = None, None
+    try:
+        plan = decide(registry(), needs, selections)
+    except PlanError as refused:
+        error = refused
+    verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
+    if json:
+        _print_json(plan, error, verdicts)
+    else:
+        _print(plan.requirements if plan else needs, verdicts)
+    if error is not None:
+        raise error
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Answers for one backend after another what the plan says, or would say."""
+
+    registry: Registry
+    selections: dict[str, Selectable]
+    plan: Plan | None
+
+    def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
+        """Every backend of every kind, against what the kinds decided before it imply."""
+        from jackfield.planning import ORDER
+
+        for kind in ORDER:
+            for registered in self.registry.of_kind(kind):
+                yield self._verdict(registered, needs)
+            if self.plan is not None:
+                needs = self.plan[kind].backend.imply(needs)
+
+    def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
+        kind = registered.kind
+        origin = (kind, registered.name, registered.distribution, registered.version)
+        if self.plan is not None and self.plan[kind].registered is registered:
+            return Verdict(*origin, "chosen", self.plan[kind].how)
+        reasons = tuple(self._reasons(registered, needs))
+        return Verdict(*origin, "refused" if reasons else "possible", None, reasons)
+
+    def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
+        """Why it cannot stand in: its own reasons, or that nothing fits with it."""
+        from jackfield.errors import OptionError, PlanError
+        from jackfield.planning import decide, judge
+        from jackfield.selection import make_options
+
+        for refusal in self.plan.refusals if self.plan is not None else ():
+            if refusal.registered is registered:
+                return refusal.reasons
+        try:
+            options = make_options(registered.backend.options, {}, registered.name)
+        except OptionError as error:
+            return [str(error)]
+        if reasons := judge(registered.backend, needs, options):
+            return reasons
+        named = f"plugin:{registered.distribution}/{registered.name}"
+        try:
+            decide(self.registry, needs, {**self.selections, registered.kind: named})
+        except PlanError as error:
+            return [str(error)]
+        return []
+
+
+def _print_json(plan: Plan | None, error: PlanError | None, verdicts: list[Verdict]) -> None:
+    print_json(
+        {
+            "plan": plan.to_dict() if plan else None,
+            "error": str(error) if error else None,
+            "backends": [asdict(verdict) for verdict in verdicts],
+        }
+    )
+
+
+def _print(needs: Requirements, verdicts: list[Verdict]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
+    for name, evidence in needs.features.items():
+        out.print(f"  needs {name}: {evidence}")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("kind", "backend", "verdict", "distribution", "why"):
+        table.add_column(heading, overflow="fold")
+    for v in verdicts:
+        state = Text(v.verdict, style=COLORS[v.verdict])
+        why = v.how or "; ".join(v.reasons)
+        table.add_row(v.kind, v.name, state, f"{v.distribution} {v.version}", why)
+    out.print(table)

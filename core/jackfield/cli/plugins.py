@@ -1,0 +1,63 @@
+"""`jackfield plugins`: what is installed. Loads no library that a backend stands on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jackfield.cli.options import JsonOption
+from jackfield.cli.output import console, print_json, say
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from jackfield.registry import PluginRecord
+
+COLORS = {"loaded": "green", "failed": "red", "disabled": "yellow"}
+
+
+def plugins(json: JsonOption = False) -> None:
+    """List the installed plugins and what became of each.
+
+    A plugin that failed says why; the others work on.
+
+    Example: jackfield plugins --json
+    """
+    from jackfield.discovery import registry
+
+    found = registry()
+    if json:
+        rows = [record.to_dict() for record in found.plugins]
+        print_json({"plugins": rows, "warnings": found.warnings})
+        return
+    if found.plugins:
+        _print(found.plugins)
+    else:
+        say("no plugin is installed; the built-in ones come with `pip install jackfield`")
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+
+
+def _print(records: list[PluginRecord]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("plugin", "distribution", "version", "state", "offers"):
+        table.add_column(heading, overflow="fold")
+    for record in records:
+        state = Text(record.state, style=COLORS[record.state])
+        origin = (record.distribution, record.version)
+        table.add_row(record.entry_point, *origin, state, _offers(record))
+    console().print(table)
+
+
+def _offers(record: PluginRecord) -> Text:
+    """Backends, then the cause of a failure and other problems, each on its own line."""
+    from rich.text import Text
+
+    lines = [Text(", ".join(record.backends))] if record.backends else []
+    if record.cause:
+        lines.append(Text(record.cause, style=COLORS[record.state]))
+    lines += [Text(problem, style="yellow") for problem in record.problems]
+    return Text("\n").join(lines)
