@@ -1,0 +1,150 @@
+"""Tiny random-weight models of real architectures: one row a family.
+
+Weights are drawn wide and embeddings are untied, so that what a model says depends on everything
+it has read; with transformers' own initial range, parity proves little.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 120
+WINDOW = 4
+CONTEXT = 128
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GATED = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+_MIXED_LAYERS = ["sliding_attention", "full_attention"]
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A config class with its arguments. `refused` is attention -> the feature it lacks."""
+
+    config: str
+    arguments: Mapping[str, Any]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", _GATED),
+    "llama-mqa": Family("LlamaConfig", {**_GATED, "num_key_value_heads": 1}),
+    "llama-wide-heads": Family("LlamaConfig", {**_GATED, "head_dim": 24}),
+    "mistral": Family("MistralConfig", {**_GATED, "sliding_window": WINDOW}),
+    "qwen2": Family(
+        "Qwen2Config",
+        {**_GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": Family("Qwen3Config", {**_GATED, "head_dim": 16}),
+    "gemma2": Family(
+        "Gemma2Config",
+        {
+            **_GATED,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+        },
+        {"sdpa": "softcap"},
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        {
+            **_GATED,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_LAYERS,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gpt2": Family("GPT2Config", _COMMON),
+    "opt": Family(
+        "OPTConfig",
+        {
+            **{k: v for k, v in _COMMON.items() if k != "initializer_range"},
+            "init_std": 0.35,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
+            "pad_token_id": 1,
+        },
+    ),
+    "phi3": Family("Phi3Config", {**_GATED, "sliding_window": WINDOW}),
+    "falcon-alibi": Family("FalconConfig", {**_COMMON, "alibi": True}, {"sdpa": "position_bias"}),
+    "mixtral": Family(
+        "MixtralConfig",
+        {**_GATED, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {
+            **_GATED,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": _PLAIN_ROPE,
+        },
+        {"sdpa": "sinks"},
+    ),
+}
+
+
+def config_of(name: str) -> transformers.PreTrainedConfig:
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**family.arguments)
+    config._experts_implementation = "eager"  # the grouped product takes no float64
+    return config
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+    """A fresh model of the family, always with the same weights, running its own attention."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(name), attn_implementation="eager"
+        )
+        for parameter_name, parameter in model.named_parameters():
+            if "sink" in parameter_name:
+                torch.nn.init.normal_(parameter)
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Random token ids of these lengths, always the same ones; no special id among them."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def oracle(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens from plain transformers, one sequence by itself."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@functools.cache
+def references(name: str, lengths: tuple[int, ...], count: int) -> list[list[int]]:
+    model = build(name)
+    return [oracle(model, prompt, count) for prompt in prompts(lengths)]
