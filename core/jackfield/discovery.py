@@ -161,7 +161,7 @@ def _load(source: _Source, timeout: float) -> ModuleType:
     def load() -> None:
         try:
             outcome.append(source.entry_point.load())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - see above
             outcome.append(error)
 
     thread = threading.Thread(target=load, name=f"load {source.entry_point.name}", daemon=True)

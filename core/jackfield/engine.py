@@ -142,7 +142,7 @@ class Engine:
         `top_k`, `top_p` or `min_p` asks for it. Raises SettingsError or PromptError before
         anything is computed.
         """
-        batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]  # type: ignore[assignment]
+        batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
         own = settings or [{}] * len(batch)

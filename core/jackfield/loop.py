@@ -79,7 +79,7 @@ class Loop:
             self.running.append(self.waiting.popleft())
 
     def _schedule(self, drafts: list[list[int]]) -> Step:
-        """Every running sequence feeds what is not cached yet: its prompt, then one token a step."""
+        """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
         return Step(
             [
                 Feed(s, s.num_cached, len(s.tokens) - s.num_cached, draft)

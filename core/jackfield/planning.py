@@ -1,4 +1,4 @@
-"""From selections to a plan: one backend per kind that fit together, decided before weights load."""
+"""From selections to a plan: one backend per kind, decided before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def judge(backend: Backend, needs: Requirements, options: Any) -> list[str]:
     """Every reason against `backend` for this job. One that raises is refused with its error."""
     try:
         return [*backend.available(), *backend.refuse(needs, options)]
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a plugin must not break its host
         return [f"its own check raised {type(error).__name__}: {error}"]
 
 

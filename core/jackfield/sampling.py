@@ -22,7 +22,7 @@ NEVER = -math.inf
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1), 53 bits, from a key: splitmix64 (Steele, Lea, Flood 2014), three rounds."""
+    """A number in [0, 1) from a key: three rounds of splitmix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for word in (seed, sample, position):
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -77,7 +77,7 @@ def _accepted(settings: Settings, row: list[float], wanted: int | None) -> Accep
 
 
 class _Batch:
-    """The settings of some rows as tensors. Valid while these rows grow by what `record` is told."""
+    """The settings of some rows as tensors; valid while the rows grow by what `record` is told."""
 
     def __init__(self, sequences: Seq[Sequence], logits: torch.Tensor) -> None:
         self.sequences = list(sequences)

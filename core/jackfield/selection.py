@@ -1,4 +1,4 @@
-"""From what a caller writes (``plugin:dist/name?key=value``) to a name, a distribution and options."""
+"""From what a caller writes (``plugin:dist/name?key=value``) to a name and typed options."""
 
 from __future__ import annotations
 

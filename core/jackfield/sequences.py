@@ -43,9 +43,9 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(
-        self, id: int, prompt: Seq[int], settings: Settings, detokenizer: Detokenizer | None
+        self, number: int, prompt: Seq[int], settings: Settings, detokenizer: Detokenizer | None
     ) -> None:
-        self.id = id
+        self.id = number
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
         self.num_cached = 0
@@ -146,7 +146,7 @@ class Completion:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        data = {
+        data: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,

@@ -179,7 +179,7 @@ def _normalize(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: GenerationConfig) -> dict[str, Any]:
-    """What `config` asks for; not facts about a model, nor fields that transformers does not know."""
+    """What `config` asks for: not facts about a model, no fields unknown to transformers."""
     found = {k: getattr(config, k, None) for k in _VOCABULARY - FACTS}
     return {k: v for k, v in found.items() if v is not None}
 
@@ -199,8 +199,8 @@ def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -
             raise SettingsError(f"{key} is not a setting of a request; give it to jackfield.load")
         hint = f"; override it with {key}={INERT[key][0]}" if origin and key in INERT else ""
         raise SettingsError(
-            f"the decoding {limits.decoding!r} does not honour {key}={value!r}{origin}; it is never "
-            f"ignored{hint or ', so drop it or choose a decoding that does'}"
+            f"the decoding {limits.decoding!r} does not honour {key}={value!r}{origin}; it is "
+            f"never ignored{hint or ', so drop it or choose a decoding that does'}"
         )
 
 
@@ -219,7 +219,7 @@ def _do_sample(asked: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
         raise SettingsError(f"do_sample must be True or False, not {explicit!r}")
     if explicit is False and knobs and not greedy:
         raise SettingsError(
-            f"{knobs[0]}={asked[knobs[0]]!r} has no effect with do_sample=False; drop one of the two"
+            f"{knobs[0]}={asked[knobs[0]]!r} has no effect with do_sample=False; drop one of them"
         )
     if explicit is True and greedy:
         raise SettingsError("temperature=0 is greedy, do_sample=True is not; drop one of the two")

@@ -167,9 +167,9 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         return own[type(module)](module, *args, **kwargs)  # type: ignore[misc]
 
-    def mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+    def mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
         narrow = torch.float32 if dtype == torch.float64 else dtype
-        return eager_mask(*args, dtype=narrow, **kwargs).to(dtype)
+        return eager_mask(dtype=narrow, **kwargs).to(dtype)
 
     return BoundAttention(forward, mask)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
-from jackfield.contracts import ModelInputs
+    from jackfield.contracts import ModelInputs
 
 #: Arguments that some models work out by themselves, from the attention mask and the cache.
 _DERIVABLE = ("position_ids", "logits_to_keep")

@@ -79,9 +79,9 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
     """The (layer index, module) of every attention layer of the decoder."""
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and "Attention" in type(module).__name__:
-            if not getattr(module, "is_cross_attention", False):
-                yield index, module
+        named = "Attention" in type(module).__name__
+        if isinstance(index, int) and named and not getattr(module, "is_cross_attention", False):
+            yield index, module
 
 
 def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -102,8 +102,10 @@ def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
 
 def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:
     """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
-    own = {getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
-    return own or {getattr(module, "head_dim", text.hidden_size // text.num_attention_heads)}
+    own = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    return {size for size in own if size is not None} or {
+        getattr(module, "head_dim", text.hidden_size // text.num_attention_heads)
+    }
 
 
 def _features(
@@ -128,9 +130,8 @@ def _features(
     if getattr(text, "alibi", False):
         found["position_bias"] = "alibi = True"
     if not replaceable(model):
-        found["own_attention"] = (
-            f"{type(model).__name__} does not use transformers' AttentionInterface"
-        )
+        name = type(model).__name__
+        found["own_attention"] = f"{name} does not use transformers' AttentionInterface"
     return found
 
 
@@ -155,7 +156,8 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise UsageError(
-            f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}{nearest(name, DTYPES)}"
+            f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}"
+            f"{nearest(name, DTYPES)}"
         )
     return name
 
@@ -166,7 +168,8 @@ def pick_device(device: str, source: ModelSource) -> torch.device:
         here = source.live.device
         if device != AUTO and torch.device(device) != here:
             raise UsageError(
-                f"the model is on {here} and is used there; move it yourself, or drop device_map={device!r}"
+                f"the model is on {here} and is used there; move it yourself, or drop "
+                f"device_map={device!r}"
             )
         return here
     if device == AUTO:

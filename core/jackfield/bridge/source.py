@@ -33,7 +33,7 @@ SELECTORS = frozenset(
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found, its config read, its weights not. `location` is a folder or hub id."""
+    """A model that was found; its weights are not read. `location` is a folder or a hub id."""
 
     config: PreTrainedConfig
     location: str | None = None
@@ -83,7 +83,7 @@ def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     if folder.is_file() or (not folder.is_dir() and location.startswith(("/", "./", "../", "~"))):
         raise CheckpointError(f"{location} is not a folder; give a model folder or a hub id")
     try:
-        config = AutoConfig.from_pretrained(location, revision=revision)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(location, revision=revision)
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
     _ignore_selectors(config, location)
@@ -127,7 +127,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _ignore_selectors(config: PreTrainedConfig, location: str) -> None:
-    """Undo what config.json says about implementations: names come from the caller, not from data."""
+    """Undo what config.json says about implementations: names come from the caller only."""
     path = Path(location) / "config.json"
     written = _selectors(json.loads(path.read_text())) if path.is_file() else {}
     for key, value in written.items():

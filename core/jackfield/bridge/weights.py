@@ -70,8 +70,8 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
         check_files(source.folder)
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source.location,
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.location or "",
                 config=source.config,
                 revision=source.revision,
                 dtype=getattr(torch, dtype),
@@ -81,8 +81,11 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
             )
     except Exception as error:
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
-    _check_complete(source, info)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    model: PreTrainedModel = loaded[0]
+    _check_complete(source, loaded[1])
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
+    model.eval()
+    return model
 
 
 def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:

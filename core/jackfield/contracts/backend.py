@@ -73,7 +73,8 @@ class Backend(ABC):
         if not isinstance(name, str) or not NAME.fullmatch(name):
             found.append(f"`name` must be lower-case words joined by '-', '_' or '.', not {name!r}")
         options = cls.options
-        if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        frozen = getattr(getattr(options, "__dataclass_params__", None), "frozen", False)
+        if not dataclasses.is_dataclass(options) or not frozen:
             found.append(f"`options` must be a frozen dataclass, not {options!r}")
         return found
 

@@ -51,7 +51,7 @@ class SdpaAttention(Attention):
                 is_causal = getattr(module, "is_causal", True)
             causal = attention_mask is None and length > 1 and is_causal
             if causal and key.shape[2] > length:
-                # No mask with more keys than queries: an empty static cache, whose tail is unwritten.
+                # No mask and more keys than queries: a static cache whose tail is unwritten.
                 key, value = key[:, :, :length], value[:, :, :length]
             output = scaled_dot_product_attention(
                 query,
