@@ -19,6 +19,7 @@ from jackfield.settings import Settings
 
 _MASK = (1 << 64) - 1
 NEVER = -math.inf
+_COLDEST = float(torch.finfo(torch.float32).tiny)
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
@@ -64,10 +65,10 @@ def _precise(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _accepted(settings: Settings, row: list[float], wanted: int | None) -> Accepted:
-    """`row` is [token, its processed score, its log-probability, top ids…, top logprobs…]."""
-    token, score = int(row[0]), row[1]
-    if not score > NEVER:  # also NaN
-        what = "its settings forbid every token" if score == NEVER else "the logits are not numbers"
+    """`row` is [token, its row's best score, its log-probability, top ids…, top logprobs…]."""
+    token, best = int(row[0]), row[1]
+    if not math.isfinite(best):
+        what = "its settings forbid every token" if best == NEVER else "the logits are not numbers"
         return Accepted(error=f"no token can be chosen: {what}")
     if settings.logprobs is None or wanted is None:
         return Accepted((token,))
@@ -97,8 +98,10 @@ class _Batch:
             if len(ids) > 1
         ]
         self.do_sample = self._column([s.do_sample for s in every])
-        self.temperature = self._column([s.temperature for s in every], 1.0)
-        self.top_k = self._column([s.top_k or self.vocab_size for s in every], self.vocab_size)
+        self.temperature = self._column([max(s.temperature, _COLDEST) for s in every], 1.0)
+        kept = [min(s.top_k or self.vocab_size, self.vocab_size) for s in every]
+        self.most_kept = max(kept)
+        self.top_k = self._column(kept, self.vocab_size)
         self.top_p = self._column([s.top_p for s in every], 1.0)
         self.min_p = self._column([s.min_p for s in every], 0.0)
         self.repetition = self._column([s.repetition_penalty for s in every], 1.0)
@@ -106,7 +109,7 @@ class _Batch:
         self.frequency = self._column([s.frequency_penalty for s in every], 0.0)
         self.seen, self.counts = self._history()
 
-    def _column(self, values: list[float], inert: float | None = None) -> torch.Tensor | None:
+    def _column(self, values: Seq[float], inert: float | None = None) -> torch.Tensor | None:
         """`[rows, 1]`, or None where no row asks for anything."""
         if all(v == inert for v in values):
             return None
@@ -163,18 +166,18 @@ class _Batch:
             )
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `[rows]` and their processed scores `[rows]`."""
-        scores = _precise(logits)
-        scores = self._apply_bias(scores)
-        scores = self._apply_penalties(scores)
-        scores = self._forbid_early_end(scores)
+        """Tokens `[rows]`, and the best processed score of each row, NaN if any score is."""
+        scores = self.processed(logits)
         best, tokens = scores.max(-1)
-        if not self.samples:
-            return tokens, best
-        drawn = self._draw(self._warp(scores))
-        if self.do_sample is not None:
+        if self.samples and self.do_sample is not None:
+            drawn = self._draw(self.warped(scores))
             tokens = torch.where(self.do_sample[:, 0], drawn, tokens)
-        return tokens, scores.gather(1, tokens[:, None])[:, 0]
+        return tokens, best
+
+    def processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scores that greedy rows take the best of: bias, penalties, minimum length."""
+        scores = self._apply_bias(_precise(logits))
+        return self._forbid_early_end(self._apply_penalties(scores))
 
     def _apply_bias(self, scores: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
@@ -205,14 +208,14 @@ class _Batch:
                 scores[row, list(sequence.settings.eos_token_ids)] = NEVER
         return scores
 
-    def _warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Temperature, top-k, top-p, min-p. The likeliest token always stays."""
+    def warped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Temperature, top-k, top-p, min-p: what sampled rows draw from. The best stays."""
         if self.temperature is not None:
-            scores = scores / self.temperature
+            # Relative to the best score, a tiny temperature tends to greedy instead of inf - inf.
+            scores = (scores - scores.max(-1, keepdim=True).values) / self.temperature
         if self.top_k is not None:
-            k = self.top_k.long().clamp(max=self.vocab_size)
-            largest = scores.topk(int(k.max()), -1).values
-            scores = scores.masked_fill(scores < largest.gather(1, k - 1), NEVER)
+            largest = scores.topk(self.most_kept, -1).values
+            scores = scores.masked_fill(scores < largest.gather(1, self.top_k - 1), NEVER)
         if self.top_p is not None:
             ordered, order = scores.sort(-1)
             drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
