@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from jackfield.cli.chat import chat
+from jackfield.cli.doctor import doctor
+from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
 from jackfield.cli.plugins import plugins
@@ -55,3 +57,5 @@ app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("plugins")(plugins)
 app.command("explain")(explain)
+app.command("doctor")(doctor)
+app.command("eval")(evaluate)

@@ -1,0 +1,84 @@
+"""`jackfield eval`: does a backend change the answers? Accuracy on the demo tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jackfield.cli.options import Backends, JsonOption, ModelOption, load, with_flags
+from jackfield.cli.output import console, note, print_json, ran
+
+if TYPE_CHECKING:
+    from jackfield.engine import Engine
+    from jackfield.evaluation import Evaluation
+
+CountOption = Annotated[int, typer.Option(metavar="N", help="How many items of each task.")]
+SeedOption = Annotated[int, typer.Option(metavar="N", help="Another seed draws other items.")]
+
+
+@with_flags
+def evaluate(
+    backends: Backends,
+    model: ModelOption = "demo",
+    count: CountOption = 50,
+    seed: SeedOption = 0,
+    json: JsonOption = False,
+) -> None:
+    """Measure exact-match accuracy on the demo tasks.
+
+    Greedy answers to items that the demo model never saw in training. Run it with two backends: the
+    accuracy must not differ by more than chance.
+
+    Example: jackfield eval --attention eager --count 20
+    """
+    with load(model, backends) as engine:
+        result = _evaluate(engine, count, seed)
+        report, plan = engine.report(), engine.plan
+    if json:
+        print_json(result.to_dict() | {"plan": plan.to_dict(), "report": report.to_dict()})
+        return
+    _print(result)
+    note(f"{ran(report)} · {result.total} items in {result.seconds:.1f} s")
+
+
+def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
+    """Evaluate with a progress bar on standard error, which is shown on a terminal only."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from jackfield.demo.tasks import TASKS
+    from jackfield.evaluation import evaluate
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    errors = console(stderr=True)
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("items", total=len(TASKS) * max(count, 1))
+        return evaluate(engine, count, seed, progress=lambda done: bar.advance(task, done))
+
+
+def _print(result: Evaluation) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("task")
+    for heading in ("right", "items", "accuracy"):
+        table.add_column(heading, justify="right")
+    for score in result.scores:
+        table.add_row(score.task, str(score.right), str(score.total), f"{score.accuracy:.1%}")
+    table.add_section()
+    table.add_row("all", str(result.right), str(result.total), f"{result.accuracy:.1%}")
+    console().print(table)
