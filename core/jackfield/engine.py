@@ -107,16 +107,14 @@ class Engine:
         self._reached = False
         self._training = model.training
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        # A backend that fails to bind must leave a live model as it was, so the plug comes last.
+        cache = plan["cache"].registered.bind(self._context("cache"))
+        strategy = plan["decoding"].registered.bind(self._context("decoding"))
         self._port = AttentionPort(plan["attention"].registered, self._context("attention"))
         self._unplug = self._port.plug(model)
         model.eval()
         _engines[model] = self
-        self._loop = Loop(
-            forward_of(model),
-            plan["cache"].backend.bind(self._context("cache")),
-            plan["decoding"].backend.bind(self._context("decoding")),
-            max_batch_size,
-        )
+        self._loop = Loop(forward_of(model), cache, strategy, max_batch_size)
         self.closed = False
 
     def _context(self, kind: str) -> BindContext:

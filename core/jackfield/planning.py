@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.contracts import Backend, Requirements
-from jackfield.errors import PlanError
+from jackfield.errors import JackfieldError, PlanError
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
 
@@ -45,17 +45,21 @@ class Choice:
             "name": self.registered.name,
             "distribution": self.registered.distribution,
             "version": self.registered.version,
-            "options": dict(vars(self.options)) if hasattr(self.options, "__dict__") else {},
+            "options": asdict(self.options),
             "how": self.how,
         }
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A backend that was considered and not taken, with every reason."""
+    """A backend that was considered and not taken, with every reason.
+
+    `within` holds the refusals of the next kind, where it is only these that stand in the way.
+    """
 
     registered: Registered
     reasons: tuple[str, ...]
+    within: tuple[Refusal, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.registered.name} ({'; '.join(self.reasons)})"
@@ -102,50 +106,72 @@ class Plan:
         return "\n".join(lines)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Candidate:
     registered: Registered
     options: Any
     how: str
 
 
-@dataclass
-class _Search:
-    """One search through the candidates of each kind, with every refusal on the way."""
-
+@dataclass(frozen=True)
+class _Solution:
     requirements: Requirements
-    candidates: Mapping[str, list[_Candidate]]
-    refusals: dict[tuple[str, str, str], Refusal] = field(default_factory=dict)
+    choices: dict[str, Choice]
+    refusals: tuple[Refusal, ...]
 
-    def solve(
-        self, kinds: tuple[str, ...], needs: Requirements
-    ) -> tuple[Requirements, dict[str, Choice]] | None:
-        """The first choice for `kinds` that works, given what earlier kinds imply in `needs`."""
-        if not kinds:
-            return needs, {}
-        for candidate in self.candidates[kinds[0]]:
-            reasons = judge(candidate.registered.backend, needs, candidate.options)
-            if not reasons:
-                implied = candidate.registered.backend.imply(needs)
-                if found := self.solve(kinds[1:], implied):
-                    final, rest = found
-                    choice = Choice(candidate.registered, candidate.options, candidate.how)
-                    return final, {kinds[0]: choice, **rest}
-                reasons = [f"no {kinds[1]} fits with it"]
-            self.note(candidate.registered, reasons)
-        return None
 
-    def note(self, registered: Registered, reasons: list[str]) -> None:
-        key = (registered.kind, registered.distribution, registered.name)
-        self.refusals[key] = Refusal(registered, tuple(reasons))
+def _solve(
+    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+) -> _Solution | tuple[Refusal, ...]:
+    """The first choice for `kinds` that works, or a refusal of each candidate for the first kind.
+
+    `needs` is what the job and the kinds decided before require.
+    """
+    if not kinds:
+        return _Solution(needs, {}, ())
+    refusals: list[Refusal] = []
+    for candidate in candidates[kinds[0]]:
+        registered = candidate.registered
+        implied = _implied(registered.backend, needs, candidate.options)
+        if isinstance(implied, list):
+            refusals.append(Refusal(registered, tuple(implied)))
+            continue
+        found = _solve(kinds[1:], implied, candidates)
+        if isinstance(found, _Solution):
+            choice = Choice(registered, candidate.options, candidate.how)
+            choices = {kinds[0]: choice, **found.choices}
+            return _Solution(found.requirements, choices, (*refusals, *found.refusals))
+        reason = f"no {kinds[1]} fits with it: {', '.join(map(str, found))}"
+        refusals.append(Refusal(registered, (reason,), found))
+    return tuple(refusals)
+
+
+def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirements | list[str]:
+    """What `backend` demands of the kinds decided later, or the reasons against it."""
+    if reasons := judge(backend, needs, options):
+        return reasons
+    try:
+        implied = backend.imply(needs)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
+        return [f"its own imply() raised {type(error).__name__}: {error}"]
+    if isinstance(implied, Requirements):
+        return implied
+    return [f"its own imply() returned {implied!r} where Requirements were due"]
 
 
 def judge(backend: Backend, needs: Requirements, options: Any) -> list[str]:
-    """Every reason against `backend` for this job. One that raises is refused with its error."""
+    """Every reason against `backend` for this job. One whose check breaks is refused with it."""
+    return [*_ask(backend.available), *_ask(backend.refuse, needs, options)]
+
+
+def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
     try:
-        return [*backend.available(), *backend.refuse(needs, options)]
-    except Exception as error:  # noqa: BLE001 - a plugin must not break its host
-        return [f"its own check raised {type(error).__name__}: {error}"]
+        reasons: Any = check(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
+        return [f"its own {check.__name__}() raised {type(error).__name__}: {error}"]
+    if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
+        return list(reasons)
+    return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
 
 
 def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Selectable]) -> Plan:
@@ -154,13 +180,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     A named backend is never swapped; "auto" tries backends by rank; a list is tried in its order.
     """
     candidates = {kind: list(_candidates(registry, kind, selections[kind])) for kind in ORDER}
-    search = _Search(needs, candidates)
-    found = search.solve(ORDER, needs)
-    if found is None:
-        raise PlanError(_failure(search, registry, selections))
-    final, choices = found
-    plan = Plan(final, choices, tuple(search.refusals.values()))
-    for choice in choices.values():
+    found = _solve(ORDER, needs, candidates)
+    if not isinstance(found, _Solution):
+        raise PlanError(_failure(found, registry, needs, candidates, selections))
+    plan = Plan(found.requirements, found.choices, found.refusals)
+    for choice in plan.choices.values():
         if choice.how != "named":
             logger.info("%s chose %s", choice.how, choice.registered)
     for refusal in plan.refusals:
@@ -187,28 +211,48 @@ def _automatic(registry: Registry, kind: str) -> Iterator[_Candidate]:
         yield _Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
 
 
-def _failure(search: _Search, registry: Registry, selections: Mapping[str, Selectable]) -> str:
+def _failure(
+    refusals: tuple[Refusal, ...],
+    registry: Registry,
+    needs: Requirements,
+    candidates: Mapping[str, list[_Candidate]],
+    selections: Mapping[str, Selectable],
+) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
-    kind = next(
-        (k for k in ORDER if not search.candidates[k]),
-        next((r.registered.kind for r in reversed(search.refusals.values())
-              if not r.reasons[0].startswith("no ")), ORDER[-1]),
-    )  # fmt: skip
-    asked = f"{ARGUMENTS[kind]}={selections[kind]!r}"
-    needs = search.requirements
-    if not search.candidates[kind]:
+    asked = {kind: f"{ARGUMENTS[kind]}={selections[kind]!r}" for kind in ORDER}
+    if empty := [kind for kind in ORDER if not candidates[kind]]:
         return (
-            f"{asked} finds no {kind} backend: no plugin offers one that may be chosen by itself; "
-            "the built-in ones come with `pip install jackfield` (see `jackfield doctor`)"
+            f"{asked[empty[0]]} finds no {empty[0]} backend: no plugin offers one that may be "
+            "chosen by itself; the built-in ones come with `pip install jackfield` "
+            "(see `jackfield doctor`)"
         )
-    refused = [str(r) for r in search.refusals.values() if r.registered.kind == kind]
-    accepted = [
-        r.name for r in registry.of_kind(kind)
-        if not judge(r.backend, needs, make_options(r.backend.options, {}, r.name))
-    ]  # fmt: skip
-    return f"{asked} cannot run {needs.architecture} here: {', '.join(refused)}; " + (
-        f"use {' or '.join(map(repr, accepted))}" if accepted else f"no other {kind} can either"
-    )
+    decided = []
+    while all(refusal.within for refusal in refusals):
+        decided.append(refusals[0].registered.kind)
+        refusals = tuple(r for refusal in refusals for r in refusal.within)
+    kind = refusals[0].registered.kind
+    given = [asked[k] for k in decided if selections[k] != AUTO]
+    reasons = dict.fromkeys(map(str, refusals))
+    return (
+        f"{asked[kind]} cannot run {needs.architecture} here"
+        f"{' with ' + ', '.join(given) if given else ''}: {', '.join(reasons)}; "
+    ) + _advice(registry, kind, needs, candidates)
+
+
+def _advice(
+    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+) -> str:
+    """Which backends of `kind` would make a plan with all else as it was asked for."""
+    fitting = []
+    for registered in registry.of_kind(kind):
+        try:
+            options = make_options(registered.backend.options, {}, registered.name)
+        except JackfieldError:  # it needs an option, which we cannot know
+            continue
+        instead = {**candidates, kind: [_Candidate(registered, options, "named")]}
+        if isinstance(_solve(ORDER, needs, instead), _Solution):
+            fitting.append(registry.address(registered))
+    return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"
 
 
 def plan(

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jackfield.contracts import Backend
-from jackfield.errors import SelectionError
+from packaging.utils import canonicalize_name
+
+from jackfield.contracts import Backend, BindContext
+from jackfield.errors import JackfieldError, PluginError, SelectionError
 from jackfield.hookspecs import HOOKS
 from jackfield.selection import PREFIX, Selection, nearest
 
@@ -61,6 +63,19 @@ class Registered:
     def name(self) -> str:
         return self.backend.name
 
+    def bind(self, context: BindContext) -> Any:
+        """What the backend returns for `context`. Raises PluginError where its code breaks."""
+        try:
+            bound = self.backend.bind(context)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise PluginError(f"bind of {self} raised {type(error).__name__}: {error}") from error
+        if not isinstance(bound, self.backend.bound):
+            wanted = " or ".join(cls.__name__ for cls in self.backend.bound)
+            raise PluginError(f"bind of {self} must return a {wanted}, got {bound!r}")
+        return bound
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
 
@@ -79,9 +94,7 @@ class Registry:
 
     def find(self, kind: str, selection: Selection) -> Registered:
         """The one backend that `selection` names; SelectionError where there is none, or two."""
-        named = [r for r in self.of_kind(kind) if r.name == selection.name]
-        if selection.distribution is not None:
-            named = [r for r in named if r.distribution == selection.distribution]
+        named = [r for r in self._within(kind, selection) if r.name == selection.name]
         if len(named) == 1:
             return named[0]
         if named:
@@ -90,14 +103,34 @@ class Registry:
             raise SelectionError(f"{kind} {selection.name!r} is offered by {who}; say which: {how}")
         raise SelectionError(self._unknown(kind, selection))
 
+    def address(self, registered: Registered) -> str:
+        """The shortest selection that means `registered` and no other."""
+        rivals = [r for r in self.of_kind(registered.kind) if r.name == registered.name]
+        where = f"{registered.distribution}/" if len(rivals) > 1 else ""
+        return f"{PREFIX if where else ''}{where}{registered.name}"
+
+    def _within(self, kind: str, selection: Selection) -> list[Registered]:
+        """The backends of `kind`; where a distribution is named, only its own."""
+        if selection.distribution is None:
+            return list(self.of_kind(kind))
+        wanted = canonicalize_name(selection.distribution)
+        return [r for r in self.of_kind(kind) if canonicalize_name(r.distribution) == wanted]
+
     def _unknown(self, kind: str, selection: Selection) -> str:
-        known = sorted({r.name for r in self.of_kind(kind)})
-        if not known:
+        if not self.backends[kind]:
             return (
                 f"no plugin offers any {kind} backend, so {str(selection)!r} cannot be had; the "
                 "built-in ones come with `pip install jackfield` (see `jackfield doctor`)"
             )
-        source = f" in distribution {selection.distribution!r}" if selection.distribution else ""
+        where = selection.distribution
+        known = sorted({r.name for r in self._within(kind, selection)})
+        if where and not known:
+            owners = sorted({r.distribution for r in self.of_kind(kind)})
+            return (
+                f"no distribution {where!r} offers any {kind} (those that do: "
+                f"{', '.join(owners)}){nearest(where, owners)}"
+            )
+        source = f" in distribution {where!r}" if where else ""
         message = f"there is no {kind} {selection.name!r}{source} (known: {', '.join(known)})"
         message += nearest(selection.name, known)
         elsewhere = [k for k in HOOKS if any(r.name == selection.name for r in self.of_kind(k))]

@@ -10,9 +10,9 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import quote, unquote
 
-from jackfield.errors import OptionError, SelectionError
+from jackfield.errors import OptionError, PluginError, SelectionError
 
 AUTO = "auto"
 PREFIX = "plugin:"
@@ -33,8 +33,12 @@ class Selection:
 
     def __str__(self) -> str:
         where = f"{self.distribution}/" if self.distribution else ""
-        query = "&".join(f"{key}={value}" for key, value in self.arguments.items())
+        query = "&".join(f"{_quoted(k)}={_quoted(v)}" for k, v in self.arguments.items())
         return f"{PREFIX}{where}{self.name}{'?' + query if query else ''}"
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="/:@,+")
 
 
 def parse(text: str) -> Selection:
@@ -53,37 +57,46 @@ def parse(text: str) -> Selection:
 
 def parse_all(value: Selectable) -> list[Selection | str]:
     """Parse what a caller passed for one kind: selections in order of preference, or "auto"."""
-    texts = [value] if isinstance(value, str) else list(value)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence):  # a set has no order, and None is nobody's name
+        raise SelectionError(
+            f"a backend is selected by 'auto', a string like 'plugin:sdpa' or a list of these, "
+            f"not {value!r}"
+        )
     if not texts:
         raise SelectionError("an empty list of fallbacks selects nothing; name a backend or 'auto'")
     return [AUTO if text == AUTO else parse(text) for text in texts]
 
 
 def _arguments(text: str, query: str) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
-    except ValueError:
-        raise OptionError(
-            f"cannot read the options in {text!r}: write '?option=value&other=value'"
-        ) from None
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise OptionError(f"an option is given twice in {text!r}; give each one once")
-    return dict(pairs)
+    """The options, percent-decoded. Not `parse_qsl`: its "+" is a space, ours is part of 1e+5."""
+    arguments: dict[str, str] = {}
+    for pair in query.split("&"):
+        key, equals, value = map(unquote, pair.partition("="))
+        if not (key and equals):
+            raise OptionError(
+                f"cannot read the options in {text!r}: write '?option=value&other=value'"
+            )
+        if key in arguments:
+            raise OptionError(f"option {key!r} is given twice in {text!r}; give it once")
+        arguments[key] = value
+    return arguments
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" where some known name is close, otherwise an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    spelt = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), spelt, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(spelt[c]) for c in close)}?" if close else ""
 
 
 def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any:
     """An instance of the frozen dataclass `options`, from texts. `owner` names the backend.
 
     Raises OptionError for an unknown key, a text that is not of the field's type, a missing
-    required field, and whatever ValueError the class itself raises.
+    required field, and a ValueError of the class itself; PluginError for any other error of it.
     """
-    fields = {field.name: field for field in dataclasses.fields(options)}
+    fields = {field.name: field for field in dataclasses.fields(options) if field.init}
     hints = typing.get_type_hints(options)
     values = {}
     for key, text in arguments.items():
@@ -106,6 +119,31 @@ def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any
         return options(**values)
     except ValueError as error:
         raise OptionError(f"{owner}: {error}") from None
+    except Exception as error:
+        raise PluginError(
+            f"the options of {owner} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def option_flaws(options: type) -> list[str]:
+    """Why texts cannot be turned into fields of the dataclass `options`."""
+    try:
+        hints = typing.get_type_hints(options)
+    except Exception as error:  # noqa: BLE001 - a plugin's own annotations
+        return [f"the types of `options` cannot be read: {type(error).__name__}: {error}"]
+    return [
+        f"option {field.name!r} is of type {hints[field.name]}; options are int, float, bool, str, "
+        "Literal or one of these | None"
+        for field in dataclasses.fields(options)
+        if field.init and not _readable(hints[field.name])
+    ]
+
+
+def _readable(hint: Any) -> bool:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+        return len(rest) == 1 and _readable(rest[0])
+    return hint in (int, float, bool, str) or typing.get_origin(hint) is typing.Literal
 
 
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

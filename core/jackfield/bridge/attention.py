@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.requirements import attention_modules, replaceable
 from jackfield.contracts import BindContext, BoundAttention, ModelAttention
-from jackfield.errors import ExecutionError, PluginError
+from jackfield.errors import ExecutionError
 from jackfield.registry import Registered
 
 #: Keyword arguments by which a model hands a feature to its attention function.
@@ -61,20 +61,15 @@ class AttentionPort:
         self.registered = registered
         self.tally = Tally()
         self._hooks: list[Any] = []
-        bound = registered.backend.bind(context)  # type: ignore[attr-defined]
+        bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
             own = _model_attention(context.model) if context.model is not None else None
             if own is None:
                 self.key, self.in_tables = bound.implementation, False
                 return
             forward, mask = self._counted(own.forward), own.mask
-        elif isinstance(bound, BoundAttention):
-            forward, mask = self._guarded(self._counted(bound.forward)), bound.mask
         else:
-            raise PluginError(
-                f"bind of {registered} must return a BoundAttention (forward and mask) or a "
-                f"ModelAttention, got {bound!r}"
-            )
+            forward, mask = self._guarded(self._counted(bound.forward)), bound.mask
         self.key, self.in_tables = f"jackfield-{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
         AttentionMaskInterface.register(self.key, mask)

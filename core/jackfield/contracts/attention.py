@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,8 +31,11 @@ class AttentionCapabilities:
         unknown(self.features, FEATURES, "feature")
         if not (self.layouts and self.dtypes and self.devices):
             raise ValueError("an attention needs at least one layout, one dtype and one device")
-        if self.head_sizes is not None and not all(size > 0 for size in self.head_sizes):
-            raise ValueError(f"head sizes must be positive, not {sorted(self.head_sizes)}")
+        sizes: Any = self.head_sizes
+        if sizes is not None and not (
+            isinstance(sizes, Set) and sizes and all(type(s) is int and s > 0 for s in sizes)
+        ):
+            raise ValueError(f"head_sizes must be a frozenset of positive ints, not {sizes!r}")
 
     def lacks(self, requirements: Requirements) -> list[str]:
         """Each requirement that is not met, as a reason that names it and its evidence."""
@@ -100,6 +103,7 @@ class Attention(Backend):
     """How a layer attends. `bind` is called once per model; imports of torch belong there."""
 
     kind: ClassVar[str] = "attention"
+    bound: ClassVar[tuple[type, ...]] = (BoundAttention, ModelAttention)
     capabilities: ClassVar[AttentionCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
@@ -111,9 +115,8 @@ class Attention(Backend):
     def bind(self, context: BindContext) -> BoundAttention | ModelAttention:
         """Return the function pair that every layer of `context.model` will call."""
 
-    @classmethod
-    def flaws(cls) -> list[str]:
+    def flaws(self) -> list[str]:
         found = super().flaws()
-        if not isinstance(getattr(cls, "capabilities", None), AttentionCapabilities):
+        if not isinstance(getattr(self, "capabilities", None), AttentionCapabilities):
             found.append("`capabilities` must be an AttentionCapabilities")
         return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.requirements import Requirements
+from jackfield.selection import option_flaws
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,10 +42,11 @@ class Backend(ABC):
     `options` is a frozen dataclass whose fields are the keys of ``plugin:name?key=value``; field
     types int, float, bool, str, Literal and ``T | None`` are checked when a selection is parsed.
     `auto_rank` lets ``auto`` choose the backend: the highest accepted rank wins, None means that
-    it runs only when it is named.
+    it runs only when it is named. A backend with a rank needs a default for every option.
     """
 
     kind: ClassVar[str]
+    bound: ClassVar[tuple[type, ...]]
     name: ClassVar[str]
     options: ClassVar[type] = NoOptions
     auto_rank: ClassVar[int | None] = None
@@ -65,23 +67,42 @@ class Backend(ABC):
         """What the kinds that are decided later must meet, once this backend is chosen."""
         return requirements
 
-    @classmethod
-    def flaws(cls) -> list[str]:
+    def bind(self, context: BindContext) -> Any:
+        """Return the object that the engine calls: an instance of one of `bound`."""
+        raise NotImplementedError
+
+    def flaws(self) -> list[str]:
         """What is wrong with the definition itself; checked once, when a plugin is registered."""
         found = []
-        name = getattr(cls, "name", None)
+        name = getattr(self, "name", None)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             found.append(f"`name` must be lower-case words joined by '-', '_' or '.', not {name!r}")
-        options = cls.options
+        if type(self.auto_rank) not in (int, type(None)):
+            found.append(f"`auto_rank` must be an int or None, not {self.auto_rank!r}")
+        return found + self._flaws_of_options()
+
+    def _flaws_of_options(self) -> list[str]:
+        options: Any = self.options  # what a stranger put there
         frozen = getattr(getattr(options, "__dataclass_params__", None), "frozen", False)
-        if not dataclasses.is_dataclass(options) or not frozen:
-            found.append(f"`options` must be a frozen dataclass, not {options!r}")
+        if not isinstance(options, type) or not dataclasses.is_dataclass(options) or not frozen:
+            return [f"`options` must be a frozen dataclass, not {options!r}"]
+        found = option_flaws(options)
+        if self.auto_rank is not None:
+            try:
+                options()
+            except Exception as error:  # noqa: BLE001 - `auto` must not stumble over it later
+                found.append(f"`auto_rank` needs options that all have defaults: {error}")
         return found
 
 
 def unknown(given: Collection[str], known: Collection[str], what: str) -> None:
-    """Raise ValueError naming every member of `given` that is not in `known`."""
-    if isinstance(given, str):
-        raise ValueError(f"{what} must be a collection of names, not the string {given!r}")
+    """Raise ValueError naming every member of the set `given` that is not in `known`."""
+    names(given, what)
     if stray := sorted(set(given) - set(known)):
         raise ValueError(f"unknown {what} {', '.join(stray)}; known: {', '.join(sorted(known))}")
+
+
+def names(given: Collection[str], what: str) -> None:
+    """Raise ValueError unless `given` is a set: a string or a list would half work."""
+    if not isinstance(given, Set):
+        raise ValueError(f"{what}s must be a frozenset of names, not {given!r}")

@@ -31,9 +31,11 @@ class CacheCapabilities:
     static_shapes: bool = False
 
     def __post_init__(self) -> None:
-        unknown([self.layout], LAYOUTS, "layout")
+        unknown({self.layout}, LAYOUTS, "layout")
         unknown(self.layer_types, LAYER_TYPES, "layer type")
         unknown(self.dtypes, DTYPES, "dtype")
+        if not (self.layer_types and self.dtypes):
+            raise ValueError("a cache needs at least one layer type and one dtype")
 
     def lacks(self, requirements: Requirements) -> list[str]:
         """Each requirement that is not met, as a reason."""
@@ -90,6 +92,7 @@ class Cache(Backend):
     """Where K and V live. `bind` is called once per model."""
 
     kind: ClassVar[str] = "cache"
+    bound: ClassVar[tuple[type, ...]] = (KVCache,)
     capabilities: ClassVar[CacheCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
@@ -104,9 +107,8 @@ class Cache(Backend):
     def bind(self, context: BindContext) -> KVCache:
         """Return an empty cache for `context.model`."""
 
-    @classmethod
-    def flaws(cls) -> list[str]:
+    def flaws(self) -> list[str]:
         found = super().flaws()
-        if not isinstance(getattr(cls, "capabilities", None), CacheCapabilities):
+        if not isinstance(getattr(self, "capabilities", None), CacheCapabilities):
             found.append("`capabilities` must be a CacheCapabilities")
         return found

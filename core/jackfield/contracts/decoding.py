@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from jackfield.contracts.backend import Backend, BindContext
+from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ class DecodingCapabilities:
 
     settings: frozenset[str] = field(default_factory=frozenset)
     rollback: bool = False
+
+    def __post_init__(self) -> None:
+        names(self.settings, "setting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Decoding(Backend):
     """Which tokens come next. `bind` is called once per model."""
 
     kind: ClassVar[str] = "decoding"
+    bound: ClassVar[tuple[type, ...]] = (Strategy,)
     capabilities: ClassVar[DecodingCapabilities]
 
     def imply(self, requirements: Requirements) -> Requirements:
@@ -74,9 +78,8 @@ class Decoding(Backend):
     def bind(self, context: BindContext) -> Strategy:
         """Return the strategy for `context.model`."""
 
-    @classmethod
-    def flaws(cls) -> list[str]:
+    def flaws(self) -> list[str]:
         found = super().flaws()
-        if not isinstance(getattr(cls, "capabilities", None), DecodingCapabilities):
+        if not isinstance(getattr(self, "capabilities", None), DecodingCapabilities):
             found.append("`capabilities` must be a DecodingCapabilities")
         return found
