@@ -79,6 +79,8 @@ CODE = frozenset(
 )  # fmt: skip
 
 _VOCABULARY = frozenset(k for k in vars(GenerationConfig()) if not k.startswith("_"))
+_LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
+_LISTS = (list, tuple)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -134,8 +136,9 @@ def resolve(
                        ", which the model's generation_config.json sets")  # fmt: skip
     given = {**model, **asked}
     number = _Numbers(given)
-    do_sample = _do_sample(asked, model)
-    eos = _ids(given.get("eos_token_id"), "eos_token_id", limits.vocab_size)
+    temperature = number.real("temperature", 1.0, at_least=0)
+    do_sample = _do_sample(asked, model, temperature)
+    eos = _ids(given.get("eos_token_id"), _named("eos_token_id", asked), limits.vocab_size)
     settings = Settings(
         max_new_tokens=_max_new_tokens(asked, model, prompt_length, limits),
         min_new_tokens=max(
@@ -143,7 +146,7 @@ def resolve(
             number.integer("min_length", 0, at_least=0) - prompt_length,
         ),
         do_sample=do_sample,
-        temperature=number.real("temperature", 1.0, at_least=0) if do_sample else 1.0,
+        temperature=temperature if do_sample else 1.0,
         top_k=number.integer("top_k", 0, at_least=0),
         top_p=number.real("top_p", 1.0, above=0, at_most=1),
         min_p=number.real("min_p", 0.0, at_least=0, at_most=1),
@@ -154,7 +157,9 @@ def resolve(
         eos_token_ids=eos,
         stop_strings=_stop_strings(given.get("stop_strings"), limits),
         seed=number.integer("seed", secrets.randbits(63)),
-        logprobs=number.integer("logprobs", 0, at_least=0) if "logprobs" in given else None,
+        logprobs=number.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)
+        if "logprobs" in given
+        else None,
     )
     if settings.min_new_tokens > settings.max_new_tokens:
         raise SettingsError(
@@ -170,7 +175,8 @@ def _normalize(asked: Mapping[str, Any]) -> dict[str, Any]:
     if (config := fields.pop("generation_config", None)) is not None:
         if not isinstance(config, GenerationConfig):
             raise SettingsError(f"generation_config must be a GenerationConfig, not {config!r}")
-        fields = {**_fields(config), **fields}
+        own = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in FACTS}
+        fields = {**{k: v for k, v in own.items() if v is not None}, **fields}
     if "stop" in fields:
         if "stop_strings" in fields:
             raise SettingsError("stop and stop_strings are the same setting; give one of them")
@@ -179,7 +185,7 @@ def _normalize(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: GenerationConfig) -> dict[str, Any]:
-    """What `config` asks for: not facts about a model, no fields unknown to transformers."""
+    """What a model's `config` asks for: no facts about it, no fields unknown to transformers."""
     found = {k: getattr(config, k, None) for k in _VOCABULARY - FACTS}
     return {k: v for k, v in found.items() if v is not None}
 
@@ -205,15 +211,16 @@ def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -
 
 
 def _same(value: Any, inert: Any) -> bool:
-    return bool(value == inert) and isinstance(value, bool) == isinstance(inert, bool)
+    plain = isinstance(value, bool | int | float | str)
+    return plain and value == inert and isinstance(value, bool) == isinstance(inert, bool)
 
 
-def _do_sample(asked: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+def _do_sample(asked: Mapping[str, Any], model: Mapping[str, Any], temperature: float) -> bool:
     """Sampling is on when it is asked for, by `do_sample` or by any of its knobs."""
     knobs = [
         k for k in _SAMPLING if k in asked and not any(_same(asked[k], v) for v in INERT.get(k, ()))
     ]
-    greedy = asked.get("temperature") == 0
+    greedy = temperature == 0
     explicit = asked.get("do_sample")
     if explicit is not None and not isinstance(explicit, bool):
         raise SettingsError(f"do_sample must be True or False, not {explicit!r}")
@@ -269,12 +276,16 @@ class _Numbers:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
 
-    def integer(self, name: str, default: int, at_least: int | None = None) -> int:
+    def integer(
+        self, name: str, default: int, at_least: int | None = None, at_most: int | None = None
+    ) -> int:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise SettingsError(f"{name} must be a whole number, not {value!r}")
         if at_least is not None and value < at_least:
             raise SettingsError(f"{name} must be at least {at_least}, not {value}")
+        if at_most is not None and value > at_most:
+            raise SettingsError(f"{name} must be at most {at_most}, not {value}")
         return value
 
     def real(
@@ -289,8 +300,8 @@ class _Numbers:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SettingsError(f"{name} must be a number, not {value!r}")
-        if not math.isfinite(value):
-            raise SettingsError(f"{name} must be finite, not {value}")
+        if not abs(value) <= _LARGEST:  # also NaN
+            raise SettingsError(f"{name} must be a finite number of ordinary size, not {value}")
         for bound, ok, text in (
             (at_least, at_least is None or value >= at_least, "at least"),
             (above, above is None or value > above, "more than"),
@@ -299,6 +310,11 @@ class _Numbers:
             if not ok:
                 raise SettingsError(f"{name} must be {text} {bound:g}, not {value:g}")
         return float(value)
+
+
+def _named(name: str, asked: Mapping[str, Any]) -> str:
+    """`name`, with its origin where it is not the caller who gave it."""
+    return name if name in asked else f"{name} (from the model's generation_config.json)"
 
 
 def _ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -319,19 +335,21 @@ def _biases(
 ) -> dict[tuple[int, ...], float]:
     """`sequence_bias`, `bad_words_ids` and `suppress_tokens` as one mapping."""
     found: dict[tuple[int, ...], float] = {}
-    bias = given.get("sequence_bias") or {}
-    pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
-    for key, value in pairs:
-        ids = _ids(list(key) if isinstance(key, Sequence) else key, "sequence_bias", vocab_size)
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise SettingsError(f"sequence_bias for {list(ids)} must be a number, not {value!r}")
+    for key, value in _pairs(given.get("sequence_bias", ())):
+        ids = _ids(key, "sequence_bias", vocab_size)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and (abs(value) <= _LARGEST or value == -math.inf)):
+            raise SettingsError(
+                f"sequence_bias for {list(ids)} must be a finite number or -inf, not {value!r}"
+            )
         if not ids:
             raise SettingsError("sequence_bias has an entry without a token id; drop it")
         found[ids] = float(value)
-    for words in given.get("bad_words_ids") or ():
-        ids = _ids(words, "bad_words_ids", vocab_size)
-        if not ids:
-            raise SettingsError("bad_words_ids has an empty entry; drop it")
+    words = given.get("bad_words_ids", ())
+    if not (isinstance(words, _LISTS) and all(isinstance(w, _LISTS) and w for w in words)):
+        raise SettingsError(f"bad_words_ids must be lists of token ids, none empty, not {words!r}")
+    for word in words:
+        ids = _ids(word, "bad_words_ids", vocab_size)
         if not (len(ids) == 1 and ids[0] in eos):  # as in transformers, EOS is no bad word
             found[ids] = -math.inf
     for token in _ids(given.get("suppress_tokens"), "suppress_tokens", vocab_size):
@@ -339,15 +357,25 @@ def _biases(
     return found
 
 
+def _pairs(bias: Any) -> Sequence[tuple[Any, Any]]:
+    """The (token ids, number) pairs of a `sequence_bias`, which is a mapping or a list of pairs."""
+    pairs = list(bias.items()) if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, _LISTS) or not all(
+        isinstance(p, _LISTS) and len(p) == 2 for p in pairs
+    ):
+        raise SettingsError(f"sequence_bias must be like {{(5, 6): -1.0}}, not {bias!r}")
+    return pairs
+
+
 def _stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(s, str) and s for s in strings):
+    strings = (value,) if isinstance(value, str) else value
+    if not (isinstance(strings, _LISTS) and all(isinstance(s, str) and s for s in strings)):
         raise SettingsError(f"stop_strings must be non-empty strings, not {value!r}")
     if strings and not limits.has_tokenizer:
         raise SettingsError(
             "stop_strings need a tokenizer, which this model has not; stop on token ids with "
             "eos_token_id=[…]"
         )
-    return strings
+    return tuple(strings)

@@ -1,0 +1,346 @@
+"""Every setting is honoured, inert at its neutral value, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from jackfield.errors import PromptError, SettingsError
+from jackfield.settings import CODE, DEFAULT_MAX_NEW_TOKENS, FACTS, INERT, Limits, Settings, resolve
+from jackfield_plugins.decoding.sample import Sample
+
+PROMPT = 10
+CONTEXT = 100
+VOCAB = 50
+LIMITS = Limits(
+    vocab_size=VOCAB,
+    context_length=CONTEXT,
+    honoured=Sample.capabilities.settings,
+    decoding="sample",
+    has_tokenizer=True,
+)
+FIELDS = sorted(k for k in vars(GenerationConfig()) if not k.startswith("_"))
+HONOURED = {
+    "bad_words_ids": [[3], [4, 5]],
+    "do_sample": True,
+    "eos_token_id": [1, 2],
+    "max_length": 33,
+    "max_new_tokens": 7,
+    "min_length": 15,
+    "min_new_tokens": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "sequence_bias": {(3, 4): 1.5},
+    "stop_strings": ["end"],
+    "suppress_tokens": [7, 8],
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.9,
+}
+#: Where a flag, a number or a word is not the kind of value that a field holds.
+UNUSUAL = {
+    "begin_suppress_tokens": [3],
+    "cache_config": {"a": 1},
+    "compile_config": {"a": 1},
+    "constraints": [object()],
+    "continuous_batching_config": {"a": 1},
+    "exponential_decay_length_penalty": (3, 1.1),
+    "force_words_ids": [[3]],
+    "watermarking_config": {"a": 1},
+}
+
+
+def ask(defaults: GenerationConfig | None = None, **asked: Any) -> Settings:
+    return resolve(defaults or GenerationConfig(), asked, PROMPT, LIMITS)
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    return {**vars(settings), "seed": None}
+
+
+def refusal(defaults: GenerationConfig | None = None, **asked: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        ask(defaults, **asked)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def config_with(name: str, value: Any) -> GenerationConfig:
+    """With a value that transformers itself may not accept."""
+    config = GenerationConfig()
+    setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("name", [f for f in FIELDS if f not in HONOURED and f not in FACTS])
+def test_a_field_that_is_not_honoured_is_refused_by_name(name: str) -> None:
+    values = [v for v in (True, False, 7, 0.77, "x") if v not in INERT.get(name, ())]
+    for value in [UNUSUAL[name]] if name in UNUSUAL else values:
+        assert name in refusal(**{name: value})
+        assert name in refusal(generation_config=config_with(name, value))
+        if name not in CODE:
+            assert name in refusal(config_with(name, value))
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_a_field_that_is_honoured_changes_the_settings(name: str) -> None:
+    changed = shown(ask(**{name: HONOURED[name]}))
+    assert changed != shown(ask())
+    assert changed == shown(ask(generation_config=GenerationConfig(**{name: HONOURED[name]})))
+
+
+@pytest.mark.parametrize("name", INERT)
+def test_a_neutral_value_asks_for_nothing(name: str) -> None:
+    if name not in FIELDS:
+        pytest.skip("this transformers has no such field")
+    for value in INERT[name]:
+        settings = shown(ask(**{name: value}))
+        assert {**settings, "do_sample": False} == shown(ask())
+        assert shown(ask(GenerationConfig(**{name: value}))) == shown(ask())
+
+
+def test_neutral_values_are_those_of_transformers() -> None:
+    defaults = GenerationConfig()._get_default_generation_params()
+    known = {k: v for k, v in defaults.items() if v is not None and k != "max_length"}
+    # transformers cuts to the 50 likeliest tokens by itself when it samples; here nothing is cut.
+    assert {k: INERT[k][0] for k in known} == {**known, "top_k": 0}
+
+
+def test_facts_about_a_model_are_no_wishes() -> None:
+    assert {"bos_token_id", "decoder_start_token_id", "pad_token_id"} < FACTS
+    assert len(FACTS) == 4
+    assert shown(ask(pad_token_id=3, bos_token_id=4)) == shown(ask())
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_data_never_selects_code(name: str) -> None:
+    from_files = GenerationConfig()
+    setattr(from_files, name, "static")
+    assert shown(ask(from_files)) == shown(ask())
+    assert "jackfield.load" in refusal(**{name: "static"})
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    assert "did you mean 'temperature'" in refusal(temprature=0.5)
+    assert "did you mean 'max_new_tokens'" in refusal(max_tokens=5, max_new_token=5)
+    assert "'presence_penality'" in refusal(presence_penality=1.0)
+    assert "frequency_penalty_" in refusal(
+        generation_config=GenerationConfig(frequency_penalty_=0.5)
+    )
+
+
+def test_own_settings_reach_through_a_generation_config_too() -> None:
+    config = GenerationConfig(frequency_penalty=0.5)
+    assert ask(generation_config=config).frequency_penalty == 0.5
+
+
+def test_own_settings() -> None:
+    settings = ask(seed=3, logprobs=2, presence_penalty=0.5, frequency_penalty=-0.5, stop="x")
+    assert (settings.seed, settings.logprobs) == (3, 2)
+    assert (settings.presence_penalty, settings.frequency_penalty) == (0.5, -0.5)
+    assert settings.stop_strings == ("x",)
+    assert not settings.do_sample
+    assert ask().logprobs is None
+    assert ask().seed != ask().seed
+
+
+def test_precedence_request_over_generation_config_over_model() -> None:
+    model = GenerationConfig(temperature=0.3, top_k=9, do_sample=True, max_new_tokens=5)
+    assert ask(model).temperature == 0.3
+    assert ask(model).max_new_tokens == 5
+    own = GenerationConfig(temperature=0.6, max_new_tokens=6)
+    found = ask(model, generation_config=own, max_new_tokens=7)
+    assert (found.temperature, found.top_k, found.max_new_tokens) == (0.6, 9, 7)
+    assert ask(model, temperature=None).temperature == 0.3
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampling"),
+    [
+        ({}, False),
+        ({"do_sample": True}, True),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 0.5}, True),
+        ({"top_k": 4}, True),
+        ({"top_p": 0.5}, True),
+        ({"min_p": 0.5}, True),
+        ({"top_k": 0, "top_p": 1.0}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 0.0, "top_k": 4}, False),
+        ({"temperature": 0, "do_sample": False}, False),
+        ({"seed": 3, "repetition_penalty": 2.0}, False),
+    ],
+)
+def test_sampling_is_on_when_it_is_asked_for(asked: dict[str, Any], sampling: bool) -> None:
+    assert ask(**asked).do_sample is sampling
+
+
+def test_the_model_may_sample_by_default_and_the_request_may_not() -> None:
+    model = GenerationConfig(do_sample=True, temperature=0.3, top_k=9)
+    assert ask(model).do_sample
+    assert not ask(model, do_sample=False).do_sample
+    assert not ask(model, temperature=0).do_sample
+    knobs_only = GenerationConfig()
+    knobs_only.temperature = 0.3
+    assert not ask(knobs_only).do_sample
+
+
+def test_a_model_that_samples_at_temperature_0_is_greedy() -> None:
+    model = GenerationConfig(do_sample=True)
+    model.temperature = 0.0
+    assert not ask(model).do_sample
+    assert not ask(model, top_p=0.5).do_sample
+    assert ask(model, temperature=0.5).do_sample
+    assert "temperature=0" in refusal(model, do_sample=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"do_sample": False, "temperature": 0.5}, ("temperature", "do_sample=False")),
+        ({"do_sample": False, "top_k": 5}, ("top_k", "do_sample=False")),
+        ({"do_sample": True, "temperature": 0}, ("temperature=0", "do_sample=True")),
+        ({"stop": "a", "stop_strings": ["b"]}, ("stop", "stop_strings")),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, ("min_new_tokens=9", "max_new_tokens=8")),
+        ({"max_length": PROMPT}, ("max_length=10", "10 tokens")),
+    ],
+)
+def test_contradictions(asked: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refusal(**asked)
+    assert all(word in message for word in words)
+
+
+NUMBERS = [
+    "frequency_penalty", "logprobs", "max_length", "max_new_tokens", "min_length",
+    "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty", "seed", "temperature",
+    "top_k", "top_p",
+]  # fmt: skip
+WRONG = [math.nan, math.inf, -math.inf, "1", [1], {}, object(), True, False, 1j, b"1"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_wrong_types_and_no_numbers_are_refused_by_name(name: str) -> None:
+    for value in [*WRONG, torch.tensor([1, 2]), np.array([0.5, 0.5])]:
+        assert name in refusal(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(set(NUMBERS) - {"frequency_penalty", "presence_penalty"}))
+def test_negative_numbers_are_refused_where_they_mean_nothing(name: str) -> None:
+    if name == "seed":
+        assert ask(seed=-5).seed == -5
+    else:
+        assert name in refusal(**{name: -1})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_p": 0}, {"top_p": 1.01}, {"min_p": 1.01}, {"repetition_penalty": 0},
+        {"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_length": 0}, {"logprobs": VOCAB + 1},
+        {"frequency_penalty": 1e39}, {"presence_penalty": -1e39}, {"repetition_penalty": 1e39},
+        {"temperature": 1e39},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_out_of_range(asked: dict[str, Any]) -> None:
+    assert next(iter(asked)) in refusal(**asked)
+
+
+@pytest.mark.parametrize("name", ["bad_words_ids", "sequence_bias", "stop_strings", "eos_token_id",
+                                  "suppress_tokens"])  # fmt: skip
+def test_wrong_shapes_of_lists_are_refused_by_name(name: str) -> None:
+    for value in [5.5, "" if name != "eos_token_id" else "x", object(), [object()], [[[3]]], [1.5]]:
+        assert name in refusal(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"eos_token_id": VOCAB}, {"eos_token_id": [3, -1]}, {"eos_token_id": True},
+        {"suppress_tokens": [VOCAB]}, {"bad_words_ids": [[3, VOCAB]]}, {"bad_words_ids": [[]]},
+        {"bad_words_ids": 3}, {"bad_words_ids": [3]}, {"sequence_bias": {(VOCAB,): 1.0}},
+        {"sequence_bias": {(): 1.0}}, {"sequence_bias": 0},
+        {"sequence_bias": {(3,): math.nan}}, {"sequence_bias": {(3,): math.inf}},
+        {"sequence_bias": {(3,): 1e39}}, {"sequence_bias": {(3,): "1"}},
+        {"sequence_bias": {"ab": 1.0}}, {"sequence_bias": [[[3], 1.0, 2.0]]},
+        {"sequence_bias": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_token_ids_and_biases_out_of_range(asked: dict[str, Any]) -> None:
+    assert next(iter(asked)) in refusal(**asked)
+
+
+def test_biases_become_one_mapping() -> None:
+    found = ask(
+        sequence_bias=[[[3], 1.0], [[4, 5], -2]],
+        bad_words_ids=[[6], [7, 8], [2]],
+        suppress_tokens=[9],
+        eos_token_id=2,
+    ).sequence_bias
+    never = -math.inf
+    assert found == {(3,): 1.0, (4, 5): -2.0, (6,): never, (7, 8): never, (9,): never}
+
+
+def test_what_was_asked_must_fit_into_the_context() -> None:
+    room = CONTEXT - PROMPT
+    assert ask(max_new_tokens=room).max_new_tokens == room
+    with pytest.raises(PromptError, match=f"lower max_new_tokens to {room}"):
+        ask(max_new_tokens=room + 1)
+    with pytest.raises(PromptError, match="at most 99 tokens"):
+        resolve(GenerationConfig(), {}, CONTEXT, LIMITS)
+    assert ask().max_new_tokens == room
+    assert ask(GenerationConfig(max_new_tokens=5000)).max_new_tokens == room
+    assert ask(GenerationConfig(max_length=30)).max_new_tokens == 30 - PROMPT
+    assert ask(max_length=30).max_new_tokens == 30 - PROMPT
+    assert ask(max_length=30, max_new_tokens=4).max_new_tokens == 4
+    endless = Limits(VOCAB, None, LIMITS.honoured, "sample", True)
+    assert resolve(GenerationConfig(), {}, 10**6, endless).max_new_tokens == DEFAULT_MAX_NEW_TOKENS
+
+
+def test_min_length_counts_the_prompt() -> None:
+    assert ask(min_length=15).min_new_tokens == 5
+    assert ask(min_length=5).min_new_tokens == 0
+    assert ask(min_length=15, min_new_tokens=9).min_new_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 4), ("no_repeat_ngram_size", 3), ("typical_p", 0.5), ("guidance_scale", 2.0)],
+)
+def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
+    name: str, value: Any
+) -> None:
+    model = GenerationConfig(**{name: value})
+    message = refusal(model)
+    assert f"{name}={value}" in message
+    assert "generation_config.json" in message
+    assert f"override it with {name}=" in message
+    assert ask(model, **{name: INERT[name][0]})
+
+
+def test_a_default_of_the_model_that_is_no_token_says_where_it_comes_from() -> None:
+    message = refusal(GenerationConfig(eos_token_id=50256))
+    assert "50256" in message
+    assert "generation_config.json" in message
+    assert ask(GenerationConfig(eos_token_id=50256), eos_token_id=[]).eos_token_ids == ()
+
+
+def test_stops_need_a_tokenizer() -> None:
+    bare = Limits(VOCAB, CONTEXT, LIMITS.honoured, "sample", has_tokenizer=False)
+    with pytest.raises(SettingsError, match="tokenizer"):
+        resolve(GenerationConfig(), {"stop": ["x"]}, PROMPT, bare)
+    assert resolve(GenerationConfig(), {"stop": []}, PROMPT, bare).stop_strings == ()
+
+
+def test_a_decoding_that_honours_less_refuses_by_name() -> None:
+    bare = Limits(VOCAB, CONTEXT, frozenset(), "bare", has_tokenizer=True)
+    for name in sorted(Sample.capabilities.settings):
+        value = HONOURED.get(name, 1)
+        with pytest.raises(SettingsError, match=f"'bare' does not honour {name}"):
+            resolve(GenerationConfig(), {name: value}, PROMPT, bare)
