@@ -67,12 +67,15 @@ class Detokenizer:
         return self._text[start : self._shown]
 
     def _certain(self) -> int:
-        """Where the text ends that cannot become part of a stop string; looks for a whole one."""
+        """Where the text ends that cannot become part of a stop string; looks for a whole one.
+
+        Of several, the one that is whole first counts: however the text comes in pieces, the same.
+        """
         pending = self._text[self._shown :]
-        hits = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
-        if hits:
+        found = ((pending.find(stop), len(stop)) for stop in self._stops)
+        if hits := [(at + length, at) for at, length in found if at >= 0]:
             self.stopped = True
-            self._text = self._text[: self._shown + min(hits)]
+            self._text = self._text[: self._shown + min(hits)[1]]
             return len(self._text)
         held = max((_overlap(pending, stop) for stop in self._stops), default=0)
         return len(self._text) - held

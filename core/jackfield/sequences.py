@@ -71,23 +71,24 @@ class Sequence:
         Returns the tokens that were taken and the text that may be shown now.
         """
         taken: list[int] = []
+        text = ""
         for token in tokens:
             self.tokens.append(token)
             taken.append(token)
+            if self.detokenizer is not None:
+                text += self.detokenizer.push([token])
             if self._finishes(token):
                 break
         self.logprobs.extend(logprobs[: len(taken)])
-        text = ""
-        if self.detokenizer is not None:
-            text = self.detokenizer.push(taken)
-            if self.detokenizer.stopped:
+        if self.detokenizer is not None and self.finish_reason is not None:
+            text += self.detokenizer.finish()
+            if self.detokenizer.stopped and self.finish_reason == "length":
                 self.finish_reason = "stop"
-            if self.finish_reason is not None:
-                text += self.detokenizer.finish()
         return taken, text
 
     def _finishes(self, token: int) -> bool:
-        if token in self.settings.eos_token_ids:
+        stopped = self.detokenizer is not None and self.detokenizer.stopped
+        if stopped or token in self.settings.eos_token_ids:
             self.finish_reason = "stop"
         elif self.num_new >= self.settings.max_new_tokens:
             self.finish_reason = "length"
