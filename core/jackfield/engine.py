@@ -6,7 +6,9 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +33,8 @@ from jackfield.sequences import Completion, Delta, Usage
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
 
-_engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
+#: Live models that an engine has changed and will give back.
+_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def load(
@@ -78,7 +81,7 @@ def load(
 def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
     if source.live is None:
         return load_model(source, plan.requirements.dtype, pick_device(device_map, source))
-    if source.live in _engines:
+    if source.live in _in_use:
         raise UsageError("this model already runs in an engine; close that one first")
     if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
         raise UsageError(
@@ -86,6 +89,20 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
             "drop dtype"
         )
     return source.live
+
+
+def _give_back(model: PreTrainedModel, unplug: Callable[[], None], training: bool) -> None:
+    unplug()
+    model.train(training)
+    _in_use.discard(model)
+
+
+@dataclass
+class _Inbox:
+    """What a request's reader has not read yet, and why nothing more will come."""
+
+    deltas: deque[Delta] = field(default_factory=deque)
+    failure: BaseException | None = None
 
 
 class Engine:
@@ -102,18 +119,19 @@ class Engine:
         self.tokenizer = tokenizer
         self._lock = threading.RLock()
         self._ids = itertools.count()
-        self._inboxes: dict[int, list[Delta]] = {}
-        self._calls = 0
+        self._inboxes: dict[int, _Inbox] = {}
         self._reached = False
-        self._training = model.training
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
         self._port = AttentionPort(plan["attention"].registered, self._context("attention"))
-        self._unplug = self._port.plug(model)
+        unplug = self._port.plug(model)
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._give_back = weakref.finalize(self, _give_back, model, unplug, model.training)
+        self._give_back.atexit = False
         model.eval()
-        _engines[model] = self
+        _in_use.add(model)
         self._loop = Loop(forward_of(model), cache, strategy, max_batch_size)
         self.closed = False
 
@@ -150,12 +168,9 @@ class Engine:
         ]
         inboxes = self._submit(sequences)
         try:
-            for inbox in inboxes:
-                while not (inbox and inbox[-1].completion):
-                    self._step()
+            return [self._completed(inbox) for inbox in inboxes]
         finally:
             self._withdraw(sequences)
-        return [inbox[-1].completion for inbox in inboxes]  # type: ignore[misc]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
@@ -172,9 +187,7 @@ class Engine:
         (inbox,) = self._submit([sequence])
         try:
             while True:
-                while not inbox:
-                    self._step()
-                delta = inbox.pop(0)
+                delta = self._next(inbox)
                 yield delta
                 if delta.completion is not None:
                     return
@@ -207,33 +220,45 @@ class Engine:
         )
         return text
 
-    def _submit(self, sequences: Sequence[Running]) -> list[list[Delta]]:
+    def _submit(self, sequences: Sequence[Running]) -> list[_Inbox]:
         with self._lock:
             self._check_open()
+            before = self.report()
             for sequence in sequences:
-                self._inboxes[sequence.id] = []
+                sequence.report_before = before
+                self._inboxes[sequence.id] = _Inbox()
                 self._loop.submit(sequence)
             return [self._inboxes[sequence.id] for sequence in sequences]
 
+    def _completed(self, inbox: _Inbox) -> Completion:
+        while True:
+            if (completion := self._next(inbox).completion) is not None:
+                return completion
+
+    def _next(self, inbox: _Inbox) -> Delta:
+        """The next delta of one request. Whoever has none to read takes a step, for everybody."""
+        while True:
+            with self._lock:
+                if inbox.deltas:
+                    return inbox.deltas.popleft()
+                if inbox.failure is not None:
+                    raise _failure(inbox.failure)
+                self._check_open()
+                self._step()
+
     def _step(self) -> None:
-        """One step of the loop, for whoever needs it; everybody's deltas go to their inboxes."""
-        with self._lock:
-            self._check_open()
-            if not (self._loop.running or self._loop.waiting):
-                raise ExecutionError("this request was lost when another one failed; send it again")
-            try:
-                events = self._loop.step()
-                self._calls += 1
-                self._check_reached()
-            except BaseException as error:
-                self._loop.reset()
-                if isinstance(error, JackfieldError) or not isinstance(error, Exception):
-                    raise
-                raise ExecutionError(
-                    f"the model failed: {type(error).__name__}: {error}"
-                ) from error
-            for event in events:
-                self._inboxes[event.sequence.id].append(self._delta(event))
+        """One step of the loop. Where it fails, every request in it fails with the cause."""
+        try:
+            events = self._loop.step()
+            self._check_reached()
+        except BaseException as error:
+            for lost in self._loop.reset():
+                self._inboxes[lost.id].failure = error
+            if not isinstance(error, Exception):
+                raise
+            return
+        for event in events:
+            self._inboxes[event.sequence.id].deltas.append(self._delta(event))
 
     def _check_reached(self) -> None:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
@@ -268,7 +293,7 @@ class Engine:
                 sequence.num_new,
                 time.perf_counter() - sequence.started,
             ),
-            report=self.report(),
+            report=self.report().since(sequence.report_before),
             logprobs=sequence.logprobs,
             error=sequence.error,
         )
@@ -289,8 +314,8 @@ class Engine:
         return Report(
             (
                 observe("attention", choices["attention"].registered, self._port.tally),
-                observe("cache", choices["cache"].registered, self._calls),
-                observe("decoding", choices["decoding"].registered, self._calls),
+                observe("cache", choices["cache"].registered, self._loop.steps),
+                observe("decoding", choices["decoding"].registered, self._loop.steps),
             )
         )
 
@@ -301,9 +326,7 @@ class Engine:
                 return
             self.closed = True
             self._loop.reset()
-            self._unplug()
-            self.model.train(self._training)
-            _engines.pop(self.model, None)
+            self._give_back()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -319,3 +342,11 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _failure(cause: BaseException) -> JackfieldError:
+    if isinstance(cause, JackfieldError):
+        return cause
+    failure = ExecutionError(f"the model failed: {type(cause).__name__}: {cause}")
+    failure.__cause__ = cause
+    return failure

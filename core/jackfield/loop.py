@@ -105,12 +105,13 @@ class Loop:
             self.cache.release(finished)
             self.decoding.release(finished)
 
-    def reset(self) -> None:
-        """Give everything back after a failure; the sequences that were running are lost."""
+    def reset(self) -> list[Sequence]:
+        """Give everything back after a failure. Returns the sequences that are lost by it."""
         lost = [*self.running, *self.waiting]
         self.running, self.waiting = [], deque()
         self.cache.release(lost)
         self.decoding.release(lost)
+        return lost
 
 
 def _kept(feed: Feed, gain: Accepted) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jackfield.registry import Registered
@@ -23,6 +24,15 @@ class Observation:
     calls: int
     prefill: Mapping[int, int]
     decode: Mapping[int, int]
+
+    def since(self, before: Observation) -> Observation:
+        """What was counted after `before`."""
+        return replace(
+            self,
+            calls=self.calls - before.calls,
+            prefill=dict(Counter(self.prefill) - Counter(before.prefill)),
+            decode=dict(Counter(self.decode) - Counter(before.decode)),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         row = {
@@ -48,6 +58,12 @@ class Report:
             if observation.kind == kind:
                 return observation
         raise KeyError(kind)
+
+    def since(self, before: Report | None) -> Report:
+        """What was observed after `before` (None: from the start)."""
+        if before is None:
+            return self
+        return Report(tuple(o.since(before[o.kind]) for o in self.observations))
 
     def to_dict(self) -> dict[str, Any]:
         return {o.kind: o.to_dict() for o in self.observations}

@@ -39,7 +39,7 @@ class Sequence:
 
     __slots__ = (
         "detokenizer", "error", "finish_reason", "id", "logprobs", "num_cached", "prompt_length",
-        "settings", "started", "tokens",
+        "report_before", "settings", "started", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class Sequence:
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
         self.started = time.perf_counter()
+        self.report_before: Report | None = None  # what had run when the request came
 
     @property
     def num_new(self) -> int:

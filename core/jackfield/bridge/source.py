@@ -61,7 +61,7 @@ def find(
             "'demo'"
         )
     location = str(model)
-    if location == "demo" and not Path(location).is_dir():
+    if location == "demo":  # a folder of that name is "./demo"
         from jackfield.demo import MODEL_PATH
 
         location = str(MODEL_PATH)
