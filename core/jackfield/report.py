@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jackfield.registry import Registered
 
-if TYPE_CHECKING:
-    from jackfield.bridge.attention import Tally
+
+@dataclass
+class Tally:
+    """How often each layer called a backend, by phase (one query token a row is decode)."""
+
+    prefill: Counter[int] = field(default_factory=Counter)
+    decode: Counter[int] = field(default_factory=Counter)
+
+    def count(self, layer: int, query_length: int) -> None:
+        (self.decode if query_length == 1 else self.prefill)[layer] += 1
+
+    @property
+    def layers(self) -> set[int]:
+        return set(self.prefill) | set(self.decode)
 
 
 @dataclass(frozen=True)

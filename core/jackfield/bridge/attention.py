@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from jackfield.bridge.requirements import attention_modules, replaceable
 from jackfield.contracts import BindContext, BoundAttention, ModelAttention
 from jackfield.errors import ExecutionError
 from jackfield.registry import Registered
+from jackfield.report import Tally
 
 #: Keyword arguments by which a model hands a feature to its attention function.
 FEATURE_KWARGS = {
@@ -37,21 +36,6 @@ PLAIN_KWARGS = frozenset(
 )
 
 _serial = itertools.count(1)
-
-
-@dataclass
-class Tally:
-    """How often each layer called a backend, by phase (one query token a row is decode)."""
-
-    prefill: Counter[int] = field(default_factory=Counter)
-    decode: Counter[int] = field(default_factory=Counter)
-
-    def count(self, layer: int, query_length: int) -> None:
-        (self.decode if query_length == 1 else self.prefill)[layer] += 1
-
-    @property
-    def layers(self) -> set[int]:
-        return set(self.prefill) | set(self.decode)
 
 
 class AttentionPort:
