@@ -22,7 +22,11 @@ __all__ = ["main", "run"]
 INTERRUPTED = 130
 
 #: What libraries read when they are imported; a value that the caller has set stays.
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+QUIET = {
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 
 def main() -> None:
@@ -39,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
         try:
             code = app(list(arguments), prog_name="jackfield", standalone_mode=False, obj=options)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as after `>&-`
+                sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             return INTERRUPTED
         except BrokenPipeError:

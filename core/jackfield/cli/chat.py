@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jackfield.cli.generate import show, summary
+from jackfield.cli.generate import decoded, show, summary
 from jackfield.cli.options import Backends, ModelOption, Settings, load, with_flags
 from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError
@@ -47,8 +47,8 @@ def chat(backends: Backends, settings: Settings, model: ModelOption = "demo") ->
 def _read_line() -> str | None:
     """The next message without white space around it; None at the end."""
     if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+        line = sys.stdin.buffer.readline()
+        return decoded(line, "a line of standard input").strip() if line else None
     with contextlib.suppress(ImportError):  # not on every system; gives input() a history
         import readline  # noqa: F401
     while True:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jackfield.cli.options import JsonOption
-from jackfield.cli.output import console, print_json
+from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
     from jackfield.doctor import Finding
@@ -37,20 +37,19 @@ def doctor(json: JsonOption = False) -> None:
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     out = console()
     for area, members in groupby(findings, key=lambda finding: finding.area):
         out.print(area, style="bold")
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(no_wrap=True, min_width=9)
-        table.add_column(overflow="fold")
+        rows = table()
+        rows.add_column(no_wrap=True, min_width=9)
+        rows.add_column(overflow="fold")
         for finding in members:
             text = Text(f"{finding.subject}: {finding.message}")
             if finding.advice:
                 text.append(f"\n{finding.advice}", style="italic")
-            table.add_row(Text(f"  {finding.state}", style=COLORS[finding.state]), text)
-        out.print(table)
+            rows.add_row(Text(f"  {finding.state}", style=COLORS[finding.state]), text)
+        out.print(rows)
     counts = {state: sum(f.state == state for f in findings) for state in COLORS}
     out.print(f"{counts['problem']} problem(s), {counts['warning']} warning(s), {counts['ok']} ok")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jackfield.cli.options import Backends, JsonOption, ModelOption, load, with_flags
-from jackfield.cli.output import console, note, print_json, ran
+from jackfield.cli.output import console, note, print_json, ran, table
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -70,15 +70,10 @@ def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
 
 
 def _print(result: Evaluation) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("task")
+    rows = table("task")
     for heading in ("right", "items", "accuracy"):
-        table.add_column(heading, justify="right")
+        rows.add_column(heading, justify="right")
     for score in result.scores:
-        table.add_row(score.task, str(score.right), str(score.total), f"{score.accuracy:.1%}")
-    table.add_section()
-    table.add_row("all", str(result.right), str(result.total), f"{result.accuracy:.1%}")
-    console().print(table)
+        rows.add_row(score.task, str(score.right), str(score.total), f"{score.accuracy:.1%}")
+    rows.add_row("all", str(result.right), str(result.total), f"{result.accuracy:.1%}")
+    console().print(rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jackfield.cli.options import Backends, JsonOption, warn_of_plugins, with_flags
-from jackfield.cli.output import console, print_json
+from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -133,19 +133,15 @@ def _print_json(plan: Plan | None, error: PlanError | None, verdicts: list[Verdi
 
 
 def _print(needs: Requirements, verdicts: list[Verdict]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
     out = console()
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("kind", "backend", "verdict", "distribution", "why"):
-        table.add_column(heading, overflow="fold")
+    rows = table("kind", "backend", "verdict", "distribution", "why")
     for v in verdicts:
         state = Text(v.verdict, style=COLORS[v.verdict])
         why = v.how or "; ".join(v.reasons)
-        table.add_row(v.kind, v.name, state, f"{v.distribution} {v.version}", why)
-    out.print(table)
+        rows.add_row(v.kind, v.name, state, f"{v.distribution} {v.version}", why)
+    out.print(rows)

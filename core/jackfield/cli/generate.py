@@ -77,15 +77,15 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and file is not None:
         raise UsageError("a prompt and --file are two prompts; give one of them")
     if argument is not None:
-        return _text(argument.encode(errors="surrogateescape"), "the prompt")
+        return decoded(argument.encode(errors="surrogateescape"), "the prompt")
     if file is not None:
-        return _without_newline(_text(_read(file), str(file)))
+        return _without_newline(decoded(_read(file), str(file)))
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
             'there is no prompt; write `jackfield generate "Once upon a time"`, give --file FILE, '
             "or pipe a text into it (`jackfield chat` holds a conversation)"
         )
-    return _without_newline(_text(sys.stdin.buffer.read(), "standard input"))
+    return _without_newline(decoded(sys.stdin.buffer.read(), "standard input"))
 
 
 def _read(file: Path) -> bytes:
@@ -95,7 +95,8 @@ def _read(file: Path) -> bytes:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _text(data: bytes, origin: str) -> str:
+def decoded(data: bytes, origin: str) -> str:
+    """UTF-8 text. Raises UsageError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from jackfield.report import Report
 
@@ -45,6 +46,16 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def table(*headings: str) -> Table:
+    """An empty table without lines, which fits into a narrow terminal, too."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headings))
+    for heading in headings:
+        made.add_column(heading, overflow="fold")
+    return made
 
 
 def note(text: str) -> None:

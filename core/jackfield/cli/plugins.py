@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import JsonOption
-from jackfield.cli.output import console, print_json, say
+from jackfield.cli.output import console, print_json, say, table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,25 +38,21 @@ def plugins(json: JsonOption = False) -> None:
 
 
 def _print(records: list[PluginRecord]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("plugin", "distribution", "version", "state", "offers"):
-        table.add_column(heading, overflow="fold")
+    rows = table("plugin", "distribution", "state", "offers")
     for record in records:
+        origin = f"{record.distribution} {record.version}"
         state = Text(record.state, style=COLORS[record.state])
-        origin = (record.distribution, record.version)
-        table.add_row(record.entry_point, *origin, state, _offers(record))
-    console().print(table)
+        rows.add_row(record.entry_point, origin, state, _offers(record))
+    console().print(rows)
 
 
 def _offers(record: PluginRecord) -> Text:
-    """Backends, then the cause of a failure and other problems, each on its own line."""
+    """Each backend, the cause of a failure and other problems, each on its own line."""
     from rich.text import Text
 
-    lines = [Text(", ".join(record.backends))] if record.backends else []
+    lines = [Text(backend) for backend in record.backends]
     if record.cause:
         lines.append(Text(record.cause, style=COLORS[record.state]))
     lines += [Text(problem, style="yellow") for problem in record.problems]
