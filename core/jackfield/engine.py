@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import attention_modules, pick_device, requirements_of
-from jackfield.bridge.source import ModelSource, find
+from jackfield.bridge.source import ModelSource, find, first_line
 from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.contracts import BindContext
 from jackfield.detokenize import Detokenizer
@@ -32,6 +32,9 @@ from jackfield.selection import AUTO, Selectable
 from jackfield.sequences import Completion, Delta, Usage
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 #: Live models that an engine has changed and will give back.
 _in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -91,9 +94,10 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
     return source.live
 
 
-def _give_back(model: PreTrainedModel, unplug: Callable[[], None], training: bool) -> None:
+def _give_back(model: PreTrainedModel, unplug: Callable[[], None], trained: list[Module]) -> None:
     unplug()
-    model.train(training)
+    for module in trained:
+        module.training = True
     _in_use.discard(model)
 
 
@@ -128,7 +132,8 @@ class Engine:
         self._port = AttentionPort(plan["attention"].registered, self._context("attention"))
         unplug = self._port.plug(model)
         # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._give_back = weakref.finalize(self, _give_back, model, unplug, model.training)
+        trained = [module for module in model.modules() if module.training]
+        self._give_back = weakref.finalize(self, _give_back, model, unplug, trained)
         self._give_back.atexit = False
         model.eval()
         _in_use.add(model)
@@ -347,6 +352,6 @@ class Engine:
 def _failure(cause: BaseException) -> JackfieldError:
     if isinstance(cause, JackfieldError):
         return cause
-    failure = ExecutionError(f"the model failed: {type(cause).__name__}: {cause}")
+    failure = ExecutionError(f"the model failed: {type(cause).__name__}: {first_line(cause)}")
     failure.__cause__ = cause
     return failure

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -148,3 +149,21 @@ def oracle(model: transformers.PreTrainedModel, prompt: list[int], count: int) -
 def references(name: str, lengths: tuple[int, ...], count: int) -> list[list[int]]:
     model = build(name)
     return [oracle(model, prompt, count) for prompt in prompts(lengths)]
+
+
+def character_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    """One character a token, `VOCAB` of them, with a chat template; "<end>" is the last one."""
+    characters = [chr(i) for i in [*range(32, 127), *range(0xC0, 0xC0 + VOCAB - 96)]]
+    vocab = {character: i for i, character in enumerate([*characters, "<end>"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<end>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    plain.decoder = tokenizers.decoders.Fuse()
+    found = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="<end>", eos_token="<end>"
+    )
+    found.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'system') %}"
+        r"{{ raise_exception('no role ' + m.role + '\n' + 'here') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{% endfor %}>"
+    )
+    return found
