@@ -135,7 +135,7 @@ class Registry:
         message += nearest(selection.name, known)
         elsewhere = [k for k in HOOKS if any(r.name == selection.name for r in self.of_kind(k))]
         if elsewhere and kind not in elsewhere:
-            message += f"; {selection.name!r} is a {elsewhere[0]} backend"
+            message += f"; {selection.name!r} is of kind {elsewhere[0]}"
         if failed := sum(p.state == "failed" for p in self.plugins):
             message += f"; {failed} plugin(s) failed to load, see `jackfield plugins`"
         return message
