@@ -87,7 +87,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" where some known name is close, otherwise an empty string."""
     spelt = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), spelt, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(spelt[c]) for c in close)}?" if close else ""
+    # One that is much farther away than the closest (hooks share a long prefix) is noise.
+    likeness = [difflib.SequenceMatcher(None, c, name.lower()).ratio() for c in close]
+    names = [repr(spelt[c]) for c, r in zip(close, likeness, strict=True) if r > likeness[0] - 0.1]
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any:

@@ -209,6 +209,11 @@ def test_nearest() -> None:
     assert nearest("spda", ["eager", "sdpa"]) == "; did you mean 'sdpa'?"
     assert nearest("SDPA", ["eager", "sdpa"]) == "; did you mean 'sdpa'?"
     assert nearest("quantum", ["eager", "sdpa"]) == ""
+    hooks = ["jackfield_attention", "jackfield_cache", "jackfield_decoding"]
+    assert nearest("jackfield_cashe", hooks) == "; did you mean 'jackfield_cache'?"
+    assert (
+        nearest("flex_attn", ["flex_att", "flex_at"]) == "; did you mean 'flex_att' or 'flex_at'?"
+    )
     assert nearest("x", []) == ""
 
 

@@ -1,0 +1,192 @@
+"""Packages of two files, really installed by pip and found by a fresh interpreter.
+
+The good one is the one in the guide, word for word; the bad ones differ from it by one fault each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/writing-a-plugin.md").read_text()
+NEW_TOKENS = 5
+LAYERS = 2
+
+#: distribution -> what to replace in the guide's package, and by what
+FAULTS = {
+    "jackfield-raises": ('"""Attention as two matrix products."""', "import no_such_lib"),
+    "jackfield-misspells": ("def jackfield_attention", "def jackfield_atention"),
+    "jackfield-claims": ('name = "plain"\n', 'name = "sdpa"\n'),
+    "jackfield-ahead": ('"jackfield>=0.1,<0.2"', '"jackfield>=99"'),
+}
+
+SCRIPT = """
+import json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import jackfield
+from jackfield.discovery import registry
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)).double()
+out = {"plugins": [p.to_dict() for p in registry().plugins], "runs": {}, "errors": {}}
+for name in json.loads(sys.argv[1]):
+    try:
+        with jackfield.load(model, attn_implementation=name) as engine:
+            done = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, eos_token_id=None)
+            tokens = [c.token_ids for c in done]
+            out["runs"][name] = {"tokens": tokens, "report": engine.report().to_dict()}
+    except jackfield.JackfieldError as error:
+        out["errors"][name] = f"{type(error).__name__}: {error}"
+print(json.dumps(out))
+"""
+
+
+def block(language: str) -> str:
+    """The guide's first code block in `language`."""
+    found = re.search(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def write_package(folder: Path, distribution: str, fault: tuple[str, str] | None) -> None:
+    """The two files of the guide, under another name, with one fault."""
+    files = {"pyproject.toml": block("toml"), "jackfield_plain.py": block("python")}
+    if fault is not None:
+        assert sum(text.count(fault[0]) for text in files.values()) == 1, fault
+    folder.mkdir()
+    module = distribution.replace("-", "_")
+    for name, text in files.items():
+        if fault is not None:
+            text = text.replace(*fault)
+            text = text.replace("jackfield-plain", distribution)
+            text = text.replace("jackfield_plain", module)
+        (folder / name.replace("jackfield_plain", module)).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the good package and the bad ones."""
+    sources = tmp_path_factory.mktemp("sources")
+    target = tmp_path_factory.mktemp("site")
+    for distribution, fault in {"jackfield-plain": None, **FAULTS}.items():
+        write_package(sources / distribution, distribution, fault)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(target)]
+        + [str(folder) for folder in sources.iterdir()],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Any]:
+    """What a fresh interpreter finds and runs with that folder on its path."""
+    names = ["plugin:plain", "jackfield/sdpa", "eager", "auto", "sdpa", "jackfield-claims/sdpa"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(names)],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def plugin(seen: dict[str, Any], distribution: str) -> dict[str, Any]:
+    (only,) = (p for p in seen["plugins"] if p["distribution"] == distribution)
+    return dict(only)
+
+
+def test_it_is_found(seen: dict[str, Any]) -> None:
+    assert plugin(seen, "jackfield-plain") == {
+        "entry_point": "plain",
+        "module": "jackfield_plain",
+        "distribution": "jackfield-plain",
+        "version": "0.1.0",
+        "state": "loaded",
+        "cause": None,
+        "problems": [],
+        "backends": ["attention:plain"],
+    }
+
+
+def test_it_runs_and_is_on_record(seen: dict[str, Any]) -> None:
+    """Two rows of one batch: a prefill, then a step per further token, in each of the layers."""
+    assert seen["runs"]["plugin:plain"]["report"]["attention"] == {
+        "kind": "attention",
+        "name": "plain",
+        "distribution": "jackfield-plain",
+        "version": "0.1.0",
+        "calls": LAYERS * NEW_TOKENS,
+        "prefill": {str(layer): 1 for layer in range(LAYERS)},
+        "decode": {str(layer): NEW_TOKENS - 1 for layer in range(LAYERS)},
+    }
+
+
+def test_it_is_right(seen: dict[str, Any]) -> None:
+    tokens = seen["runs"]["plugin:plain"]["tokens"]
+    assert [len(row) for row in tokens] == [NEW_TOKENS, NEW_TOKENS]
+    assert tokens == seen["runs"]["eager"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "cause"),
+    [
+        ("jackfield-raises", "import failed: ModuleNotFoundError: No module named 'no_such_lib'"),
+        (
+            "jackfield-misspells",
+            "there is no hook 'jackfield_atention'; did you mean 'jackfield_attention'?",
+        ),
+        (
+            "jackfield-ahead",
+            f"needs jackfield>=99, this is jackfield {version('jackfield')}: upgrade one of",
+        ),
+    ],
+)
+def test_a_bad_one_is_reported(seen: dict[str, Any], distribution: str, cause: str) -> None:
+    bad = plugin(seen, distribution)
+    assert (bad["entry_point"], bad["version"], bad["state"]) == ("plain", "0.1.0", "failed")
+    assert bad["cause"].startswith(cause)
+    assert bad["backends"] == []
+
+
+def test_a_claimed_name_is_reported_on_both_sides(seen: dict[str, Any]) -> None:
+    ours = f"jackfield {version('jackfield')} (attention-sdpa)"
+    theirs = "jackfield-claims 0.1.0 (plain)"
+    (own,) = (p for p in seen["plugins"] if p["entry_point"] == "attention-sdpa")
+    assert own["problems"] == [f"attention 'sdpa' is also claimed by {theirs}"]
+    assert plugin(seen, "jackfield-claims")["problems"] == [
+        f"attention 'sdpa' is also claimed by {ours}"
+    ]
+    assert list(seen["errors"]) == ["sdpa"]
+    assert seen["errors"]["sdpa"].startswith("SelectionError: ")
+    assert "'plugin:jackfield/sdpa' or 'plugin:jackfield-claims/sdpa'" in seen["errors"]["sdpa"]
+    run = seen["runs"]["jackfield-claims/sdpa"]["report"]["attention"]
+    assert (run["distribution"], run["calls"]) == ("jackfield-claims", LAYERS * NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["jackfield/sdpa", "eager", "auto"])
+def test_the_built_ins_work_on(seen: dict[str, Any], name: str) -> None:
+    own = [p for p in seen["plugins"] if p["distribution"] == "jackfield"]
+    assert {p["state"] for p in own} == {"loaded"}
+    run = seen["runs"][name]
+    assert run["tokens"] == seen["runs"]["eager"]["tokens"]
+    assert run["report"]["attention"]["distribution"] == "jackfield"
+    assert run["report"]["attention"]["calls"] == LAYERS * NEW_TOKENS
