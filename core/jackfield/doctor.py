@@ -82,8 +82,11 @@ def _first(installed: Iterable[Distribution]) -> dict[str, Distribution]:
 
 
 def _name(dist: Distribution) -> str | None:
-    """None for a folder that an interrupted installation left without metadata."""
-    name: str | None = dist.metadata["Name"] if dist.metadata else None
+    """None for a folder that an interrupted installation left without readable metadata."""
+    try:
+        name: str | None = dist.metadata["Name"]
+    except (KeyError, OSError, TypeError, ValueError):  # which one depends on Python's version
+        return None
     return canonicalize_name(name) if name else None
 
 
@@ -224,8 +227,10 @@ def _editable(name: str, dist: Distribution) -> Iterator[Finding]:
 
 
 def _source_tree(dist: Distribution) -> Path | None:
-    text = dist.read_text("direct_url.json")
-    data = json.loads(text) if text else {}
+    try:
+        data = json.loads(dist.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return None
     if not data.get("dir_info", {}).get("editable"):
         return None
     return Path(url2pathname(urlsplit(data["url"]).path))
@@ -246,7 +251,7 @@ def _differences(dist: Distribution, project: Mapping[str, Any]) -> Iterator[str
 
 
 def variables(environ: Mapping[str, str], warnings: Iterable[str]) -> Iterator[Finding]:
-    """The JACKFIELD_ variables that are set, and what discovery said about them."""
+    """The JACKFIELD_ variables that are set, and what discovery warned of."""
     for name in sorted(environ):
         if name in VARIABLES:
             yield Finding("environment", name, "ok", f"is set to {environ[name]!r}")
@@ -254,9 +259,12 @@ def variables(environ: Mapping[str, str], warnings: Iterable[str]) -> Iterator[F
             message = f"is set, but nothing reads it{nearest(name, VARIABLES)}"
             yield Finding("environment", name, "warning", message, "unset or rename it")
     for warning in warnings:
-        subject = next((v for v in VARIABLES if v in warning), GROUP)
-        message = warning.removeprefix(subject).strip()
-        yield Finding("environment", subject, "warning", message, "correct the variable")
+        subject = next((v for v in VARIABLES if warning.startswith(v)), None)
+        if subject is None:
+            yield Finding("environment", "discovery", "warning", warning)
+        else:
+            message = warning.removeprefix(subject).strip()
+            yield Finding("environment", subject, "warning", message, "correct the variable")
 
 
 def devices() -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from jackfield.cli.doctor import doctor
 from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
+from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -32,7 +34,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, add_help_option=False)
 def _globals(
     context: typer.Context,
     debug: Annotated[
@@ -42,6 +44,7 @@ def _globals(
         bool,
         typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
     ] = False,
+    usage: HelpOption = False,
 ) -> None:
     """Generate text with any transformers model and any plugged backend.
 
@@ -53,9 +56,13 @@ def _globals(
         raise typer.Exit(2)
 
 
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("plugins")(plugins)
-app.command("explain")(explain)
-app.command("doctor")(doctor)
-app.command("eval")(evaluate)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate,
+    "chat": chat,
+    "eval": evaluate,
+    "plugins": plugins,
+    "explain": explain,
+    "doctor": doctor,
+}
+for name, command in COMMANDS.items():
+    app.command(name, add_help_option=False)(with_flags(command))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jackfield.cli.generate import decoded, show, summary
-from jackfield.cli.options import Backends, ModelOption, Settings, load, with_flags
+from jackfield.cli.options import Backends, ModelOption, Settings, load
 from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError
 from jackfield.prompts import encode
@@ -21,7 +21,6 @@ GREETING = "/reset forgets the conversation; /exit or Ctrl-D ends; Ctrl-C stops 
 START_AFRESH = "/reset starts afresh"
 
 
-@with_flags
 def chat(backends: Backends, settings: Settings, model: ModelOption = "demo") -> None:
     """Talk with a chat model; it sees the whole conversation each time.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, ModelOption, load, with_flags
+from jackfield.cli.options import Backends, JsonOption, ModelOption, load
 from jackfield.cli.output import console, note, print_json, ran, table
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ CountOption = Annotated[int, typer.Option(metavar="N", help="How many items of e
 SeedOption = Annotated[int, typer.Option(metavar="N", help="Another seed draws other items.")]
 
 
-@with_flags
 def evaluate(
     backends: Backends,
     model: ModelOption = "demo",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, warn_of_plugins, with_flags
+from jackfield.cli.options import Backends, JsonOption, warn_of_plugins
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class Verdict:
     reasons: tuple[str, ...] = ()
 
 
-@with_flags
 def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption = False) -> None:
     """Say which backends would run a model, and why not the others.
 

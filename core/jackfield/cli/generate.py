@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, ModelOption, Settings, load, with_flags
+from jackfield.cli.options import Backends, JsonOption, ModelOption, Settings, load
 from jackfield.cli.output import note, print_json, ran
 from jackfield.errors import ExecutionError, UsageError
 
@@ -38,7 +38,6 @@ class WithLogprobs(Settings):
     ] = None
 
 
-@with_flags
 def generate(
     backends: Backends,
     settings: WithLogprobs,

@@ -1,0 +1,488 @@
+"""The command line: what stands on which stream, exit codes, and one line for every error."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jackfield import __version__
+from jackfield.cli import output, run
+from jackfield.cli.app import COMMANDS
+from jackfield.demo import MODEL_PATH
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+COMMAND = (sys.executable, "-m", "jackfield")
+HELLO = "Hello! How can I help you?"
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def failed(self, code: int, text: str) -> None:
+        """Assert that it failed with this one line and wrote nothing else."""
+        assert (self.code, self.out) == (code, ""), self
+        assert re.fullmatch(rf"error: .*{re.escape(text)}.*\n", self.err), self.err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+Cli = Callable[..., Done]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run a command line in this process; `stdin` is what is piped into it, None a terminal."""
+
+    # main() asks for this by an environment variable, before transformers is imported
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.disabled", True)
+
+    def call(*arguments: str, stdin: str | bytes | None = None) -> Done:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        piped = Terminal() if data is None else io.TextIOWrapper(io.BytesIO(data))
+        monkeypatch.setattr(sys, "stdin", piped)
+        capfd.readouterr()
+        code = run(arguments)
+        return Done(code, *capfd.readouterr())
+
+    return call
+
+
+def test_generate_shows_text_and_what_ran(cli: Cli) -> None:
+    done = cli("generate", "--chat", "Hello!")
+    assert (done.code, done.out) == (0, f"{HELLO}\n")
+    assert done.err.count("\n") == 1
+    wanted = rf"attention \w+ \(jackfield {__version__}\) \d+ calls · cache .* · decoding .* · "
+    assert re.match(wanted, done.err)
+    assert re.search(r"\d+ tokens, [\d.]+ tokens/s\n", done.err)
+
+
+@pytest.mark.parametrize("flag", ["--attention", "--attn-implementation"])
+def test_generate_json_has_completion_and_plan_and_nothing_else(cli: Cli, flag: str) -> None:
+    done = cli("generate", "Once upon", "--json", "--max-new-tokens", "2", flag, "eager")
+    assert (done.code, done.err) == (0, "")
+    assert done.json["finish_reason"] == "length"
+    assert done.json["usage"]["completion_tokens"] == len(done.json["token_ids"]) == 2
+    assert done.json["plan"]["chosen"]["attention"]["name"] == "eager"
+    assert done.json["plan"]["chosen"]["attention"]["how"] == "named"
+    assert done.json["report"]["attention"]["calls"] > 0
+
+
+def test_generate_reads_a_file_or_standard_input(cli: Cli, tmp_path: Path) -> None:
+    wanted = cli("generate", "Once upon", "--max-new-tokens", "4").out
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"Once upon\r\n")
+    assert cli("generate", "--max-new-tokens", "4", "--file", str(file)).out == wanted
+    assert cli("generate", "--max-new-tokens", "4", stdin="Once upon\n").out == wanted
+
+
+def test_generate_takes_every_setting(cli: Cli) -> None:
+    one_by_one = (
+        "--temperature 0.9 --top-k 30 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1 --seed 3 "
+        "--max-new-tokens 8 --logprobs 2 --stop zzz --stop qqq --json"
+    )
+    with_set = (
+        "--set temperature=0.9 --set top-k=30 --set top_p=0.95 --set min_p=0.01 --set seed=3 "
+        "--set repetition_penalty=1.1 --set max_new_tokens=8 --set logprobs=2 "
+        '--set stop=["zzz","qqq"] --json'
+    )
+    first = cli("generate", "Once", *one_by_one.split()).json
+    second = cli("generate", "Once", *with_set.split()).json
+    assert first["token_ids"] == second["token_ids"]
+    assert first["logprobs"] == second["logprobs"]
+    assert [len(row["top"]) for row in first["logprobs"]] == [2] * 8
+
+
+def test_declared_fallbacks_are_tried_in_order(cli: Cli) -> None:
+    flags = ("--attention", "eager", "--attention", "sdpa")
+    done = cli("generate", "Once", "--max-new-tokens", "1", "--json", *flags)
+    chosen = done.json["plan"]["chosen"]["attention"]
+    assert (chosen["name"], chosen["how"]) == ("eager", "fallback")
+
+
+WRONG = {
+    "generate": [
+        ("hi --max-new-tokens 0", "max_new_tokens must be at least 1"),
+        ("hi --temperature -1", "temperature must be at least 0"),
+        ("hi --set sequence_bias=[[[1],NaN]]", "sequence_bias for [1] must be"),
+        ("hi --set nonsense=1", "there is no setting 'nonsense'"),
+        ("hi --set nonsense", "write --set key=value"),
+        ("hi --set seed=x", "is not JSON"),
+        ("hi --set seed=1 --seed 2", "the setting 'seed' is given twice"),
+        ("hi --set num_beams=4", "does not honour num_beams=4"),
+        ("hi --logprobs 2", "add --json"),
+        ("hi --attention nope", "there is no attention 'nope'"),
+        ("hi --attention eager?x=1", "has no option 'x'"),
+        ("hi --cache nope", "there is no cache 'nope'"),
+        ("hi --decoding nope", "there is no decoding 'nope'"),
+        ("hi --dtype int8", "dtype must be"),
+        ("hi --device nowhere", "not a device of this machine"),
+        ("hi --model ./nowhere", "is not a folder"),
+        ("hi --file somewhere", "give one of them"),
+        ("--file ./nowhere", "cannot read nowhere: No such file"),
+        ("", "there is no prompt"),
+        ("hi you", "unexpected extra argument"),
+        ("hi --nope", "No such option: --nope"),
+        ("hi --seed x", "Invalid value for '--seed'"),
+    ],
+    "chat": [("--temperature -1", "temperature must be at least 0")],
+    "explain": [("--attention nope", "there is no attention 'nope'")],
+    "eval": [("--count 0", "the count must be from 1"), ("--count 1001", "the count must be")],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "text"), [(c, a, t) for c, rows in WRONG.items() for a, t in rows]
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    cli: Cli, command: str, arguments: str, text: str
+) -> None:
+    cli(command, *arguments.split()).failed(2, text)
+
+
+def test_an_unknown_command_is_one_line(cli: Cli) -> None:
+    cli("generat").failed(2, "No such command 'generat'")
+
+
+def test_an_empty_prompt_is_one_line(cli: Cli) -> None:
+    cli("generate", "").failed(2, "the prompt is empty")
+    cli("generate", stdin="").failed(2, "the prompt is empty")
+
+
+def test_a_prompt_that_is_not_text_is_one_line(cli: Cli) -> None:
+    cli("generate", stdin=b"ab\xff").failed(2, "standard input is not UTF-8 text (byte 2)")
+    cli("generate", "\udcff").failed(2, "the prompt is not UTF-8 text (byte 0)")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: Any, **__: Any) -> None:
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("jackfield.engine.load", explode)
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_unexpected_is_one_line_that_names_debug(cli: Cli) -> None:
+    done = cli("generate", "hi")
+    done.failed(1, "unexpected RuntimeError: first; second; for the traceback run it again")
+    assert "jackfield --debug" in done.err
+
+
+@pytest.mark.usefixtures("broken")
+def test_debug_shows_the_traceback(cli: Cli) -> None:
+    done = cli("--debug", "generate", "hi")
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.err
+    assert done.err.endswith("error: unexpected RuntimeError: first; second\n")
+
+
+def test_debug_says_what_was_chosen(cli: Cli) -> None:
+    assert "info: auto chose attention" in cli("--debug", "explain", "--json").err
+    assert cli("explain", "--json").err == ""
+
+
+def test_no_command_shows_help(cli: Cli) -> None:
+    done = cli()
+    assert (done.code, done.err) == (2, "")
+    assert all(f"  {command} " in done.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_help_has_an_example_and_whole_flags(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    done = cli(command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"Example: jackfield {command}" in re.sub(r"\s+", " ", done.out)
+    assert "…" not in done.out
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version") == Done(0, f"jackfield {__version__}\n", "")
+
+
+def test_plugins(cli: Cli) -> None:
+    done = cli("plugins", "--json")
+    assert (done.code, done.err, done.json["warnings"]) == (0, "", [])
+    rows = {row["entry_point"]: row for row in done.json["plugins"]}
+    assert rows["attention-eager"]["backends"] == ["attention:eager"]
+    assert rows["attention-eager"]["version"] == __version__
+    assert {row["state"] for row in rows.values()} == {"loaded"}
+    table = cli("plugins").out
+    assert all(name in table for name in rows)
+
+
+@pytest.fixture
+def site_only(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A site whose plugins this process finds."""
+    from jackfield import discovery
+
+    monkeypatch.setenv("COLUMNS", "200")
+    discovery.registry.cache_clear()
+    yield site
+    discovery.registry.cache_clear()
+
+
+def test_plugins_that_failed_say_why(
+    cli: Cli, site_only: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site_only.add("bad", "raise RuntimeError('[bold]no[/bold]')")
+    site_only.add("off", "")
+    monkeypatch.setenv("JACKFIELD_DISABLE", "off,nobody")
+    done = cli("plugins")
+    assert done.code == 0
+    assert re.search(r"bad-ep +bad 1.5 +failed .*RuntimeError: \[bold\]no\[/bold\]", done.out)
+    assert re.search(r"off-ep +off 1.5 +disabled +in JACKFIELD_DISABLE", done.out)
+    assert done.err == "warning: JACKFIELD_DISABLE names 'nobody', which is not installed\n"
+
+
+def test_running_warns_of_a_failed_plugin_in_one_line(cli: Cli, site_only: Site) -> None:
+    site_only.add("bad", "raise RuntimeError('first\\nsecond')")
+    done = cli("generate", "Once", "--max-new-tokens", "1", "--json")
+    assert done.code == 0
+    assert re.fullmatch(r"warning: plugin bad-ep of bad 1\.5: .*RuntimeError: first.*\n", done.err)
+    assert done.json["finish_reason"] == "length"
+
+
+def test_explain_judges_every_backend(cli: Cli) -> None:
+    done = cli("explain", "--attention", "eager", "--json")
+    verdicts = {(b["kind"], b["name"]): b for b in done.json["backends"]}
+    assert (verdicts["attention", "eager"]["verdict"], verdicts["attention", "eager"]["how"]) == (
+        "chosen",
+        "named",
+    )
+    assert verdicts["attention", "sdpa"]["verdict"] == "possible"
+    assert verdicts["decoding", "sample"]["how"] == "auto"
+    assert done.json["plan"]["chosen"].keys() == {"attention", "cache", "decoding"}
+    assert "possible" in cli("explain", str(MODEL_PATH), "--attention", "eager").out
+
+
+FUSSY = """
+    def refuse(self, requirements, options):
+        return ["needs a harp", "needs a hall"]
+"""
+
+
+def test_explain_shows_every_reason_also_where_nothing_fits(cli: Cli, site_only: Site) -> None:
+    site_only.add("fussy", site_only.attention("fussy").replace("    # more\n", FUSSY))
+    reasons = ["needs a harp", "needs a hall"]
+    for flags, code in (((), 0), (("--attention", "fussy"), 2)):
+        done = cli("explain", "--json", *flags)
+        verdicts = {(b["kind"], b["name"]): b for b in done.json["backends"]}
+        assert verdicts["attention", "fussy"]["verdict"] == "refused"
+        assert verdicts["attention", "fussy"]["reasons"] == reasons
+        assert done.code == code
+    assert done.json["plan"] is None
+    assert done.err == f"error: {done.json['error']}\n"
+    assert "needs a harp; needs a hall" in cli("explain").out
+
+
+def test_doctor(cli: Cli) -> None:
+    done = cli("doctor", "--json")
+    assert done.err == ""
+    problems = [f for f in done.json["findings"] if f["state"] == "problem"]
+    assert (done.code, done.json["ok"]) == ((1, False) if problems else (0, True))
+    assert {"plugins", "libraries", "devices"} <= {f["area"] for f in done.json["findings"]}
+    shown = cli("doctor")
+    assert shown.code == done.code
+    assert "attention-eager of jackfield" in shown.out
+
+
+def test_doctor_exits_with_1_where_there_is_a_problem(cli: Cli, site_only: Site) -> None:
+    site_only.add("bad", "raise RuntimeError('no')")
+    done = cli("doctor")
+    assert done.code == 1
+    assert "JACKFIELD_DISABLE=bad-ep" in done.out
+
+
+def test_eval(cli: Cli) -> None:
+    done = cli("eval", "--count", "1", "--seed", "2", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json["total"] == len(done.json["tasks"]) == 7
+    assert done.json["plan"]["chosen"]["attention"]["name"]
+    assert done.json["report"]["attention"]["calls"] > 0
+    shown = cli("eval", "--count", "1", "--seed", "2")
+    assert re.search(r"^all +\d +7 ", shown.out, re.MULTILINE)
+    assert "7 items in" in shown.err
+
+
+def test_chat_remembers_until_reset(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jackfield.engine import Engine
+
+    seen = []
+    stream = Engine.stream
+
+    def watch(self: Engine, prompt: Any, **settings: Any) -> Any:
+        seen.append([message["content"] for message in prompt])
+        return stream(self, prompt, **settings)
+
+    monkeypatch.setattr(Engine, "stream", watch)
+    done = cli("chat", stdin="Hello!\n\nHi\n/reset\nHello!\n/exit\nnever\n")
+    assert done.code == 0
+    assert done.out.splitlines()[0] == done.out.splitlines()[2] == HELLO
+    assert seen[1:] == [["Hello!"], ["Hello!", HELLO, "Hi"], ["Hello!"]]
+    assert "the conversation is forgotten" in done.err
+
+
+def test_chat_says_when_the_context_is_full(cli: Cli) -> None:
+    question = "Copy this text: " + "one two three four five six seven eight nine ten " * 8
+    done = cli("chat", stdin=f"Hello!\n{question * 9}\n/reset\nHello!")
+    assert done.code == 0
+    assert done.out == f"{HELLO}\n{HELLO}\n"
+    error, hint, forgotten = done.err.splitlines()
+    assert re.match(r"error: the prompt has \d+ tokens, the model's context is \d+", error)
+    assert hint.endswith("no longer fits into the model's context; /reset starts afresh")
+    assert forgotten == "the conversation is forgotten"
+
+
+def test_chat_says_that_an_answer_was_cut(cli: Cli) -> None:
+    done = cli("chat", "--max-new-tokens", "3", stdin="Hello!")
+    assert done.err == "(cut after 3 tokens; --max-new-tokens allows more)\n"
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ctrl-C after the first piece of every second answer; the prompts that were asked."""
+    from jackfield.engine import Engine
+
+    prompts: list[Any] = []
+    stream = Engine.stream
+
+    def interrupt(self: Engine, prompt: Any, **settings: Any) -> Any:
+        deltas = stream(self, prompt, **settings)
+        prompts.append(list(prompt))
+        return stop(deltas) if len(prompts) % 2 == 0 else deltas
+
+    def stop(deltas: Any) -> Iterator[Any]:
+        for delta in deltas:
+            yield delta
+            if delta.text:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupt)
+    return prompts
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(cli: Cli, interrupted: list[Any]) -> None:
+    done = cli("chat", stdin="Hello!\nHi\n")
+    assert done.code == 0
+    assert done.err == "(stopped)\n"
+    first, second = done.out.splitlines()
+    assert second == HELLO
+    assert HELLO.startswith(first)
+    assert interrupted[2][:2] == [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": first},
+    ]
+
+
+def test_ctrl_c_ends_generate(cli: Cli, interrupted: list[Any]) -> None:
+    interrupted.append("the first is not interrupted")
+    done = cli("generate", "--chat", "Hello!")
+    assert (done.code, done.err) == (130, "")
+    assert HELLO.startswith(done.out.removesuffix("\n"))
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"a": [float("nan"), (float("-inf"), 1.5)]})
+    assert capsys.readouterr().out == '{"a": [null, [null, 1.5]]}\n'
+
+
+def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jackfield.engine import Engine
+
+    generate = Engine.generate
+
+    def fail(self: Engine, *arguments: Any, **settings: Any) -> Any:
+        (done,) = generate(self, *arguments, **settings)
+        return [replace(done, finish_reason="error", error="it broke")]
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    done = cli("generate", "hi", "--max-new-tokens", "1", "--json")
+    assert (done.code, done.err) == (1, "error: it broke\n")
+    assert done.json["finish_reason"] == "error"
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, **options)
+
+
+def test_listing_plugins_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from jackfield.cli import run; code = run(['plugins', '--json']); "
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'rich', 'pydantic'}; "
+        "sys.exit(code or ' '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["plugins"]
+
+
+def test_a_whole_process() -> None:
+    done = process("generate", "--chat", input="Hello!\n")
+    assert (done.returncode, done.stdout) == (0, f"{HELLO}\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_whole_process_that_fails() -> None:
+    done = process("generate", "hi", "--set", "sequence_bias=[[[1], NaN]]")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX pipe")
+@pytest.mark.parametrize("arguments", [("plugins",), ("generate", "hi")])
+def test_a_reader_that_goes_away_is_no_traceback(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_ends_a_whole_process() -> None:
+    endless = ("generate", "Once", "--set", "min_new_tokens=400", "--max-new-tokens", "400")
+    with subprocess.Popen(
+        [*COMMAND, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as p:
+        assert p.stdout is not None
+        assert p.stderr is not None
+        shown = p.stdout.read(1)
+        p.send_signal(signal.SIGINT)
+        shown += p.stdout.read()
+        assert p.stderr.read() == b""
+    assert p.returncode == 130
+    assert shown.endswith(b"\n")
+
+
+def test_no_color_is_honoured() -> None:
+    coloured = {**os.environ, "FORCE_COLOR": "1"}
+    coloured.pop("NO_COLOR", None)
+    assert "\x1b[32m" in process("plugins", env=coloured).stdout
+    plain = process("plugins", env={**coloured, "NO_COLOR": "1"}).stdout
+    assert not re.search(r"\x1b\[[39]\d", plain)
