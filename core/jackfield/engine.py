@@ -66,8 +66,8 @@ def load(
     """
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    if max_batch_size < 1:
-        raise UsageError(f"max_batch_size must be at least 1, not {max_batch_size}")
+    if type(max_batch_size) is not int or max_batch_size < 1:
+        raise UsageError(f"max_batch_size must be at least 1, not {max_batch_size!r}")
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map)
     selections = {

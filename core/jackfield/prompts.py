@@ -10,6 +10,8 @@ from jackfield.errors import PromptError
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}).
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+_BYTES = bytes | bytearray | memoryview
+
 
 def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
     """Token ids of `prompt`. Raises PromptError."""
@@ -19,10 +21,10 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
         ids = list(_need(tokenizer)(prompt)["input_ids"])
         if not ids:
             raise PromptError(f"the prompt {prompt!r} gives no token; give more text")
-        return ids
+        return _check_tokenizer(ids, vocab_size)
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence):
+    if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
         raise PromptError(
             "a prompt is a string, a list of token ids or a list of chat messages, not "
             f"{type(prompt).__name__}"
@@ -30,13 +32,13 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token or message")
     if isinstance(prompt[0], Mapping):
-        return _chat(prompt, _need(tokenizer))
+        return _check_tokenizer(_chat(prompt, _need(tokenizer)), vocab_size)
     return _check_ids(prompt, vocab_size)
 
 
 def is_batch(prompts: Any) -> bool:
     """Whether `prompts` is a list of prompts rather than one prompt."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | _BYTES) or not isinstance(prompts, Sequence):
         return False
     return not prompts or not isinstance(prompts[0], int | Mapping)
 
@@ -61,8 +63,18 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:
-        raise PromptError(f"the chat template refuses these messages: {error}") from error
+        said = " ".join(str(error).split())
+        raise PromptError(f"the chat template refuses these messages: {said}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_tokenizer(ids: list[int], vocab_size: int) -> list[int]:
+    if max(ids, default=0) >= vocab_size:
+        raise PromptError(
+            f"the tokenizer gives the token {max(ids)} where the model's vocabulary ends at "
+            f"{vocab_size - 1}; give jackfield.load the tokenizer of this model"
+        )
+    return ids
 
 
 def _check_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:

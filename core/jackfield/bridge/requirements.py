@@ -34,6 +34,11 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
     text = config.get_text_config(decoder=True)
     heads = int(text.num_attention_heads)
     layers = list(attention_modules(model))
+    if layers and not any(getattr(m, "is_causal", True) for _, m in layers):
+        raise CheckpointError(
+            f"{type(model).__name__} of type {config.model_type!r} reads its text in both "
+            "directions, so it cannot continue it; give a decoder"
+        )
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
     return Requirements(
         architecture=type(model).__name__,

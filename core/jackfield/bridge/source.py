@@ -83,7 +83,9 @@ def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     if folder.is_file() or (not folder.is_dir() and location.startswith(("/", "./", "../", "~"))):
         raise CheckpointError(f"{location} is not a folder; give a model folder or a hub id")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(location, revision=revision)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            location, revision=revision, trust_remote_code=False
+        )
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
     _ignore_selectors(config, location)
@@ -122,8 +124,11 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for use inside a message of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """An error's text up to the end of its first sentence, for use inside a message of ours."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__
 
 
 def _ignore_selectors(config: PreTrainedConfig, location: str) -> None:

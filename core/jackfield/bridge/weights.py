@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from jackfield.bridge.source import ModelSource, first_line, quiet
 from jackfield.errors import CheckpointError
 
+logger = logging.getLogger("jackfield")
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def check_files(folder: Path) -> None:
     """Refuse a folder whose weights are missing, incomplete, or only in pickles."""
+    _check_generation_config(folder / "generation_config.json")
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = [
-            folder / n for n in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        ]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = _shards(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
         raise CheckpointError(
@@ -36,6 +36,27 @@ def check_files(folder: Path) -> None:
         )
     for file in files:
         _check_safetensors(file)
+
+
+def _check_generation_config(file: Path) -> None:
+    """transformers goes on without a broken one: defaults would be lost without a word."""
+    try:
+        broken = file.is_file() and not isinstance(json.loads(file.read_text()), dict)
+    except ValueError:
+        broken = True
+    if broken:
+        raise CheckpointError(f"{file} is not a JSON object; fetch it again, or delete it")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        shards = [index.parent / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        shards = []
+    if not shards:
+        raise CheckpointError(f"the index {index} names no shards; fetch it again")
+    return shards
 
 
 def _check_safetensors(file: Path) -> None:
@@ -51,7 +72,7 @@ def _check_safetensors(file: Path) -> None:
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({first_line(error)}); fetch it again"
         ) from None
@@ -77,6 +98,8 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",  # the plan plugs in what was chosen
                 use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # reported, and refused below with the names
                 output_loading_info=True,
             )
     except Exception as error:
@@ -89,13 +112,29 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
 
 
 def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
-    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has the wrong shape for")):
-        if found := sorted(map(str, info.get(key) or ())):
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    mismatched = [f"{name} {tuple(theirs)}" for name, theirs, _ in info["mismatched_keys"]]
+    for names, what in (
+        (info["missing_keys"], "lacks"),
+        (mismatched, "has the wrong shape for"),
+    ):
+        if names:
             raise CheckpointError(
-                f"the checkpoint {source.location} {what} {', '.join(found[:3])}{more}; "
-                "its config.json does not fit its weights"
+                f"the checkpoint {source.location} {what} {_some(names)}; its config.json does not "
+                "fit its weights"
             )
+    if info["unexpected_keys"]:
+        logger.warning(
+            "the checkpoint %s has weights that %s has no place for: %s",
+            source.location,
+            source.config.model_type,
+            _some(info["unexpected_keys"]),
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
 
 
 def load_tokenizer(source: ModelSource) -> Any | None:
@@ -105,7 +144,9 @@ def load_tokenizer(source: ModelSource) -> Any | None:
     if source.folder and not any((source.folder / n).is_file() for n in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source.location, revision=source.revision)
+        return AutoTokenizer.from_pretrained(
+            source.location, revision=source.revision, trust_remote_code=False
+        )
     except Exception as error:
         raise CheckpointError(
             f"cannot load the tokenizer of {source.location}: {first_line(error)}"
