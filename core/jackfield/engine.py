@@ -20,7 +20,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import attention_modules, pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find, first_line
 from jackfield.bridge.weights import load_model, load_tokenizer
-from jackfield.contracts import BindContext
+from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import ExecutionError, JackfieldError, SettingsError, UsageError
@@ -129,7 +129,11 @@ class Engine:
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
-        self._port = AttentionPort(plan["attention"].registered, self._context("attention"))
+        self._port = AttentionPort(
+            plan["attention"].registered,
+            self._context("attention"),
+            cache if isinstance(cache, PackedKVCache) else None,
+        )
         unplug = self._port.plug(model)
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         trained = [module for module in model.modules() if module.training]

@@ -7,6 +7,7 @@ JackfieldError                 exit code 1: a failure
 │   ├── PlanError              no combination of backends can do the job
 │   ├── SettingsError          a generation setting: invalid, or not honoured
 │   ├── PromptError            a prompt: empty, too long, needs a tokenizer
+│   ├── CacheFullError         the cache is smaller than the requests
 │   └── CheckpointError        a model folder or hub id: missing, broken, unsafe
 ├── PluginError                a plugin broke its contract
 └── ExecutionError             the model or a backend failed while running
@@ -15,6 +16,7 @@ JackfieldError                 exit code 1: a failure
 from __future__ import annotations
 
 __all__ = [
+    "CacheFullError",
     "CheckpointError",
     "ExecutionError",
     "JackfieldError",
@@ -66,6 +68,10 @@ class CheckpointError(UsageError):
 
 class PluginError(JackfieldError):
     """A plugin broke the contract of its kind."""
+
+
+class CacheFullError(UsageError):
+    """The cache that was asked for cannot hold what was asked of it."""
 
 
 class ExecutionError(JackfieldError):

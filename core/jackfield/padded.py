@@ -57,7 +57,7 @@ class PaddedKVCache(KVCache):
             "use_cache": True,
             "logits_to_keep": 1 + max(len(feed.drafts) for feed in step.feeds),
         }
-        return ModelInputs(kwargs)
+        return ModelInputs(kwargs, rows=len(step.feeds))
 
     def _grow_mask(self, valid: list[list[int]], width: int, padded: bool) -> None:
         if self._mask is None and not padded:

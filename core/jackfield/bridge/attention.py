@@ -17,8 +17,14 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.requirements import attention_modules, replaceable
-from jackfield.contracts import BindContext, BoundAttention, ModelAttention
-from jackfield.errors import ExecutionError
+from jackfield.contracts import (
+    BindContext,
+    BoundAttention,
+    ModelAttention,
+    PackedKVCache,
+    PackedLayer,
+)
+from jackfield.errors import ExecutionError, PluginError
 from jackfield.registry import Registered
 from jackfield.report import Tally
 
@@ -41,7 +47,9 @@ _serial = itertools.count(1)
 class AttentionPort:
     """One binding of one attention backend: its key in transformers, and what was observed."""
 
-    def __init__(self, registered: Registered, context: BindContext) -> None:
+    def __init__(
+        self, registered: Registered, context: BindContext, pages: PackedKVCache | None = None
+    ) -> None:
         self.registered = registered
         self.tally = Tally()
         self._hooks: list[Any] = []
@@ -51,9 +59,14 @@ class AttentionPort:
             if own is None:
                 self.key, self.in_tables = bound.implementation, False
                 return
-            forward, mask = self._counted(own.forward), own.mask
+            bound, guard = own, False
         else:
-            forward, mask = self._guarded(self._counted(bound.forward)), bound.mask
+            guard = True
+        forward, mask = self._counted(bound.forward), bound.mask
+        if pages is not None:
+            forward, mask = self._packed(bound, pages), _no_mask
+        if guard:
+            forward = self._guarded(forward)
         self.key, self.in_tables = f"jackfield-{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
         AttentionMaskInterface.register(self.key, mask)
@@ -64,6 +77,19 @@ class AttentionPort:
         def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
             count(module.layer_idx, query.shape[2])
             return inner(module, query, key, value, mask, **kwargs)
+
+        return forward
+
+    def _packed(self, bound: BoundAttention, pages: PackedKVCache) -> Callable[..., Any]:
+        """Store the step's keys and values in `pages`, then attend to what is there."""
+        if bound.packed is None:
+            raise PluginError(f"{self.registered} declares the packed layout but bound no `packed`")
+        count, inner = self.tally.count, bound.packed
+
+        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+            layer = pages.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            count(module.layer_idx, layer.step.max_query_length)
+            return inner(module, query[0].transpose(0, 1), layer, **kwargs)[None], None
 
         return forward
 
@@ -150,7 +176,28 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
         narrow = torch.float32 if dtype == torch.float64 else dtype
         return eager_mask(dtype=narrow, **kwargs).to(dtype)
 
-    return BoundAttention(forward, mask)
+    def packed(module: Any, query: torch.Tensor, layer: PackedLayer, **kwargs: Any) -> torch.Tensor:
+        rows = []
+        for row, span in enumerate(layer.step.spans):
+            keys, values = layer.gather(row)
+            seen = layer.mask(row)
+            bias = None
+            if seen is not None:
+                bias = query.new_zeros(seen.shape).masked_fill(~seen, _lowest(query.dtype))
+                bias = bias[None, None]
+            queries = query[span.start : span.start + span.length].transpose(0, 1)[None]
+            rows.append(forward(module, queries, keys[None], values[None], bias, **kwargs)[0][0])
+        return torch.cat(rows)
+
+    return BoundAttention(forward, mask, packed)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
+
+
+def _no_mask(**kwargs: Any) -> None:
+    """For the packed layout, whose attentions read what they may see off the layer."""
 
 
 def _decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -27,6 +27,8 @@ def forward_of(model: PreTrainedModel) -> Callable[[ModelInputs], torch.Tensor]:
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}
         logits: torch.Tensor = model(**kwargs).logits
-        return logits[:, -keep:]
+        if "logits_to_keep" in absent:
+            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        return logits.view(inputs.rows, -1, logits.shape[-1])
 
     return forward

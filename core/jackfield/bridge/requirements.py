@@ -48,6 +48,7 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
         num_key_value_heads=min(kv_heads),
         head_sizes=tuple(sorted({size for _, m in layers for size in _head_sizes(m, text)})),
         layer_types=layer_types(config),
+        windows=windows(config),
         features=_features(model, text, layers, heads),
         model_declines=_declines(model),
         context_length=getattr(text, "max_position_embeddings", None),
@@ -103,6 +104,12 @@ def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
         else:
             names.append("full_attention")
     return tuple(names)
+
+
+def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """The window of each cached layer in tokens, None where it sees everything."""
+    layers = DynamicCache(config=config).layers
+    return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 
 
 def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:

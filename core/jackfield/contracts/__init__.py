@@ -7,8 +7,9 @@ from jackfield.contracts.attention import (
     ModelAttention,
 )
 from jackfield.contracts.backend import Backend, BindContext, NoOptions
-from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs
+from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs, PackedKVCache
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.packed import PackedLayer, PackedStep, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
 
 __all__ = [
@@ -27,7 +28,11 @@ __all__ = [
     "ModelAttention",
     "ModelInputs",
     "NoOptions",
+    "PackedKVCache",
+    "PackedLayer",
+    "PackedStep",
     "Requirements",
+    "Span",
     "Strategy",
 ]
 

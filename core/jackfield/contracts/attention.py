@@ -78,10 +78,15 @@ class BoundAttention:
     e.g. `sdpa_mask`, `eager_mask`): it must honour `mask_function` (causality, window, chunks)
     and `attention_mask` (`[batch, kv_len]` bool, padding). It may return None only where
     `forward` then does the right thing by itself.
+
+    `packed(module, query, layer, **kwargs) -> output` serves the packed layout: query and output
+    `[tokens, heads, head_dim]`, `layer` a `PackedLayer` that holds this step's keys and values
+    already, kwargs as above. Window and causality are in `layer`.
     """
 
     forward: Callable[..., Any]
     mask: Callable[..., Any]
+    packed: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

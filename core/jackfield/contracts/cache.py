@@ -11,6 +11,9 @@ from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
 
 if TYPE_CHECKING:
+    import torch
+
+    from jackfield.contracts.packed import PackedLayer
     from jackfield.sequences import Sequence, Step
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
@@ -54,11 +57,12 @@ class CacheCapabilities:
 class ModelInputs:
     """The keyword arguments of one forward call; valid until the next `prepare`.
 
-    The model's logits come back as `[len(step.feeds), k, vocab]`, where the last `k` positions of
-    feed i line up with its last `k` tokens.
+    The model's logits become `[rows, k, vocab]`, one row per feed of the step, where the last `k`
+    positions of row i line up with the last `k` tokens of feed i.
     """
 
     kwargs: dict[str, Any]
+    rows: int
 
 
 class KVCache(ABC):
@@ -86,6 +90,17 @@ class KVCache(ABC):
     @abstractmethod
     def room(self) -> int | None:
         """How many sequences may join the next step; None: any number."""
+
+
+class PackedKVCache(KVCache):
+    """A cache of the packed layout: it stores keys and values itself, for the attention to read."""
+
+    @abstractmethod
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        """Store this step's `[tokens, kv_heads, head_dim]` of one layer; returns what to read.
+
+        Called once a layer, between `prepare` and `commit`.
+        """
 
 
 class Cache(Backend):

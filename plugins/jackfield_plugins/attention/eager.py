@@ -17,7 +17,9 @@ class EagerAttention(Attention):
 
     name = "eager"
     auto_rank = 0
-    capabilities = AttentionCapabilities(features=frozenset(FEATURES))
+    capabilities = AttentionCapabilities(
+        layouts=frozenset({"padded", "packed"}), features=frozenset(FEATURES)
+    )
 
     def bind(self, context: BindContext) -> ModelAttention:
         return ModelAttention("eager")

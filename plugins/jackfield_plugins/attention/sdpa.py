@@ -10,6 +10,7 @@ from jackfield.contracts import (
     AttentionCapabilities,
     BindContext,
     BoundAttention,
+    PackedLayer,
     Requirements,
 )
 
@@ -23,7 +24,8 @@ class SdpaAttention(Attention):
     name = "sdpa"
     auto_rank = 10
     capabilities = AttentionCapabilities(
-        features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"})
+        layouts=frozenset({"padded", "packed"}),
+        features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"}),
     )
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
@@ -33,6 +35,7 @@ class SdpaAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
+        import torch
         from torch.nn.functional import scaled_dot_product_attention
         from transformers.masking_utils import sdpa_mask
 
@@ -64,7 +67,32 @@ class SdpaAttention(Attention):
             )
             return output.transpose(1, 2).contiguous(), None
 
-        return BoundAttention(forward, sdpa_mask)
+        def packed(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            layer: PackedLayer,
+            scaling: float | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            output = torch.empty_like(query)
+            for row, span in enumerate(layer.step.spans):
+                keys, values = layer.gather(row)
+                queries = query[span.start : span.start + span.length].transpose(0, 1)
+                # A prompt from its first token on: causal without a mask, linear memory.
+                whole = keys.shape[1] == span.length and layer.window is None
+                found = scaled_dot_product_attention(
+                    queries[None],
+                    keys[None],
+                    values[None],
+                    attn_mask=None if whole else layer.mask(row),
+                    is_causal=whole and span.length > 1,
+                    scale=scaling,
+                    enable_gqa=queries.shape[0] != keys.shape[0],
+                )
+                output[span.start : span.start + span.length] = found[0].transpose(0, 1)
+            return output
+
+        return BoundAttention(forward, sdpa_mask, packed)
 
 
 @hookimpl

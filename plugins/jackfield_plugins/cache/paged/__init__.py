@@ -1,0 +1,60 @@
+"""``paged``: keys and values in pages, all tokens of a step in one row, nothing padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
+
+
+@dataclass(frozen=True)
+class PagedOptions:
+    """`page_size` in tokens. `num_tokens`: how many tokens fit at all; None: grows as needed."""
+
+    page_size: int = 32
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {self.page_size}")
+        if self.num_tokens is not None and self.num_tokens < self.page_size:
+            raise ValueError(
+                f"num_tokens={self.num_tokens} is less than one page of {self.page_size} tokens"
+            )
+
+
+class PagedCache(Cache):
+    """After PagedAttention (Kwon et al. 2023, arXiv:2309.06180)."""
+
+    name = "paged"
+    options = PagedOptions
+    capabilities = CacheCapabilities(
+        layout="packed",
+        layer_types=frozenset({"full_attention", "sliding_attention"}),
+        rollback=True,
+    )
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if "own_attention" in requirements.features:
+            reasons.append(f"needs its own attention ({requirements.features['own_attention']})")
+        return reasons
+
+    def bind(self, context: BindContext) -> KVCache:
+        from jackfield_plugins.cache.paged.store import PagedKVCache
+
+        assert context.model is not None
+        options = context.options
+        return PagedKVCache(
+            context.requirements.windows,
+            options.page_size,
+            options.num_tokens,
+            context.model.device,
+        )
+
+
+@hookimpl
+def jackfield_cache() -> list[Cache]:
+    return [PagedCache()]

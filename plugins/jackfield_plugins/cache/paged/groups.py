@@ -1,0 +1,159 @@
+"""The pages of the layers that remember alike: all full-attention layers, or all of one window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from jackfield.contracts import PackedLayer, PackedStep
+from jackfield_plugins.cache.paged.pages import PageAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+
+@dataclass
+class Table:
+    """The pages of one sequence in one group; the first holds token `first`."""
+
+    pages: list[int] = field(default_factory=list)
+    first: int = 0
+
+
+class LayerGroup:
+    """Layers with one page table per sequence in common, each with a pool of its own.
+
+    `window`: a layer of it sees the last `window` tokens only; pages before them are given back.
+    """
+
+    def __init__(self, window: int | None, page_size: int, capacity: int, fixed: bool) -> None:
+        self.window = window
+        self.page_size = page_size
+        self.fixed = fixed
+        self.allocator = PageAllocator(capacity)
+        self.tables: dict[int, Table] = {}
+        self.layers: dict[int, PackedLayer] = {}
+        self._slots: torch.Tensor | None = None  # where this step's tokens go, [tokens]
+        self._view: tuple[torch.Tensor, torch.Tensor, list[list[int]], list[int]] | None = None
+        self._step: PackedStep | None = None
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages a sequence of `tokens` holds at most."""
+        if self.window is not None:
+            tokens = min(tokens, self.window + self.page_size)
+        return -(-tokens // self.page_size)
+
+    def reserve(self, sequence: int, start: int, end: int) -> None:
+        """Make pages for tokens `start:end` of a sequence, none of them shared with another.
+
+        Raises OutOfPages where the pool is fixed and full.
+        """
+        table = self.tables.setdefault(sequence, Table())
+        missing = -(-(end - table.first) // self.page_size) - len(table.pages)
+        for _ in range(missing):
+            table.pages.append(self._take(table.pages[-1] if table.pages else None))
+        for at in range((start - table.first) // self.page_size, len(table.pages)):
+            if self.allocator.is_shared(table.pages[at]):
+                table.pages[at] = self._copy(table.pages[at])
+
+    def _take(self, after: int | None) -> int:
+        if not self.fixed and self.allocator.num_free == 0:
+            self._grow(2 * self.allocator.capacity)
+        return self.allocator.take(after)
+
+    def _grow(self, capacity: int) -> None:
+        self.allocator.grow(capacity)
+        for layer in self.layers.values():
+            layer.keys = _resized(layer.keys, capacity)
+            layer.values = _resized(layer.values, capacity)
+
+    def _copy(self, page: int) -> int:
+        """Copy-on-write: a page of our own with the same tokens."""
+        own = self._take(None)
+        for layer in self.layers.values():
+            layer.keys[own] = layer.keys[page]
+            layer.values[own] = layer.values[page]
+        self.allocator.release([page])
+        return own
+
+    def lay_out(self, sequences: Seq[int], step: PackedStep, device: torch.device) -> None:
+        """Point every layer of the group at the tables of this step."""
+        tables = [self.tables[s] for s in sequences]
+        longest = max(len(t.pages) for t in tables)
+        padded = [t.pages + [0] * (longest - len(t.pages)) for t in tables]
+        block_table = torch.tensor(padded, dtype=torch.int32, device=device)
+        firsts = [t.first for t in tables]
+        first = torch.tensor(firsts, dtype=torch.int32, device=device)
+        slots = [
+            table.pages[at // self.page_size] * self.page_size + at % self.page_size
+            for table, span in zip(tables, step.spans, strict=True)
+            for at in range(span.end - span.length - table.first, span.end - table.first)
+        ]
+        self._slots = torch.tensor(slots, device=device)
+        self._view = (block_table, first, [list(t.pages) for t in tables], firsts)
+        self._step = step
+        for layer in self.layers.values():
+            self._point(layer)
+
+    def _point(self, layer: PackedLayer) -> None:
+        assert self._view is not None
+        assert self._step is not None
+        layer.block_table, layer.first, layer.tables, layer.firsts = self._view
+        layer.step = self._step
+
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
+        layer = self.layers.get(index)
+        if layer is None:
+            layer = self.layers[index] = self._new_layer(keys, values)
+        layer.keys.flatten(0, 1).index_copy_(0, self._slots, keys)
+        layer.values.flatten(0, 1).index_copy_(0, self._slots, values)
+        return layer
+
+    def _new_layer(self, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        assert self._view is not None
+        assert self._step is not None
+        pages = (self.allocator.capacity, self.page_size)
+        block_table, first, tables, firsts = self._view
+        return PackedLayer(
+            keys.new_zeros(*pages, *keys.shape[1:]), values.new_zeros(*pages, *values.shape[1:]),
+            block_table, first, tables, firsts, self._step, self.window,
+        )  # fmt: skip
+
+    def trim(self, sequence: int, tokens: int) -> None:
+        """Keep what tokens to come will need of the first `tokens` tokens."""
+        table = self.tables[sequence]
+        used = -(-(tokens - table.first) // self.page_size)
+        self.allocator.release(table.pages[used:])
+        del table.pages[used:]
+        if self.window is None:
+            return
+        # The next query, at position `tokens`, sees keys from tokens - window + 1 on.
+        gone = max(0, tokens + 1 - self.window - table.first) // self.page_size
+        self.allocator.release(table.pages[:gone])
+        del table.pages[:gone]
+        table.first += gone * self.page_size
+
+    def fork(self, source: int, into: int) -> None:
+        """`into` begins as `source`, sharing its pages until one of them writes."""
+        table = self.tables[source]
+        self.allocator.share(table.pages)
+        self.tables[into] = Table(list(table.pages), table.first)
+
+    def drop(self, sequence: int) -> None:
+        if (table := self.tables.pop(sequence, None)) is not None:
+            self.allocator.release(table.pages)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pools, in bytes."""
+        tensors = [t for layer in self.layers.values() for t in (layer.keys, layer.values)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _resized(pool: torch.Tensor, capacity: int) -> torch.Tensor:
+    larger = pool.new_zeros(capacity, *pool.shape[1:])
+    larger[: pool.shape[0]] = pool
+    return larger

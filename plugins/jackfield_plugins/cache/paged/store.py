@@ -1,0 +1,115 @@
+"""The paged cache bound to a model: lays steps out in one row, keeps keys and values in pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer, PackedStep, Span
+from jackfield.errors import CacheFullError
+from jackfield_plugins.cache.paged.groups import LayerGroup
+from jackfield_plugins.cache.paged.pages import OutOfPages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from jackfield.sequences import Sequence, Step
+
+
+class PagedKVCache(PackedKVCache):
+    """Pages for any number of sequences.
+
+    `windows` has one entry per layer, its window or None. `num_tokens` fixes how many tokens the
+    full-attention layers can hold; None lets the pools grow.
+    """
+
+    def __init__(
+        self,
+        windows: Seq[int | None],
+        page_size: int,
+        num_tokens: int | None,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self.num_tokens = num_tokens
+        self._device = device
+        pages = -(-num_tokens // page_size) if num_tokens else 64
+        self.groups = {
+            window: LayerGroup(window, page_size, pages, fixed=num_tokens is not None)
+            for window in dict.fromkeys(windows)
+        }
+        self._group_of = [self.groups[window] for window in windows]
+
+    def room(self) -> int | None:
+        return None
+
+    def prepare(self, step: Step) -> ModelInputs:
+        ids: list[int] = []
+        positions: list[int] = []
+        spans = []
+        for feed in step.feeds:
+            tokens = feed.token_ids
+            end = feed.start + len(tokens)
+            spans.append(Span(len(ids), len(tokens), end))
+            ids += tokens
+            positions += range(feed.start, end)
+            self._reserve(feed.sequence, feed.start, end)
+        packed = self._packed_step(spans)
+        numbers = [feed.sequence.id for feed in step.feeds]
+        for group in self.groups.values():
+            group.lay_out(numbers, packed, self._device)
+        keep = 1 + max(len(feed.drafts) for feed in step.feeds)
+        last = [s.start + s.length - keep + i for s in spans for i in range(keep)]
+        kwargs: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=self._device),
+            "position_ids": torch.tensor([positions], device=self._device),
+            "use_cache": False,
+            "logits_to_keep": torch.tensor(last, device=self._device).clamp_(min=0),
+        }
+        return ModelInputs(kwargs, rows=len(spans))
+
+    def _reserve(self, sequence: Sequence, start: int, end: int) -> None:
+        try:
+            for group in self.groups.values():
+                group.reserve(sequence.id, start, end)
+        except OutOfPages:
+            raise CacheFullError(
+                f"the paged cache holds {self.num_tokens} tokens and is full; give it more with "
+                "'paged?num_tokens=…', or send fewer or shorter requests"
+            ) from None
+
+    def _packed_step(self, spans: list[Span]) -> PackedStep:
+        starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
+        return PackedStep(
+            spans,
+            torch.tensor(starts, dtype=torch.int32, device=self._device),
+            torch.tensor([s.end for s in spans], dtype=torch.int32, device=self._device),
+            max(span.length for span in spans),
+            max(span.end for span in spans),
+        )
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        return self._group_of[layer].write(layer, keys, values)
+
+    def commit(self, step: Step, kept: Seq[int]) -> None:
+        for feed, count in zip(step.feeds, kept, strict=True):
+            feed.sequence.num_cached = feed.start + count
+            for group in self.groups.values():
+                group.trim(feed.sequence.id, feed.sequence.num_cached)
+
+    def fork(self, source: Sequence, into: Sequence) -> None:
+        """`into` begins with what is cached of `source`; pages are shared until one writes."""
+        for group in self.groups.values():
+            group.fork(source.id, into.id)
+        into.num_cached = source.num_cached
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            for group in self.groups.values():
+                group.drop(sequence.id)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all pools, in bytes."""
+        return sum(group.num_bytes for group in self.groups.values())
