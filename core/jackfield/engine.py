@@ -129,7 +129,7 @@ class Engine:
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
-        self._port = AttentionPort(plan["attention"].registered, self._context("attention"))
+        self._port = AttentionPort(plan["attention"].registered, self._context("attention"), model)
         unplug = self._port.plug(model)
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         trained = [module for module in model.modules() if module.training]
