@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import attention_modules, pick_device, requirements_of
+from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find, first_line
 from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.contracts import BindContext, PackedKVCache
@@ -132,6 +132,7 @@ class Engine:
         self._port = AttentionPort(
             plan["attention"].registered,
             self._context("attention"),
+            model,
             cache if isinstance(cache, PackedKVCache) else None,
         )
         unplug = self._port.plug(model)
@@ -273,7 +274,8 @@ class Engine:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
         if self._reached:
             return
-        expected = {layer for layer, _ in attention_modules(self.model)}
+        layer_types = self.plan.requirements.layer_types
+        expected = {i for i, kind in enumerate(layer_types) if kind != "linear_attention"}
         if missed := sorted(expected - self._port.tally.layers):
             raise ExecutionError(
                 f"{self.plan['attention'].registered} was not called by layers {missed}: the model "
