@@ -47,7 +47,7 @@ class Requirements:
     num_key_value_heads: int
     head_sizes: tuple[int, ...]
     layer_types: tuple[str, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
     model_declines: frozenset[str] = frozenset()
     context_length: int | None = None
