@@ -9,7 +9,7 @@ from jackfield.contracts.attention import (
 from jackfield.contracts.backend import Backend, BindContext, NoOptions
 from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs, PackedKVCache
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
-from jackfield.contracts.packed import PackedLayer, PackedStep, Span
+from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "PackedKVCache",
     "PackedLayer",
     "PackedStep",
+    "PageTables",
     "Requirements",
     "Span",
     "Strategy",

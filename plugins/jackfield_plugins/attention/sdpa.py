@@ -74,7 +74,7 @@ class SdpaAttention(Attention):
             scaling: float | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            output = torch.empty_like(query)
+            rows = []
             for row, span in enumerate(layer.step.spans):
                 keys, values = layer.gather(row)
                 queries = query[span.start : span.start + span.length].transpose(0, 1)
@@ -89,8 +89,8 @@ class SdpaAttention(Attention):
                     scale=scaling,
                     enable_gqa=queries.shape[0] != keys.shape[0],
                 )
-                output[span.start : span.start + span.length] = found[0].transpose(0, 1)
-            return output
+                rows.append(found[0].transpose(0, 1))
+            return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
         return BoundAttention(forward, sdpa_mask, packed)
 

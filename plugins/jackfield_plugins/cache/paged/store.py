@@ -9,7 +9,7 @@ import torch
 from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer, PackedStep, Span
 from jackfield.errors import CacheFullError
 from jackfield_plugins.cache.paged.groups import LayerGroup
-from jackfield_plugins.cache.paged.pages import OutOfPages
+from jackfield_plugins.cache.paged.pages import OutOfPagesError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -73,7 +73,7 @@ class PagedKVCache(PackedKVCache):
         try:
             for group in self.groups.values():
                 group.reserve(sequence.id, start, end)
-        except OutOfPages:
+        except OutOfPagesError:
             raise CacheFullError(
                 f"the paged cache holds {self.num_tokens} tokens and is full; give it more with "
                 "'paged?num_tokens=…', or send fewer or shorter requests"
