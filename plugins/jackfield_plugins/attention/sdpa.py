@@ -1,8 +1,13 @@
-"""``sdpa``: torch's `scaled_dot_product_attention`, with the kernel that torch picks."""
+"""``sdpa``: torch's `scaled_dot_product_attention`, with torch's choice of kernel or a named one.
+
+A named kernel is pinned with torch's own context manager: where it cannot serve a call, torch
+raises instead of falling back to another one without a word.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -13,15 +18,35 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
+from jackfield.contracts.requirements import DEVICES, DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+
+@dataclass(frozen=True)
+class SdpaOptions:
+    """`kernel`: which of torch's kernels; auto: torch picks for every call."""
+
+    kernel: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
+
+
+#: kernel -> (torch's name for it, devices, dtypes) as torch 2.11 to 2.13 have them
+_KERNELS = {
+    "math": ("MATH", DEVICES, DTYPES),
+    "flash": ("FLASH_ATTENTION", ("cpu", "cuda"), DTYPES),
+    "efficient": ("EFFICIENT_ATTENTION", ("cuda",), ("bfloat16", "float16", "float32")),
+    "cudnn": ("CUDNN_ATTENTION", ("cuda",), ("bfloat16", "float16")),
+}
 
 
 class SdpaAttention(Attention):
     """Windows and chunks are in the mask; scores cannot be touched, so no softcap, no sinks."""
 
     name = "sdpa"
+    options = SdpaOptions
     auto_rank = 10
     capabilities = AttentionCapabilities(
         layouts=frozenset({"padded", "packed"}),
@@ -32,12 +57,22 @@ class SdpaAttention(Attention):
         reasons = super().refuse(requirements, options)
         if not reasons and "sdpa" in requirements.model_declines:
             reasons.append(f"{requirements.architecture} declares that it must not run with sdpa")
+        if options.kernel != "auto":
+            _, devices, dtypes = _KERNELS[options.kernel]
+            if options.kernel == "flash" and requirements.device == "cuda":
+                dtypes = ("bfloat16", "float16")
+            for have, known in ((requirements.device, devices), (requirements.dtype, dtypes)):
+                if have is not None and have not in known:
+                    reasons.append(
+                        f"kernel={options.kernel} runs on {', '.join(known)}, not {have}"
+                    )
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
         import torch
-        from torch.nn.functional import scaled_dot_product_attention
         from transformers.masking_utils import sdpa_mask
+
+        scaled_dot_product_attention = _pinned(context.options.kernel)
 
         def forward(
             module: torch.nn.Module,
@@ -93,6 +128,22 @@ class SdpaAttention(Attention):
             return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
         return BoundAttention(forward, sdpa_mask, packed)
+
+
+def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
+    """torch's function, with one kernel and no other where `kernel` names one."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if kernel == "auto":
+        return scaled_dot_product_attention
+    chosen = getattr(SDPBackend, _KERNELS[kernel][0])
+
+    def pinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel(chosen):
+            return scaled_dot_product_attention(*args, **kwargs)
+
+    return pinned
 
 
 @hookimpl
