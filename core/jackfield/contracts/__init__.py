@@ -7,7 +7,14 @@ from jackfield.contracts.attention import (
     ModelAttention,
 )
 from jackfield.contracts.backend import Backend, BindContext, NoOptions
-from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs, PackedKVCache
+from jackfield.contracts.cache import (
+    Cache,
+    CacheCapabilities,
+    KVCache,
+    ModelInputs,
+    PackedKVCache,
+    TransformersCache,
+)
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
@@ -35,6 +42,7 @@ __all__ = [
     "Requirements",
     "Span",
     "Strategy",
+    "TransformersCache",
 ]
 
 #: kind -> the base class that its backends derive from

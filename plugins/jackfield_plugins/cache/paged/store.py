@@ -41,8 +41,21 @@ class PagedKVCache(PackedKVCache):
         }
         self._group_of = [self.groups[window] for window in windows]
 
-    def room(self) -> int | None:
+    def room(self, waiting: Seq[Sequence]) -> int | None:
         return None
+
+    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        needed = prompt_length + max_new_tokens - 1
+        if all(
+            not group.fixed or group.pages_for(needed) <= group.allocator.capacity
+            for group in self.groups.values()
+        ):
+            return None
+        return (
+            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
+            f"places, and it holds {self.num_tokens}; lower max_new_tokens, or select "
+            f"'paged?num_tokens={needed}'"
+        )
 
     def prepare(self, step: Step) -> ModelInputs:
         ids: list[int] = []
