@@ -19,7 +19,7 @@ from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttenti
 from jackfield.discovery import registry
 from jackfield.errors import ExecutionError, OptionError, PlanError, SelectionError, UsageError
 from jackfield.registry import Registered
-from jackfield_plugins.attention.sdpa import SdpaAttention
+from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
 
 PROMPTS = prompts((3 * WINDOW, WINDOW - 1, WINDOW + 2))
 METHODS = ("_check_and_adjust_attn_implementation", "set_attn_implementation")
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(SdpaOptions):
     factor: float = 1.0
 
 
@@ -161,7 +161,7 @@ def test_a_plugin_serves_plain_transformers(
 
 def test_the_comparison_would_see_a_lost_mask() -> None:
     model = build("llama")
-    AttentionInterface.register("unmasked", SdpaAttention().bind(None).forward)  # type: ignore[arg-type]
+    AttentionInterface.register("unmasked", torch_attention().forward)
     try:
         model.set_attn_implementation("unmasked")
         assert not close(left_padded(model), plain("llama"))

@@ -17,7 +17,7 @@ from jackfield.contracts import (
     BoundAttention,
     PackedLayer,
 )
-from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions
+from jackfield_plugins.attention.sdpa import SdpaAttention, torch_attention
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,9 @@ class CpuDecodeAttention(Attention):
     )
 
     def bind(self, context: BindContext) -> BoundAttention:
-        from dataclasses import replace
-
         import torch
 
-        sdpa = SdpaAttention().bind(replace(context, options=SdpaOptions()))
+        sdpa = torch_attention()
         long, long_packed = sdpa.forward, sdpa.packed
         assert long_packed is not None
 

@@ -69,65 +69,70 @@ class SdpaAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        import torch
-        from transformers.masking_utils import sdpa_mask
+        return torch_attention(context.options.kernel)
 
-        scaled_dot_product_attention = _pinned(context.options.kernel)
 
-        def forward(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            scaling: float | None = None,
-            is_causal: bool | None = None,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, None]:
-            length = query.shape[2]
-            if is_causal is None:
-                is_causal = getattr(module, "is_causal", True)
-            causal = attention_mask is None and length > 1 and is_causal
-            if causal and key.shape[2] > length:
-                # No mask and more keys than queries: a static cache whose tail is unwritten.
-                key, value = key[:, :, :length], value[:, :, :length]
-            output = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=attention_mask,
-                is_causal=causal,
+def torch_attention(kernel: str = "auto") -> BoundAttention:
+    """torch's attention for both layouts, with the kernel of that name."""
+    import torch
+    from transformers.masking_utils import sdpa_mask
+
+    scaled_dot_product_attention = _pinned(kernel)
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        length = query.shape[2]
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        causal = attention_mask is None and length > 1 and is_causal
+        if causal and key.shape[2] > length:
+            # No mask and more keys than queries: a static cache whose tail is unwritten.
+            key, value = key[:, :, :length], value[:, :, :length]
+        output = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    def packed(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        layer: PackedLayer,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        rows = []
+        for row, span in enumerate(layer.step.spans):
+            keys, values = layer.gather(row)
+            queries = query[span.start : span.start + span.length].transpose(0, 1)
+            # A prompt from its first token on: causal without a mask, linear memory.
+            whole = keys.shape[1] == span.length and layer.window is None
+            found = scaled_dot_product_attention(
+                queries[None],
+                keys[None],
+                values[None],
+                attn_mask=None if whole else layer.mask(row),
+                is_causal=whole and span.length > 1,
                 scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=queries.shape[0] != keys.shape[0],
             )
-            return output.transpose(1, 2).contiguous(), None
+            rows.append(found[0].transpose(0, 1))
+        return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
-        def packed(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            layer: PackedLayer,
-            scaling: float | None = None,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            rows = []
-            for row, span in enumerate(layer.step.spans):
-                keys, values = layer.gather(row)
-                queries = query[span.start : span.start + span.length].transpose(0, 1)
-                # A prompt from its first token on: causal without a mask, linear memory.
-                whole = keys.shape[1] == span.length and layer.window is None
-                found = scaled_dot_product_attention(
-                    queries[None],
-                    keys[None],
-                    values[None],
-                    attn_mask=None if whole else layer.mask(row),
-                    is_causal=whole and span.length > 1,
-                    scale=scaling,
-                    enable_gqa=queries.shape[0] != keys.shape[0],
-                )
-                rows.append(found[0].transpose(0, 1))
-            return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
-
-        return BoundAttention(forward, sdpa_mask, packed)
+    return BoundAttention(forward, sdpa_mask, packed)
 
 
 def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
