@@ -18,8 +18,8 @@ from jackfield.contracts import (
 if TYPE_CHECKING:
     import transformers
 
-#: backend -> the numbers of bits that it can store
-BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8), "fp8": (8,)}
+#: backend -> the numbers of bits that it can store (hqq unpacks 3 for matrices only)
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8), "fp8": (8,)}
 
 #: backend -> along which axis of the flattened states a group runs: the one in memory order, so
 #: that it stays inside one head of one token
@@ -34,11 +34,12 @@ class QuantizedOptions:
 
     Keys and values of `nbits` (4) in groups of `q_group_size` (64) numbers with a scale each; the
     last `residual_length` (128) tokens are stored as they are. fp8 has none of these: one scale
-    for a whole layer, taken from the first tokens that are fed.
+    for a whole layer and batch, taken from the first tokens that are fed, so that a request's text
+    can depend on its neighbours.
     """
 
     backend: Literal["quanto", "hqq", "fp8"] = "quanto"
-    nbits: Literal[1, 2, 3, 4, 8] | None = None
+    nbits: Literal[1, 2, 4, 8] | None = None
     q_group_size: int | None = None
     residual_length: int | None = None
 
@@ -75,13 +76,7 @@ class QuantizedCache(TransformersCache):
         if missing := _missing(options.backend):
             reasons.append(missing)
         if options.backend != "fp8":
-            size = options.q_group_size or GROUP_SIZE
-            common = math.gcd(*requirements.head_sizes)
-            if common % size:
-                reasons.append(
-                    f"groups of {size} do not divide heads of {common}; write "
-                    f"'q_group_size={math.gcd(common, size)}'"
-                )
+            reasons += _misfits(requirements, options)
         return reasons
 
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
@@ -100,6 +95,23 @@ class QuantizedCache(TransformersCache):
             }
         given = {name: value for name, value in asked.items() if value is not None}
         return QuantizedCache(options.backend, context.config, **given)
+
+
+def _misfits(requirements: Requirements, options: QuantizedOptions) -> list[str]:
+    """Why keys and values do not fall into whole groups, and those into whole bytes."""
+    size = options.q_group_size or GROUP_SIZE
+    head = math.gcd(*requirements.head_sizes)
+    if head % size:
+        better = math.gcd(head, size)
+        return [f"groups of {size} do not divide heads of {head}; write 'q_group_size={better}'"]
+    groups, nbits = requirements.num_key_value_heads * head // size, options.nbits or 4
+    packed = 8 // nbits
+    if options.backend == "hqq" and groups % packed:
+        return [
+            f"hqq packs {packed} groups of {nbits} bits into a byte, and a token has {groups} of "
+            f"{size}; use a smaller q_group_size or more nbits"
+        ]
+    return []
 
 
 def _missing(backend: str) -> str | None:
