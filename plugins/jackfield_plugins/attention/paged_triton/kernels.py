@@ -227,11 +227,13 @@ def paged_decode(
     )  # fmt: skip
     v = tl.arange(0, BLOCK_V)
     inside = valid[:, None] & (v[None, :] < VALUE_DIM)
-    found = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    # A row that saw no key of this split has the maximum -inf and so that log-sum-exp.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    found = acc / divisor[:, None]
     if SPLIT:
         part = (split * tl.num_programs(1) + sequence).to(tl.int64) * QUERIES + offset
         part = part * (tl.num_programs(0) * GROUP) + heads
-        tl.store(lse + part, tl.where(total == 0.0, float("-inf"), highest + tl.log2(total)), valid)
+        tl.store(lse + part, highest + tl.log2(divisor), valid)
         tl.store(
             parts + part[:, None] * VALUE_DIM + v[None, :],
             found,
