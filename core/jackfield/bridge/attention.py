@@ -35,6 +35,7 @@ PLAIN_KWARGS = frozenset(
     {"cache_position", "dropout", "is_causal", "position_ids", "scaling", "use_cache"}
 )
 
+KEY = "jackfield-"  # what our keys in transformers' tables begin with; means nothing to it
 _serial = itertools.count(1)
 
 
@@ -52,14 +53,27 @@ class AttentionPort:
         if isinstance(bound, ModelAttention):
             own = _model_attention(like)
             if own is None:
-                self.key, self.in_tables = bound.implementation, False
+                self._leave_to(like, bound.implementation)
                 return
             forward, mask = self._counted(own.forward), own.mask
         else:
             forward, mask = self._guarded(self._counted(bound.forward)), bound.mask
-        self.key, self.in_tables = f"jackfield-{next(_serial)}", True
+        self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
         AttentionMaskInterface.register(self.key, mask)
+
+    def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
+        """Have `model` run the attention in its code, which it does not look up; hooks count.
+
+        It still looks up its mask, so a key of ours brings one that is right in float64 too. GPT-2
+        with `reorder_and_upcast_attn` branches on the very name.
+        """
+        self.by_lookup = False
+        if getattr(model.config, "reorder_and_upcast_attn", False):
+            self.key = implementation
+            return
+        self.key = f"{KEY}{next(_serial)}"
+        AttentionMaskInterface.register(self.key, _eager_mask)
 
     def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         count = self.tally.count
@@ -100,7 +114,7 @@ class AttentionPort:
         before = [config._attn_implementation_internal for config in configs]
         for config in configs:
             config._attn_implementation_internal = self.key
-        if not self.in_tables:
+        if not self.by_lookup:
             self._observe(model)
 
         def unplug() -> None:
@@ -126,17 +140,13 @@ class AttentionPort:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self.in_tables:
+        if self.key.startswith(KEY):
             AttentionInterface._global_mapping.pop(self.key, None)
             AttentionMaskInterface._global_mapping.pop(self.key, None)
 
 
 def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
-    """The eager attention of `model`'s own code as a function pair, where it can be had as one.
-
-    Its scores are softmaxed in float32, so a float64 mask filled with float64's lowest number turns
-    a row of padding into NaN; this mask is filled with float32's.
-    """
+    """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
     if not replaceable(model) or getattr(model.config, "reorder_and_upcast_attn", False):
         return None  # the latter (GPT-2) is a branch on the very name "eager"
     own = {
@@ -149,11 +159,16 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         return own[type(module)](module, *args, **kwargs)  # type: ignore[misc]
 
-    def mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
-        narrow = torch.float32 if dtype == torch.float64 else dtype
-        return eager_mask(dtype=narrow, **kwargs).to(dtype)
+    return BoundAttention(forward, _eager_mask)
 
-    return BoundAttention(forward, mask)
+
+def _eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+    """transformers' mask for eager attention, filled with float32's lowest number in float64.
+
+    Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
+    """
+    narrow = torch.float32 if dtype == torch.float64 else dtype
+    return eager_mask(dtype=narrow, **kwargs).to(dtype)
 
 
 def _decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
