@@ -51,7 +51,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 def sample(seed: int, count: int) -> Iterator[tasks.Document]:
     """A fixed sample of the training text."""
-    return islice(tasks.documents(random.Random(f"sample {seed}")), count)
+    return islice(tasks.documents(random.Random(f"sample {seed}"), tasks.FIRST_MIXTURE), count)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

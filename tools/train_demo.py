@@ -1,7 +1,7 @@
 """Train the demo model and its draft from nothing but this repository, then measure both.
 
     python tools/train_demo.py                     # what made the weights in the package
-    python tools/train_demo.py --steps 300 --draft-steps 100 --out /tmp/demo      # a rehearsal
+    python tools/train_demo.py --steps 99 --second-steps 9 --draft-steps 9 --out /tmp/x  # rehearsal
 
 Text comes from `jackfield.demo.tasks`, so nothing is downloaded. The same seed, step counts and
 machine give the same weights.
@@ -13,7 +13,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,17 @@ TARGET = Size(hidden=192, layers=8, heads=6, kv_heads=3, inner=512)
 DRAFT = Size(hidden=128, layers=2, heads=4, kv_heads=2, inner=384)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """One part of the training: how long, how fast, and on what."""
+
+    name: str
+    steps: int
+    seed: int
+    rate: float
+    mixture: Mapping[str, float]
+
+
 def rank() -> int:
     """Which of the processes this is."""
     return distributed.get_rank() if distributed.is_initialized() else 0
@@ -70,9 +81,10 @@ def world() -> int:
 class Batches:
     """Packed rows of documents; step n's rows depend on the seed and n alone."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, tokens: int, device: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, lesson: Lesson, tokens: int, device: str) -> None:
         self.tokenizer = tokenizer
-        self.seed = seed
+        self.mixture = lesson.mixture
+        self.seed = lesson.seed
         self.tokens = tokens
         self.device = device
         self.ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -91,7 +103,7 @@ class Batches:
     def _pack(self, rng: random.Random, count: int, length: int) -> list[list[tuple[int, float]]]:
         rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         misses = 0
-        for document in tasks.documents(rng):
+        for document in tasks.documents(rng, self.mixture):
             piece = self.encode(document)
             row = next((row for row in rows if len(row) + len(piece) <= length), None)
             if row is not None:
@@ -204,10 +216,11 @@ def train(
     batches: Batches,
     optimizer: Optimizer,
     args: argparse.Namespace,
+    checkpoint: Path | None,
     look: Callable[[], str],
 ) -> None:
     """Run all steps, printing the loss now and then; `look` measures on held-out items."""
-    start, first = time.monotonic(), resume(args.checkpoint, model, optimizer)
+    start, first = time.monotonic(), resume(checkpoint, model, optimizer)
     run = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
     model.train()
     for step in range(first, optimizer.steps):
@@ -224,7 +237,7 @@ def train(
             progress = f"step {step + 1}/{optimizer.steps}"
             print(f"{progress} loss {loss.item():.3f} {spent:.1f} min", flush=True)
         if step % args.look_every == args.look_every - 1:
-            keep(args.checkpoint, model, optimizer, step + 1)
+            keep(checkpoint, model, optimizer, step + 1)
             print(look(), flush=True)
     model.eval()
 
@@ -280,50 +293,65 @@ def parse() -> argparse.Namespace:
     """The command line; the defaults are what made the weights in the package."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000, help="steps of the target")
-    parser.add_argument("--draft-steps", type=int, default=1500, help="steps of the draft")
+    parser.add_argument("--steps", type=int, default=2350, help="steps of the first part")
+    parser.add_argument("--second-steps", type=int, default=500, help="steps of the second part")
+    parser.add_argument("--draft-steps", type=int, default=800, help="steps of the draft")
     parser.add_argument("--tokens", type=int, default=4224, help="tokens in a step")
     parser.add_argument("--workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=MODEL_PATH.parent)
-    parser.add_argument("--only", choices=("model", "draft", "report"), help="do one part alone")
+    parser.add_argument(
+        "--only", choices=("first", "second", "draft", "report"), help="do one part alone"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write")
+    parser.add_argument("--checkpoints", type=Path, help="folder to go on from, and to write")
     parser.add_argument("--look-every", type=int, default=500, help="steps between measurements")
     parser.add_argument("--items", type=int, default=200, help="held-out items a task at the end")
     return parser.parse_args()
 
 
-def make_target(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Train and write the demo model."""
-    folder = args.out / MODEL_PATH.name
+def first_part(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Train the demo model from nothing and write it."""
     model = build(TARGET, tokenizer).to(args.device)
-    teach(model, answer_loss(model), args.steps, args.seed, folder, args)
+    lesson = Lesson("first", args.steps, args.seed, 4e-3, tasks.FIRST_MIXTURE)
+    teach(model, answer_loss(model), lesson, args.out / MODEL_PATH.name, args)
 
 
-def make_draft(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+def second_part(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Go on from the written demo model with the tasks as they are asked."""
+    model, _ = load(args.out / MODEL_PATH.name)
+    model.set_attn_implementation("eager")
+    lesson = Lesson("second", args.second_steps, args.seed + 1, 3e-3, tasks.LAST_MIXTURE)
+    loss = answer_loss(model.to(args.device))
+    teach(model, loss, lesson, args.out / MODEL_PATH.name, args)
+
+
+def draft_part(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """Train and write the draft, taught by the written demo model."""
     target, _ = load(args.out / MODEL_PATH.name)
     target.set_attn_implementation("eager")
-    target.to(args.device)
     model = build(DRAFT, tokenizer).to(args.device)
-    loss = distillation_loss(model, target)
-    teach(model, loss, args.draft_steps, args.seed + 1, args.out / DRAFT_PATH.name, args)
+    lesson = Lesson("draft", args.draft_steps, args.seed + 2, 4e-3, tasks.LAST_MIXTURE)
+    loss = distillation_loss(model, target.to(args.device))
+    teach(model, loss, lesson, args.out / DRAFT_PATH.name, args)
+
+
+PARTS = {"first": first_part, "second": second_part, "draft": draft_part}
 
 
 def teach(
-    model: LlamaForCausalLM,
-    loss: Loss,
-    steps: int,
-    seed: int,
-    folder: Path,
-    args: argparse.Namespace,
+    model: LlamaForCausalLM, loss: Loss, lesson: Lesson, folder: Path, args: argparse.Namespace
 ) -> None:
     """Train `model` and write it to `folder`."""
     fast = AutoTokenizer.from_pretrained(folder)
-    batches = Batches(fast.backend_tokenizer, seed, args.tokens, args.device)
-    optimizer = Optimizer(model, steps, rate=4e-3)
-    train(model, loss, batches, optimizer, args, lambda: show(accuracy(model, fast, 16)))
+    batches = Batches(fast.backend_tokenizer, lesson, args.tokens, args.device)
+    optimizer = Optimizer(model, lesson.steps, lesson.rate)
+    checkpoint = args.checkpoints / f"{lesson.name}.pt" if args.checkpoints else None
+
+    def look() -> str:
+        return show(accuracy(model, fast, 16))
+
+    train(model, loss, batches, optimizer, args, checkpoint, look)
     if rank() == 0:
         save(model, fast.backend_tokenizer, folder)
 
@@ -340,13 +368,15 @@ def work(index: int, part: str, args: argparse.Namespace, meeting: str) -> None:
             "gloo", init_method=f"file://{meeting}", rank=index, world_size=args.workers
         )
     torch.manual_seed(args.seed)
-    tokenizer = Tokenizer.from_file(str(args.out / part / "tokenizer.json"))
-    (make_target if part == MODEL_PATH.name else make_draft)(args, tokenizer)
+    tokenizer = Tokenizer.from_file(str(args.out / MODEL_PATH.name / "tokenizer.json"))
+    PARTS[part](args, tokenizer)
 
 
 def spread(part: str, args: argparse.Namespace) -> None:
-    """Train one of the two models in as many processes as were asked for."""
-    save_tokenizer(train_tokenizer(args.seed), args.out / part)
+    """Do one part in as many processes as were asked for."""
+    tokenizer = train_tokenizer(args.seed)
+    for folder in (MODEL_PATH.name, DRAFT_PATH.name):
+        save_tokenizer(tokenizer, args.out / folder)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (part, args, f"{folder}/meeting"), nprocs=args.workers)
 
@@ -354,7 +384,7 @@ def spread(part: str, args: argparse.Namespace) -> None:
 def main() -> None:
     """Do the parts that were asked for."""
     args = parse()
-    for part in (MODEL_PATH.name, DRAFT_PATH.name):
+    for part in PARTS:
         if args.only in (None, part):
             spread(part, args)
     if args.only in (None, "report"):

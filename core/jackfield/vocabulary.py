@@ -59,10 +59,10 @@ FACTS = frozenset(
     }
 )  # fmt: skip
 
-#: Choices of code, which belong to `load` and never to a model's files.
+#: Choices of how things run, which belong to `load` and never to a model's files.
 CODE = frozenset(
     {
         "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
-        "disable_compile",
+        "disable_compile", "use_cache",
     }
 )  # fmt: skip

@@ -41,6 +41,7 @@ PLAIN_KWARGS = frozenset(
     {"cache_position", "dropout", "is_causal", "position_ids", "scaling", "use_cache"}
 )
 
+KEY = "jackfield-"  # what our keys in transformers' tables begin with; means nothing to it
 _serial = itertools.count(1)
 
 
@@ -64,7 +65,7 @@ class AttentionPort:
         if isinstance(bound, ModelAttention):
             own = _model_attention(like)
             if own is None:
-                self.key, self.in_tables = bound.implementation, False
+                self._leave_to(like, bound.implementation)
                 return
             bound, guard = own, False
         else:
@@ -74,9 +75,22 @@ class AttentionPort:
             forward, mask = self._packed(bound, pages), _no_mask
         if guard:
             forward = self._guarded(forward)
-        self.key, self.in_tables = f"jackfield-{next(_serial)}", True
+        self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
         AttentionMaskInterface.register(self.key, mask)
+
+    def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
+        """Have `model` run the attention in its code, which it does not look up; hooks count.
+
+        It still looks up its mask, so a key of ours brings one that is right in float64 too. GPT-2
+        with `reorder_and_upcast_attn` branches on the very name.
+        """
+        self.by_lookup = False
+        if getattr(model.config, "reorder_and_upcast_attn", False):
+            self.key = implementation
+            return
+        self.key = f"{KEY}{next(_serial)}"
+        AttentionMaskInterface.register(self.key, _eager_mask)
 
     def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         count = self.tally.count
@@ -130,7 +144,7 @@ class AttentionPort:
         before = [config._attn_implementation_internal for config in configs]
         for config in configs:
             config._attn_implementation_internal = self.key
-        if not self.in_tables:
+        if not self.by_lookup:
             self._observe(model)
 
         def unplug() -> None:
@@ -156,17 +170,13 @@ class AttentionPort:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self.in_tables:
+        if self.key.startswith(KEY):
             AttentionInterface._global_mapping.pop(self.key, None)
             AttentionMaskInterface._global_mapping.pop(self.key, None)
 
 
 def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
-    """The eager attention of `model`'s own code as a function pair, where it can be had as one.
-
-    Its scores are softmaxed in float32, so a float64 mask filled with float64's lowest number turns
-    a row of padding into NaN; this mask is filled with float32's.
-    """
+    """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
     if not replaceable(model) or getattr(model.config, "reorder_and_upcast_attn", False):
         return None  # the latter (GPT-2) is a branch on the very name "eager"
     own = {
@@ -179,10 +189,6 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         return own[type(module)](module, *args, **kwargs)  # type: ignore[misc]
 
-    def mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
-        narrow = torch.float32 if dtype == torch.float64 else dtype
-        return eager_mask(dtype=narrow, **kwargs).to(dtype)
-
     def packed(module: Any, query: torch.Tensor, layer: PackedLayer, **kwargs: Any) -> torch.Tensor:
         rows = []
         for row, span in enumerate(layer.step.spans):
@@ -190,21 +196,31 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
             seen = layer.mask(row)
             bias = None
             if seen is not None:
-                bias = query.new_zeros(seen.shape).masked_fill(~seen, _lowest(query.dtype))
+                bias = query.new_zeros(seen.shape).masked_fill(
+                    ~seen, torch.finfo(_narrow(query.dtype)).min
+                )
                 bias = bias[None, None]
             queries = query[span.start : span.start + span.length].transpose(0, 1)[None]
             rows.append(forward(module, queries, keys[None], values[None], bias, **kwargs)[0][0])
         return torch.cat(rows)
 
-    return BoundAttention(forward, mask, packed)
+    return BoundAttention(forward, _eager_mask, packed)
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _no_mask(**kwargs: Any) -> None:
     """For the packed layout, whose attentions read what they may see off the layer."""
+
+
+def _eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+    """transformers' mask for eager attention, filled with float32's lowest number in float64.
+
+    Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
+    """
+    return eager_mask(dtype=_narrow(dtype), **kwargs).to(dtype)
 
 
 def _decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -102,6 +102,9 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
         model=None if loading else model, config=model.config, requirements=needs, options=options
     )
     port = AttentionPort(registered, context, shape)
-    if port.in_tables:
-        _ports[port.key] = port
+    if not port.by_lookup:
+        # Its classes may be chosen by transformers' own names while it is made.
+        port.remove()
+        return "eager"
+    _ports[port.key] = port
     return port.key

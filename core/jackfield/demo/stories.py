@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Likely = Callable[[random.Random, Sequence[str]], str]
 
 NAMES = (
     "Mia", "Tom", "Anna", "Ben", "Lily", "Max", "Sara", "Leo",
@@ -60,6 +61,8 @@ class Story:
     friend: str
     thing: str
     place: str
+    animal: str
+    color: str
 
 
 OPENINGS = (
@@ -156,33 +159,47 @@ ENDS = (
 )
 
 
-def story(rng: random.Random, animal: str | None = None, thing: str | None = None) -> Story:
+def story(
+    rng: random.Random,
+    animal: str | None = None,
+    thing: str | None = None,
+    *,
+    even: bool = False,
+) -> Story:
     """A short story about one hero; `animal` and `thing` may be asked for.
 
     Early entries of every list are likelier than late ones, so that a next word is often clear: a
-    greedy continuation then depends on what was learned and not on a tie.
+    greedy continuation then depends on what was learned and not on a tie. With `even` all are
+    equally likely, so that a question about the story cannot be answered by guessing.
     """
-    hero, friend = _two(rng, NAMES)
-    first, other = _two(rng, ANIMALS)
+    likely = _evenly if even else _by_rank
+    hero, friend = _two(rng, NAMES, likely)
+    first, other = _two(rng, ANIMALS, likely)
     words = {
         "hero": hero,
         "friend": friend,
         "animal": animal or first,
         "other": other if other != animal else first,
-        "thing": thing or _likely(rng, OBJECTS),
-        "place": _likely(rng, PLACES),
-        "color": _likely(rng, COLORS),
-        "trait": _likely(rng, TRAITS),
+        "thing": thing or likely(rng, OBJECTS),
+        "place": likely(rng, PLACES),
+        "color": likely(rng, COLORS),
+        "trait": likely(rng, TRAITS),
     }
     parts = (BEGINNINGS, WISHES, FINDS, TROUBLES, HELPS, TURNS, ENDS)
-    text = " ".join(_likely(rng, part).format(**words) for part in parts)
-    return Story(text, hero, friend, words["thing"], words["place"])
+    text = " ".join(likely(rng, part).format(**words) for part in parts)
+    return Story(
+        text, hero, friend, words["thing"], words["place"], words["animal"], words["color"]
+    )
 
 
-def _likely(rng: random.Random, options: Sequence[T]) -> T:
+def _by_rank(rng: random.Random, options: Sequence[T]) -> T:
     return rng.choices(options, [1 / (rank + 1) for rank in range(len(options))])[0]
 
 
-def _two(rng: random.Random, options: Sequence[T]) -> tuple[T, T]:
-    first = _likely(rng, options)
-    return first, _likely(rng, [option for option in options if option != first])
+def _evenly(rng: random.Random, options: Sequence[T]) -> T:
+    return rng.choice(options)
+
+
+def _two(rng: random.Random, options: Sequence[str], likely: Likely) -> tuple[str, str]:
+    first = likely(rng, options)
+    return first, likely(rng, [option for option in options if option != first])

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jackfield.demo import stories
 
 __all__ = [
+    "FIRST_MIXTURE",
+    "LAST_MIXTURE",
     "TASKS",
     "Document",
     "Item",
@@ -65,17 +67,17 @@ def heldout(task: str, count: int, seed: int = 0) -> list[Item]:
 def training_item(task: str, rng: random.Random) -> Item:
     """One item of `task` that `heldout` can never return."""
     while True:
-        key, prompt, answer = MAKERS[task](rng)
+        key, prompt, answer = EXERCISES[task](rng)
         if not is_heldout(key):
             return Item(task, prompt, answer)
 
 
-def documents(rng: random.Random) -> Iterator[Document]:
+def documents(rng: random.Random, mixture: Mapping[str, float]) -> Iterator[Document]:
     """Endless training text: items of all tasks, stories, and a little talk."""
-    kinds, weights = list(MIXTURE), list(MIXTURE.values())
+    kinds, weights = list(mixture), list(mixture.values())
     while True:
         kind = rng.choices(kinds, weights)[0]
-        if kind in MAKERS:
+        if kind in EXERCISES:
             item = training_item(kind, rng)
             document: Document = (("user", item.prompt), ("assistant", item.answer))
         else:
@@ -122,9 +124,17 @@ def _reverse(rng: random.Random) -> Keyed:
 
 
 def _copy(rng: random.Random) -> Keyed:
-    text = _codes(rng) if rng.random() < 0.15 else stories.sentences(rng, rng.randint(1, 7))
+    return _copied(rng, stories.sentences(rng, rng.randint(1, 7)))
+
+
+def _copied(rng: random.Random, text: str) -> Keyed:
     prompt = rng.choice(("Copy this text: {}", "Repeat this text: {}")).format(text)
     return f"copy {text}", prompt, text
+
+
+def _copy_any(rng: random.Random) -> Keyed:
+    """With codes in between, which cannot be guessed from the language."""
+    return _copied(rng, _codes(rng)) if rng.random() < 0.15 else _copy(rng)
 
 
 def _codes(rng: random.Random) -> str:
@@ -177,7 +187,18 @@ def _json(rng: random.Random) -> Keyed:
     return f"json {person}", f"Extract {asked} as JSON: {text}", answer
 
 
-QUESTIONS = (
+TALK_QUESTIONS = (
+    ("Who is the story about?", "The story is about {hero}."),
+    ("Who helped?", "{friend} helped {hero}."),
+    ("What was found?", "{hero} found the {thing}."),
+    ("Where was it?", "The {thing} was in the {place}."),
+)
+STORY_QUESTIONS = (
+    *TALK_QUESTIONS,
+    ("What color was the {thing}?", "The {thing} was {color}."),
+    ("What animal was {hero}?", "{hero} was a {animal}."),
+)
+SCENE_QUESTIONS = (
     ("Who has the {thing}?", "{name} has the {thing}."),
     ("What does {name} have?", "{name} has the {thing}."),
     ("Where is {name}?", "{name} is in the {place}."),
@@ -186,6 +207,17 @@ QUESTIONS = (
 
 
 def _story_questions(rng: random.Random) -> Keyed:
+    told = stories.story(rng, even=True)
+    question, answer = _about(told, rng.choice(STORY_QUESTIONS))
+    return f"story {told.text}", f"{told.text} {question}", answer
+
+
+def _about(told: stories.Story, wording: tuple[str, str]) -> tuple[str, str]:
+    question, answer = wording
+    return question.format(**vars(told)), answer.format(**vars(told))
+
+
+def _scene_questions(rng: random.Random) -> Keyed:
     told = stories.scene(rng, rng.randint(2, 3))
     question, answer = _question(rng, rng.choice(told.facts))
     return f"story {told.text}", f"{told.text} {question}", answer
@@ -193,7 +225,7 @@ def _story_questions(rng: random.Random) -> Keyed:
 
 def _question(rng: random.Random, fact: tuple[str, str, str]) -> tuple[str, str]:
     name, thing, place = fact
-    question, answer = rng.choice(QUESTIONS)
+    question, answer = rng.choice(SCENE_QUESTIONS)
     words = {"name": name, "thing": thing, "place": place}
     return question.format(**words), answer.format(**words)
 
@@ -207,6 +239,13 @@ MAKERS: dict[str, Callable[[random.Random], Keyed]] = {
     "json": _json,
     "story_questions": _story_questions,
 }
+EXERCISES: dict[str, Callable[[random.Random], Keyed]] = {
+    **MAKERS,
+    "copy any": _copy_any,
+    "scene questions": _scene_questions,
+}
+"""The tasks, and what is trained like them but not asked: too hard for so small a model."""
+
 TASKS: tuple[str, ...] = tuple(MAKERS)
 """The names of the tasks, in the order in which a table shows them."""
 
@@ -254,14 +293,7 @@ def _story_talk(rng: random.Random) -> Document:
     """A story and a question about it, or people with their things and two questions."""
     if rng.random() < 0.5:
         asked, told = _request(rng)
-        question, answer = rng.choice(
-            (
-                ("Who is the story about?", f"The story is about {told.hero}."),
-                ("Who helped?", f"{told.friend} helped {told.hero}."),
-                ("What was found?", f"{told.hero} found the {told.thing}."),
-                ("Where was it?", f"The {told.thing} was in the {told.place}."),
-            )
-        )
+        question, answer = _about(told, rng.choice(TALK_QUESTIONS))
         return (
             ("user", asked),
             ("assistant", told.text),
@@ -290,17 +322,32 @@ TALKS: dict[str, Callable[[random.Random], Document]] = {
     "story talk": _story_talk,
     "small talk": _small_talk,
 }
-MIXTURE: dict[str, float] = {
+FIRST_MIXTURE: dict[str, float] = {
     "arithmetic": 45,
     "sort": 11,
     "reverse": 9,
-    "copy": 7,
+    "copy any": 7,
     "edit": 9,
     "json": 8,
-    "story_questions": 28,
+    "scene questions": 28,
     "free story": 4,
     "told story": 4,
     "story talk": 5,
     "small talk": 1.5,
 }
 """How many documents of each kind there are, in proportion: short items need many to count."""
+
+LAST_MIXTURE: dict[str, float] = {
+    "arithmetic": 20,
+    "sort": 30,
+    "reverse": 8,
+    "copy": 10,
+    "edit": 9,
+    "json": 6,
+    "story_questions": 16,
+    "free story": 4,
+    "told story": 4,
+    "story talk": 3,
+    "small talk": 2,
+}
+"""The same for the last part of the training: the tasks as they are asked."""
