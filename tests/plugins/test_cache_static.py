@@ -62,6 +62,15 @@ def test_the_dynamic_cache_is_seen_to_move(steps: Any) -> None:
     assert all(a != b for a, b in itertools.pairwise(seen))
 
 
+def test_rows_that_idle_bring_no_mask_into_a_batch_that_had_none(steps: Any) -> None:
+    same = prompts((5, 5, 5))
+    with jackfield.load(build("llama"), cache_implementation="static") as engine:
+        assert all(
+            engine._loop.cache._mask is None  # type: ignore[attr-defined]
+            for _ in steps(engine, same, COUNTS)
+        )
+
+
 def wide_model() -> transformers.PreTrainedModel:
     """One whose keys and values are much larger than all else that a decode step makes."""
     config = transformers.LlamaConfig(
@@ -71,6 +80,7 @@ def wide_model() -> transformers.PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=1,
         max_position_embeddings=4096,
+        eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
