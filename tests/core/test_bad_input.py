@@ -210,6 +210,8 @@ def test_settings(engine, settings: dict[str, Any], words: str) -> None:
         ({"device_map": {"": 0}}, "device_map"),
         ({"max_batch_size": 0}, "at least 1"),
         ({"max_batch_size": "4"}, "max_batch_size"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be a whole number, at least 1"),
+        ({"prefill_chunk_size": 2.5}, "prefill_chunk_size"),
     ],
     ids=repr,
 )

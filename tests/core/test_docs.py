@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.contracts import FEATURES, Backend, KVCache, Strategy
+from jackfield.contracts import FEATURES, Backend, KVCache, Strategy, TransformersCache
 from jackfield.demo import MODEL_PATH
 from jackfield.hookspecs import HOOKS
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/caches.md", "docs/tutorial.md"])
 def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
@@ -35,6 +35,7 @@ def test_every_hook_and_contract_is_documented() -> None:
     text = (ROOT / "docs/hooks.md").read_text()
     members = {n for n, m in vars(Backend).items() if inspect.isfunction(m) and n[0] != "_"}
     members |= {"name", "options", "auto_rank", "bind"}
-    methods = members | KVCache.__abstractmethods__ | Strategy.__abstractmethods__
+    contracts = (KVCache, TransformersCache, Strategy)
+    methods = members.union(*(c.__abstractmethods__ for c in contracts), {"refuse", "portions"})
     wanted = {f"`{name}" for name in methods | set(FEATURES)} | {f"## {h}" for h in HOOKS.values()}
     assert {name for name in wanted if name not in text} == set()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from families import build, config_of, prompts, references
 
 import jackfield
@@ -16,6 +15,9 @@ from jackfield.discovery import registry
 from jackfield.planning import judge
 from jackfield.selection import parse
 from jackfield.sequences import Sequence, Step
+
+if TYPE_CHECKING:
+    import torch
 
 LENGTHS = (3, 5, 12, 4)
 COUNT = 14

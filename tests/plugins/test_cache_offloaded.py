@@ -1,4 +1,4 @@
-"""``offloaded`` and ``offloaded_static``: refused without a second device; at most two layers on it.
+"""``offloaded`` and ``offloaded_static``: at most two layers on the device; refused on cpu.
 
 Without CUDA, transformers' own offloading runs with streams that do nothing, and where each layer
 is gets noted instead of moved: the order of its moves is shown, their speed is not.
@@ -7,8 +7,9 @@ is gets noted instead of moved: the order of its moves is shown, their speed is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -74,18 +75,22 @@ class Places:
         self.most = max(self.most, len(self.here))
 
 
+def noted(layer: CacheLayerMixin, note: Callable[[CacheLayerMixin], None]) -> None:
+    note(layer)
+
+
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+def places(monkeypatch: pytest.MonkeyPatch) -> Places:
     """Offloading on the cpu: the backends accept it, and moves are noted."""
     found = Places()
     monkeypatch.setattr(torch, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: NoStream())
-    monkeypatch.setattr(CacheLayerMixin, "prefetch", lambda self: found.prefetch(self))
-    monkeypatch.setattr(CacheLayerMixin, "offload", lambda self: found.offload(self))
+    for move in ("prefetch", "offload"):
+        monkeypatch.setattr(CacheLayerMixin, move, partialmethod(noted, getattr(found, move)))
     for name in NAMES:
         backend = registry().find("cache", parse(name)).backend
         monkeypatch.setattr(type(backend), "refuse", lambda *_: [])
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +118,8 @@ def test_it_is_refused_where_there_is_nothing_to_offload_to(name: str) -> None:
 def test_layers_wait_in_main_memory(deep: Any, name: str, steps: Any) -> None:
     texts = expected(deep)
     with jackfield.load(deep.to("cuda"), cache_implementation=name) as engine:
-        for found in steps(engine, PROMPTS, COUNTS):
+        for tokens in steps(engine, PROMPTS, COUNTS):
+            found = tokens
             past = engine._loop.cache._past  # type: ignore[attr-defined]
             if past is not None:
                 torch.cuda.synchronize()

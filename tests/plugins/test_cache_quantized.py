@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_available
 
 import jackfield
+from jackfield.demo.tasks import TASKS, heldout
 from jackfield.errors import OptionError, PlanError
 
 needs_quanto = pytest.mark.skipif(
@@ -27,6 +28,11 @@ needs_quanto = pytest.mark.skipif(
 )
 needs_hqq = pytest.mark.skipif(
     not is_hqq_available(), reason="needs hqq: pip install jackfield[hqq]"
+)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(cache_utils, "Fp8QuantizedLayer"),
+    reason="quantized caches cannot drop rows in this transformers, so they are refused",
 )
 
 GROUP, RESIDUAL, COUNT = 8, 4, 14
@@ -199,15 +205,28 @@ SENSIBLE = [
 ]
 
 
+@functools.cache
+def right_answers(cache: str) -> int:
+    """How many held-out items of the demo tasks are answered right."""
+    items = [item for task in TASKS for item in heldout(task, 8)]
+    with jackfield.load("demo", cache_implementation=cache) as engine:
+        done = engine.generate(
+            [[{"role": "user", "content": item.prompt}] for item in items], max_new_tokens=60
+        )
+    return sum(item.matches(c.text or "") for item, c in zip(items, done, strict=True))
+
+
 @pytest.mark.parametrize("selection", SENSIBLE)
-def test_the_demo_model_still_answers(selection: str) -> None:
-    task = "Sort: 4 9 1 7"
-    with jackfield.load("demo") as engine:
-        (exact,) = engine.generate([[{"role": "user", "content": task}]], max_new_tokens=24)
-    with jackfield.load("demo", cache_implementation=selection) as engine:
-        (lossy,) = engine.generate([[{"role": "user", "content": task}]], max_new_tokens=24)
-    assert lossy.finish_reason == exact.finish_reason
-    assert lossy.text == exact.text
+def test_the_demo_model_answers_as_well_as_before(selection: str) -> None:
+    exact = right_answers("dynamic")
+    assert exact > 20
+    assert right_answers(selection) >= 0.9 * exact
+
+
+@needs_quanto
+def test_two_bits_are_seen_to_cost_answers() -> None:
+    coarse = "quantized?backend=quanto&q_group_size=32&residual_length=8&nbits=2"
+    assert right_answers(coarse) < 0.9 * right_answers("dynamic")
 
 
 def refuse(family: str, selection: str, dtype: str = "float32") -> str:

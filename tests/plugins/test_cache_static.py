@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import transformers
 from families import build, prompts, references
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 import jackfield
 from jackfield.engine import Engine
 from jackfield.errors import CacheFullError, OptionError
+
+if TYPE_CHECKING:
+    import torch
 
 LENGTHS = (3, 5, 12)
 COUNTS = (2, 8, 5)
@@ -56,7 +59,16 @@ def test_the_dynamic_cache_is_seen_to_move(steps: Any) -> None:
             buffers(engine) for _ in steps(engine, PROMPTS, COUNTS) if past_of(engine) is not None
         ]
     assert {shape[0] for found in seen for _, shape in found} == {1, 2, 3}
-    assert all(a != b for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a != b for a, b in itertools.pairwise(seen))
+
+
+def test_rows_that_idle_bring_no_mask_into_a_batch_that_had_none(steps: Any) -> None:
+    same = prompts((5, 5, 5))
+    with jackfield.load(build("llama"), cache_implementation="static") as engine:
+        assert all(
+            engine._loop.cache._mask is None  # type: ignore[attr-defined]
+            for _ in steps(engine, same, COUNTS)
+        )
 
 
 def wide_model() -> transformers.PreTrainedModel:
@@ -68,6 +80,7 @@ def wide_model() -> transformers.PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=1,
         max_position_embeddings=4096,
+        eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -114,7 +127,8 @@ def test_a_given_length_splits_what_does_not_fit_together(steps: Any) -> None:
         build("llama"), cache_implementation="static?max_cache_len=16", attn_implementation="sdpa"
     ) as engine:
         batches = set()
-        for found in steps(engine, PROMPTS, COUNTS):
+        for tokens in steps(engine, PROMPTS, COUNTS):
+            found = tokens
             if past_of(engine) is not None:
                 batches.add(buffers(engine)[0][1])
         assert found == EXPECTED

@@ -32,10 +32,9 @@ class Requirements:
 
     `features` maps each needed feature to its evidence in the model ("attn_logit_softcapping =
     50.0"). `layer_types` and `windows` (in tokens, None where a layer sees everything) have one
-    entry per cached layer. `context_length` is in tokens, None where
-    the model has no limit of its own. `device` is a torch device type, None while
-    transformers itself is loading the model and has not said where. `layout` is what the chosen
-    cache produces.
+    entry per cached layer. `context_length` is in tokens, None where the model has no limit of its
+    own. `device` is a torch device type, None while transformers itself is loading the model and
+    has not said where. `layout` is what the chosen cache produces.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
     """

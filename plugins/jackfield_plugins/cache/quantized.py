@@ -107,10 +107,8 @@ def _misfits(requirements: Requirements, options: QuantizedOptions) -> list[str]
     groups, nbits = requirements.num_key_value_heads * head // size, options.nbits or 4
     packed = 8 // nbits
     if options.backend == "hqq" and groups % packed:
-        return [
-            f"hqq packs {packed} groups of {nbits} bits into a byte, and a token has {groups} of "
-            f"{size}; use a smaller q_group_size or more nbits"
-        ]
+        why = f"hqq packs {packed} groups of {nbits} bits into a byte, and a token has {groups}"
+        return [f"{why} of {size}; use a smaller q_group_size or more nbits"]
     return []
 
 
