@@ -80,6 +80,13 @@ class _Unpadded:
     column_of_key: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """Stands for a mask that rows cannot express; an error as soon as a layer attends with it."""
+
+    reason: str
+
+
 class _Memory:
     """Remembers by the identity of a tensor, so that the layers of one step share one answer."""
 
@@ -119,17 +126,20 @@ class _Padded:
         attention_mask: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         **_: Any,
-    ) -> torch.Tensor | None:
-        """The valid keys; raises ExecutionError for a pattern that rows cannot express."""
-        _check_pattern(mask_function, self._windows)
+    ) -> torch.Tensor | _Unusable | None:
+        """The valid keys, or why they do not say it all: a model makes masks that it never uses."""
+        if reason := _inexpressible(mask_function, self._windows):
+            return _Unusable(reason)
         # Keys beyond the last query are not written yet (a static cache).
         end = int(q_offset) + q_length - int(kv_offset)
         if attention_mask is None:
             if end == kv_length:
                 return None
             return torch.ones(batch_size, end, dtype=torch.bool, device=device)
-        valid = attention_mask[:, int(kv_offset) : int(kv_offset) + end].bool()
-        valid = F.pad(valid, (0, end - valid.shape[1]))
+        valid = attention_mask.bool()
+        if valid.shape[1] != end:  # it is, where `generate` made the mask ahead with this function
+            valid = valid[:, int(kv_offset) : int(kv_offset) + end]
+            valid = F.pad(valid, (0, end - valid.shape[1]))
         return None if end == kv_length and bool(valid.all()) else valid
 
     def forward(
@@ -138,7 +148,7 @@ class _Padded:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | _Unusable | None,
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
@@ -168,11 +178,15 @@ class _Padded:
         output[lay.queries] = found
         return output.view(batch, length, heads, size), None
 
-    def _lay(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> _Unpadded:
+    def _lay(
+        self, mask: torch.Tensor | _Unusable | None, query: torch.Tensor, key: torch.Tensor
+    ) -> _Unpadded:
         batch, _, length, _ = query.shape
         if mask is None:
             shape = (batch, length, key.shape[2], query.device)
             return self._memory.get(None, shape, lambda: _whole(*shape))  # type: ignore[no-any-return]
+        if isinstance(mask, _Unusable):
+            raise ExecutionError(f"{mask.reason}; choose another attention, e.g. 'eager'")
         if mask.dim() != 2:
             raise ExecutionError(
                 f"this attention takes no ready-made mask of {mask.dim()} dimensions; give a "
@@ -252,8 +266,8 @@ def _gathered(layer: PackedLayer) -> tuple[Rows, torch.Tensor]:
     return rows, slots
 
 
-def _check_pattern(pattern: Callable[..., Any] | None, windows: Sequence[int | None]) -> None:
-    """Raise ExecutionError unless `pattern` is causality, with or without a window we know of.
+def _inexpressible(pattern: Callable[..., Any] | None, windows: Sequence[int | None]) -> str | None:
+    """Why `pattern` is not just causality, with or without a window that a layer has.
 
     What a layer sees comes from its window, so anything else that a model puts into its mask
     (prefixes read in both directions, packed documents) would be lost without a word.
@@ -268,12 +282,10 @@ def _check_pattern(pattern: Callable[..., Any] | None, windows: Sequence[int | N
         window = _window_of(part)
         if window is None:
             name = getattr(part, "__qualname__", repr(part)).partition(".")[0]
-            raise ExecutionError(
-                f"the model masks with {name!r}, which this attention cannot express; choose "
-                "another, e.g. 'sdpa' or 'eager'"
-            )
+            return f"the model masks with {name!r}, which this attention cannot express"
     if window is not None and window not in windows:
-        raise ExecutionError(f"the model masks with a window of {window}, no layer has that one")
+        return f"the model masks with a window of {window}, which no layer's cache has"
+    return None
 
 
 def _parts(pattern: Callable[..., Any] | None) -> Sequence[Callable[..., Any] | None]:
@@ -291,5 +303,5 @@ def _enclosed(pattern: Callable[..., Any] | None, name: str) -> Any:
     """The one thing that an inner function of this name was made with, None for another one."""
     if getattr(pattern, "__qualname__", "") != name:
         return None
-    (cell,) = getattr(pattern, "__closure__", None) or ()
-    return cell.cell_contents
+    cells: Any = getattr(pattern, "__closure__", None)
+    return cells[0].cell_contents

@@ -72,9 +72,18 @@ def reference(
 def examine(request: dict[str, Any]) -> dict[str, Any]:
     """Load the kernel and try it: {"pages": …}, or {"refused": reason}."""
     try:
-        kernel = kernel_of(pick(load_build(Path(request["folder"])), request["function"]))
+        module = load_build(Path(request["folder"]))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code
-        return {"refused": brief(error)}
+        return {"refused": f"it does not load ({type(error).__name__}: {brief(error)})"}
+    try:
+        kernel = kernel_of(pick(module, request["function"]))
+    except ValueError as error:
+        return {"refused": str(error)}
+    return trial(kernel, request)
+
+
+def trial(kernel: VarlenKernel, request: dict[str, Any]) -> dict[str, Any]:
+    """Compare the kernel with plain arithmetic, for each head size and with what is asked of it."""
     if lacking := sorted(set(request["features"]) - kernel.features):
         return {"refused": f"it has no parameter for {', '.join(lacking)}"}
     for size in request["head_sizes"]:
