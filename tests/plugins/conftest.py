@@ -1,19 +1,45 @@
-"""Kernel repositories in local folders, and a lock file and a list of publishers of their own."""
+"""A batch that is stepped by hand, and kernel repositories in local folders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import config_of
 
+from jackfield.engine import Engine
+
 SOURCES = Path(__file__).parent / "kernels"
 
 Maker = Callable[..., Path]
+Steps = Callable[..., Iterator[list[list[int]]]]
+
+
+@pytest.fixture
+def steps() -> Steps:
+    """`steps(engine, prompts, counts)` yields the new tokens of every prompt after each step.
+
+    So a test can look at the cache between two steps.
+    """
+
+    def run(engine: Engine, prompts: list[list[int]], counts: list[int], **settings: Any) -> Any:
+        loop = engine._loop
+        sequences = [
+            engine._sequence(prompt, {"max_new_tokens": count, **settings}, streams=False)
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        for sequence in sequences:
+            loop.submit(sequence)
+        while loop.running or loop.waiting:
+            loop.step()
+            yield [sequence.new_tokens for sequence in sequences]
+
+    return run
 
 
 def write_kernel(folder: Path, source: str, *, variant: str = "torch-cpu", **more: object) -> Path:
@@ -74,14 +100,14 @@ def lock_file(tmp_path: Path) -> Path:
     return tmp_path / "settings" / "kernels.lock.json"
 
 
-@pytest.fixture(autouse=True)
-def _workplace(
+@pytest.fixture
+def local_kernels(
     flash_folder: Path,
     metal_folder: Path,
     lock_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """me/flash and me/metal are there, "me" is trusted, nothing is locked yet."""
+    """The repositories me/flash and me/metal are there, "me" is trusted, nothing is locked yet."""
     pytest.importorskip("kernels", reason="needs jackfield[kernels]")
     monkeypatch.setenv("LOCAL_KERNELS", f"me/flash={flash_folder}:me/metal={metal_folder}")
     monkeypatch.setenv("JACKFIELD_TRUSTED_PUBLISHERS", "someone, me")
@@ -89,7 +115,7 @@ def _workplace(
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
+def kernel(tmp_path: Path, local_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Write a repository me/NAME with this source and let `LOCAL_KERNELS` find it."""
 
     def make(source: str, name: str = "kernel", **more: object) -> Path:

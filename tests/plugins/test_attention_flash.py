@@ -21,6 +21,8 @@ from jackfield_plugins.attention.sources import TorchVarlen
 from jackfield_plugins.attention.varlen import Rows, Scoring
 from jackfield_plugins.attention.varlen_probe import reference, trial
 
+pytestmark = pytest.mark.usefixtures("local_kernels")
+
 FLASH = Path(__file__).parent / "kernels/flash.py"
 LENGTHS = (WINDOW - 2, WINDOW, 3 * WINDOW)
 COUNT = 10

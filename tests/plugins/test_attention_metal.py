@@ -22,6 +22,8 @@ from jackfield_plugins.attention.published import kernel_of
 from jackfield_plugins.attention.varlen import Rows, Scoring
 from jackfield_plugins.attention.varlen_probe import reference
 
+pytestmark = pytest.mark.usefixtures("local_kernels")
+
 LENGTHS = (WINDOW - 2, WINDOW, 3 * WINDOW)
 COUNT = 10
 HUB = "plugin:hub?repo=me/metal&revision=v2"

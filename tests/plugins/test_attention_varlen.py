@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from jackfield.contracts import BoundAttention, PackedLayer, PackedStep, Span
+from jackfield.contracts import BoundAttention, PackedLayer, PackedStep, PageTables, Span
 from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.published import kernel_of, torch_varlen
 from jackfield_plugins.attention.varlen import Rows, Scoring, VarlenKernel, bind_varlen
@@ -237,7 +237,8 @@ def pages(
     )
     table = torch.tensor([t + [0] * (longest - len(t)) for t in tables], dtype=torch.int32)
     first = torch.tensor(firsts, dtype=torch.int32)
-    return PackedLayer(pool[0], pool[1], table, first, tables, firsts, packed, window)
+    held = PageTables(packed, window, size, table, first, tables, firsts)
+    return PackedLayer(pool[0], pool[1], held)
 
 
 @pytest.mark.parametrize("multiple", [None, 2, 3])

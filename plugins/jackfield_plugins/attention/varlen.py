@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from jackfield.contracts import BoundAttention, PackedLayer
+from jackfield.contracts import BoundAttention, PackedLayer, PageTables
 from jackfield.errors import ExecutionError
 
 #: How many steps' lay-outs are kept: one for each kind of layer of a model, and some to spare.
@@ -232,36 +232,35 @@ class _Packed:
         multiple = self._kernel.page_multiple
         in_place = multiple is not None and layer.page_size % multiple == 0
         make = _paged if in_place else _gathered
-        # The layers of a group share one block table, which is made anew every step.
-        rows, slots = self._memory.get(layer.block_table, layer.window, lambda: make(layer))
+        # The layers of a group share their tables, which are made anew every step.
+        rows, slots = self._memory.get(layer.tables, in_place, lambda: make(layer.tables))
         keys, values = layer.keys, layer.values
         if slots is not None:
-            keys, values = (t.flatten(0, 1).index_select(0, slots) for t in (keys, values))
+            keys = layer.flat_keys.index_select(0, slots)
+            values = layer.flat_values.index_select(0, slots)
         return self._kernel.attend(query.contiguous(), keys, values, rows, scoring)
 
 
-def _paged(layer: PackedLayer) -> tuple[Rows, None]:
-    step = layer.step
-    lengths = layer.step.seq_lens - layer.first
-    longest = max(s.end - first for s, first in zip(step.spans, layer.firsts, strict=True))
+def _paged(tables: PageTables) -> tuple[Rows, None]:
+    step = tables.step
+    lengths = step.seq_lens - tables.first
+    longest = max(s.end - first for s, first in zip(step.spans, tables.firsts, strict=True))
     cu_k = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    rows = Rows(step.cu_seqlens_q, cu_k, step.max_query_length, longest, layer.block_table)
+    rows = Rows(step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table)
     return rows, None
 
 
-def _gathered(layer: PackedLayer) -> tuple[Rows, torch.Tensor]:
+def _gathered(tables: PageTables) -> tuple[Rows, torch.Tensor]:
     """The rows, and the slot of each of their keys in the flattened pages: `[tokens]`."""
-    step, device = layer.step, layer.keys.device
-    begins = [layer.oldest(row) for row in range(len(step.spans))]
-    counts = [span.end - begin for span, begin in zip(step.spans, begins, strict=True)]
+    step, device, size = tables.step, tables.block_table.device, tables.page_size
+    seen = [tables.keys_of(row) for row in range(len(step.spans))]
+    counts = [end - begin for begin, end in seen]
     total = sum(counts)
-    offsets = [begin - first for begin, first in zip(begins, layer.firsts, strict=True)]
-    lengths, offset = torch.tensor([counts, offsets], device=device)
+    lengths, begins = torch.tensor([counts, [begin for begin, _ in seen]], device=device)
     cu_k = F.pad(lengths.cumsum(0), (1, 0))
     row = torch.repeat_interleave(lengths, output_size=total)
-    at = torch.arange(total, device=device) - cu_k[row] + offset[row]
-    pages = layer.block_table[row, at // layer.page_size].long()
-    slots = pages * layer.page_size + at % layer.page_size
+    at = torch.arange(total, device=device) - cu_k[row] + begins[row]
+    slots = tables.block_table[row, at // size].long() * size + at % size
     rows = Rows(step.cu_seqlens_q, cu_k.to(torch.int32), step.max_query_length, max(counts))
     return rows, slots
 

@@ -1,0 +1,120 @@
+"""``triton``: attention over pages, written here, with a kernel for prefill and one for decode."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jackfield import hookimpl
+from jackfield.contracts import (
+    Attention,
+    AttentionCapabilities,
+    BindContext,
+    BoundAttention,
+    PackedLayer,
+    Requirements,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_HEAD = 512
+
+
+@dataclass(frozen=True)
+class TritonOptions:
+    """`num_splits`: into how many parts decode splits each sequence's keys.
+
+    None chooses it for each step from the lengths and the number of multiprocessors, so that the
+    last bits of a result depend on what else is in the batch; a number makes them independent.
+    """
+
+    num_splits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_splits is not None and not 1 <= self.num_splits <= 64:
+            raise ValueError(f"num_splits must be from 1 to 64, not {self.num_splits}")
+
+
+class TritonAttention(Attention):
+    """Any head size up to 512, any page size; the methods are cited in `kernels.py`."""
+
+    name = "triton"
+    options = TritonOptions
+    capabilities = AttentionCapabilities(
+        layouts=frozenset({"packed"}),
+        devices=frozenset({"cuda", "cpu"}),
+        features=frozenset(
+            {"grouped_query", "mixed_head_sizes", "sliding_window", "softcap", "sinks"}
+        ),
+    )
+
+    def available(self) -> list[str]:
+        if importlib.util.find_spec("triton") is None:
+            return ["triton is not installed: pip install 'jackfield[triton]'"]
+        import torch
+
+        if torch.cuda.is_available() or _interpreting():
+            return []
+        return [
+            "there is no CUDA GPU; to run its kernels slowly on the CPU, set TRITON_INTERPRET=1 "
+            "before Python starts"
+        ]
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        largest = max(requirements.head_sizes, default=0)
+        if largest > LARGEST_HEAD:
+            reasons.append(f"has no tiles for head size {largest} (at most {LARGEST_HEAD})")
+        if not _interpreting():
+            reasons += _refuse_natively(requirements)
+        return reasons
+
+    def bind(self, context: BindContext) -> BoundAttention:
+        from jackfield_plugins.attention.paged_triton.launch import paged_attention
+
+        num_splits = context.options.num_splits
+
+        def packed(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            layer: PackedLayer,
+            scaling: float | None = None,
+            softcap: float | None = None,
+            s_aux: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            return paged_attention(
+                query,
+                layer,
+                scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                num_splits=num_splits,
+            )
+
+        return BoundAttention(_not_padded, _not_padded, packed)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _refuse_natively(requirements: Requirements) -> list[str]:
+    """What the interpreter can do and a GPU cannot."""
+    if requirements.device == "cpu":
+        return ["runs on a CPU only under TRITON_INTERPRET=1, set before Python starts"]
+    if requirements.dtype == "float64":
+        return ["runs float64 only under TRITON_INTERPRET=1; load the model in another dtype"]
+    return []
+
+
+def _not_padded(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("the attention 'triton' serves the packed layout only")
+
+
+@hookimpl
+def jackfield_attention() -> list[Attention]:
+    return [TritonAttention()]

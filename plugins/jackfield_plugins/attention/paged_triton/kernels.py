@@ -1,0 +1,283 @@
+"""Attention over paged keys and values, in Triton: prefill, decode, and the sum of decode's splits.
+
+- *FlashAttention-2* (Dao 2023, arXiv:2307.08691): scores of one tile at a time, with a running
+  maximum and sum per row; the output is divided once, at the end.
+- *Flash-Decoding* (Dao, Haziza, Massa, Sizov 2023): few queries leave a GPU idle, so their keys are
+  split among programs, and a second kernel weighs the parts by their log-sum-exp.
+- *PagedAttention* (Kwon et al. 2023, arXiv:2309.06180): keys and values are read from the pages
+  that a block table names.
+
+Numerics. Scores, maximum, sum and output are in `COMPUTE`, float32 except for float64 inputs.
+Exponentials have base 2, which is what the hardware has; `LOG2E` is folded into the scale. Products
+of float32 are "ieee": TF32 has ten bits of mantissa. Probabilities are rounded to the values'
+dtype before their product, as in every flash attention. A row that has seen no key yet has the
+maximum -inf; it is replaced by 0 where it is subtracted, as -inf - -inf is not a number.
+
+Rows of a tile are (query, query head) pairs: all query heads of one key/value head lie in one tile,
+so that its keys and values are read once for the group. Row r is query r // GROUP and head
+r % GROUP of the group. Offsets into the pools are 64 bits wide: a pool may exceed 2³¹ elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _scores(q, k, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr):
+    """Scores times log2(e). `SOFTCAP` 0 is none."""
+    s = tl.dot(q, k, input_precision="ieee", out_dtype=COMPUTE)
+    if SOFTCAP > 0.0:
+        # tanh without overflow: with e = exp(-2|x|), tanh|x| = (1 - e) / (1 + e).
+        x = s * (SCALE / SOFTCAP)
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+        squashed = (1.0 - e) / (1.0 + e)
+        s = tl.where(x < 0, -squashed, squashed) * (SOFTCAP * LOG2E)
+    else:
+        s = s * (SCALE * LOG2E)
+    return s
+
+
+@triton.jit
+def _start(
+    sinks, heads, split, USE_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and output of rows that have seen nothing, or only their head's sink.
+
+    A sink is one more score, whose value is zero: it is in the maximum and in the sum. It counts
+    once, in split 0, which is never empty.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_V], COMPUTE)
+    total = tl.zeros([BLOCK_M], COMPUTE)
+    highest = total - float("inf")
+    if USE_SINKS:
+        sink = tl.load(sinks + heads).to(COMPUTE) * LOG2E
+        highest = tl.where(split == 0, sink, highest)
+        total = tl.where(split == 0, total + 1.0, total)
+    return highest, total, acc
+
+
+@triton.jit
+def _attend(
+    q, positions, low, high, first, table, keys, values, highest, total, acc,
+    key_page, key_slot, value_page, value_slot,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys at positions low … high - 1 of one sequence into maximum, sum and output.
+
+    `keys` and `values` point at the key/value head, `table` at the sequence's row of the block
+    table, whose first page holds position `first`. `WINDOW` 0 is none.
+    """
+    d = tl.arange(0, BLOCK_D)
+    v = tl.arange(0, BLOCK_V)
+    for start in range(low, high, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        inside = at < high
+        slot = at - first
+        page = tl.load(table + slot // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        k_row = page * key_page + (slot % PAGE_SIZE) * key_slot
+        v_row = page * value_page + (slot % PAGE_SIZE) * value_slot
+        k = tl.load(
+            keys + k_row[None, :] + d[:, None],
+            mask=inside[None, :] & (d[:, None] < HEAD_DIM),
+            other=0.0,
+        )
+        s = _scores(q, k.to(DOT), SCALE, SOFTCAP, highest.dtype)
+        seen = inside[None, :] & (at[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > positions[:, None] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(highest, tl.max(s, 1))
+        subtrahend = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - subtrahend[:, None])
+        fade = tl.exp2(highest - subtrahend)
+        total = total * fade + tl.sum(p, 1)
+        # Slots behind the last token hold what was there before, so they must not be read: a
+        # probability of zero times an infinity is not zero.
+        x = tl.load(
+            values + v_row[:, None] + v[None, :],
+            mask=inside[:, None] & (v[None, :] < VALUE_DIM),
+            other=0.0,
+        )
+        # The rounding to the values' dtype happens even where DOT is wider (the interpreter).
+        p = p.to(x.dtype).to(DOT)
+        acc = tl.dot(p, x.to(DOT), acc * fade[:, None], input_precision="ieee", out_dtype=acc.dtype)
+        highest = new
+    return highest, total, acc
+
+
+@triton.jit
+def paged_prefill(
+    query, keys, values, sinks, out, block_table, first, seq_lens, cu_seqlens_q,
+    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head,
+    out_token, table_row, short,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, USE_SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of the queries of one sequence and one key/value head, over its pages.
+
+    Grid (tiles of the longest, kv heads, sequences). Sequences of `short` queries or fewer are
+    left to `paged_decode`.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    # The last tiles see most keys: they go first, so that the short ones fill what is left.
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    start = tl.load(cu_seqlens_q + sequence)
+    length = tl.load(cu_seqlens_q + sequence + 1) - start
+    if (length <= short) | (begin >= length):
+        return
+    rows = tl.arange(0, BLOCK_M)
+    offset = begin + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    valid = (rows < QUERIES * GROUP) & (offset < length)
+    d = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        query + (start + offset).to(tl.int64)[:, None] * query_token
+        + heads[:, None] * query_head + d[None, :],
+        mask=valid[:, None] & (d[None, :] < HEAD_DIM),
+        other=0.0,
+    )  # fmt: skip
+    end = tl.load(seq_lens + sequence)
+    oldest = tl.load(first + sequence)
+    earlier = end - length  # tokens that were there before this step
+    low = oldest
+    if WINDOW > 0:
+        low = tl.maximum(low, earlier + begin - WINDOW + 1)
+    high = tl.minimum(end, earlier + begin + QUERIES)
+    highest, total, acc = _start(sinks, heads, 0, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
+    highest, total, acc = _attend(
+        q.to(DOT), earlier + offset, low, high, oldest,
+        block_table + sequence.to(tl.int64) * table_row,
+        keys + kv_head * key_head, values + kv_head * value_head, highest, total, acc,
+        key_page, key_slot, value_page, value_slot,
+        SCALE, SOFTCAP, WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+    )  # fmt: skip
+    v = tl.arange(0, BLOCK_V)
+    tl.store(
+        out + (start + offset).to(tl.int64)[:, None] * out_token
+        + heads[:, None] * VALUE_DIM + v[None, :],
+        (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty),
+        mask=valid[:, None] & (v[None, :] < VALUE_DIM),
+    )  # fmt: skip
+
+
+@triton.jit
+def paged_decode(
+    query, keys, values, sinks, out, parts, lse, block_table, first, seq_lens, cu_seqlens_q,
+    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head,
+    out_token, table_row,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, USE_SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Up to `QUERIES` queries of one sequence and one key/value head, over one split of its keys.
+
+    Grid (kv heads, sequences, splits). Longer sequences are left to `paged_prefill`. Without
+    `SPLIT` the result goes to `out`; with it the part of split i goes to `parts`
+    `[splits, sequences, QUERIES, heads, VALUE_DIM]`, and the base-2 log-sum-exp of its scores to
+    `lse` `[splits, sequences, QUERIES, heads]`, -inf where it saw no key (its part is not written).
+    """
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(cu_seqlens_q + sequence)
+    length = tl.load(cu_seqlens_q + sequence + 1) - start
+    if length > QUERIES:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    offset = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    valid = offset < length
+    d = tl.arange(0, BLOCK_D)
+    q = tl.load(
+        query + (start + offset).to(tl.int64)[:, None] * query_token
+        + heads[:, None] * query_head + d[None, :],
+        mask=valid[:, None] & (d[None, :] < HEAD_DIM),
+        other=0.0,
+    )  # fmt: skip
+    end = tl.load(seq_lens + sequence)
+    oldest = tl.load(first + sequence)
+    low = oldest
+    if WINDOW > 0:
+        low = tl.maximum(low, end - length - WINDOW + 1)
+    high = end
+    if SPLIT:
+        tiles = tl.cdiv(tl.cdiv(end - low, BLOCK_N), tl.num_programs(2))
+        low = low + split * tiles * BLOCK_N
+        high = tl.minimum(end, low + tiles * BLOCK_N)
+    highest, total, acc = _start(sinks, heads, split, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
+    highest, total, acc = _attend(
+        q.to(DOT), end - length + offset, low, high, oldest,
+        block_table + sequence.to(tl.int64) * table_row,
+        keys + kv_head * key_head, values + kv_head * value_head, highest, total, acc,
+        key_page, key_slot, value_page, value_slot,
+        SCALE, SOFTCAP, WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+    )  # fmt: skip
+    v = tl.arange(0, BLOCK_V)
+    inside = valid[:, None] & (v[None, :] < VALUE_DIM)
+    # A row that saw no key of this split has the maximum -inf and so that log-sum-exp.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    found = acc / divisor[:, None]
+    if SPLIT:
+        part = (split * tl.num_programs(1) + sequence).to(tl.int64) * QUERIES + offset
+        part = part * (tl.num_programs(0) * GROUP) + heads
+        tl.store(lse + part, highest + tl.log2(divisor), valid)
+        tl.store(
+            parts + part[:, None] * VALUE_DIM + v[None, :],
+            found,
+            mask=inside & (total > 0.0)[:, None],
+        )
+    else:
+        tl.store(
+            out + (start + offset).to(tl.int64)[:, None] * out_token
+            + heads[:, None] * VALUE_DIM + v[None, :],
+            found.to(out.dtype.element_ty),
+            mask=inside,
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_splits(
+    parts, lse, out, cu_seqlens_q, out_token, num_splits,
+    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query and one head, weighed by the share of the sum that each has.
+
+    Grid (heads, sequences × QUERIES).
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    sequence = row // QUERIES
+    offset = row % QUERIES
+    start = tl.load(cu_seqlens_q + sequence)
+    length = tl.load(cu_seqlens_q + sequence + 1) - start
+    if (length > QUERIES) | (offset >= length):
+        return
+    split = tl.arange(0, BLOCK_S).to(tl.int64)
+    part = (split * tl.num_programs(1) + row) * tl.num_programs(0) + head
+    mine = tl.load(lse + part, mask=split < num_splits, other=float("-inf"))
+    share = tl.exp2(mine - tl.max(mine, 0))
+    v = tl.arange(0, BLOCK_V)
+    x = tl.load(
+        parts + part[:, None] * VALUE_DIM + v[None, :],
+        mask=(mine > float("-inf"))[:, None] & (v[None, :] < VALUE_DIM),
+        other=0.0,
+    )
+    found = tl.sum(x * share[:, None], 0) / tl.sum(share, 0)
+    tl.store(
+        out + (start + offset).to(tl.int64) * out_token + head * VALUE_DIM + v,
+        found.to(out.dtype.element_ty),
+        mask=v < VALUE_DIM,
+    )

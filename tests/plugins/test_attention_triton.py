@@ -1,0 +1,236 @@
+"""The Triton attention: its kernels against a plain reference, its models against transformers.
+
+Without a CUDA GPU the kernels run under Triton's interpreter (tests/conftest.py), in float64, where
+tokens are equal exactly. On a GPU they are compiled, and float64 is left to the interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import WINDOW, build, config_of, prompts, references
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed import layer_of, queries_of, reference, step_of
+
+import jackfield
+from jackfield.errors import OptionError, PlanError
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
+
+from jackfield_plugins.attention.paged_triton.launch import (
+    MAX_SPLITS,
+    Tile,
+    choose_splits,
+    decode_limit,
+    interpreted,
+    paged_attention,
+)
+
+NATIVE = not interpreted()
+DEVICE = "cuda" if NATIVE else "cpu"
+EXACT = torch.float32 if NATIVE else torch.float64
+SMALL = Tile(16, 16, 4, 1)  # several tiles of rows and of keys even where tensors are tiny
+LENGTHS = (WINDOW - 2, WINDOW + 1, 3 * WINDOW)
+COUNT = WINDOW + 3
+SERVED = ("llama", "llama-mqa", "llama-wide-heads", "mistral", "gemma2", "gpt-oss")
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of sums: `expected` is float64."""
+    bound = 1e-5 if found.dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+
+
+SEQUENCE = st.tuples(
+    st.one_of(st.just(1), st.integers(1, 40)), st.integers(0, 60)
+).map(lambda pair: (pair[0], sum(pair)))  # fmt: skip
+
+
+@settings(max_examples=25 if NATIVE else 40, deadline=None)
+@given(
+    sizes=st.lists(SEQUENCE, min_size=1, max_size=4),
+    heads=st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 3, 4, 8))),
+    head_dim=st.sampled_from((8, 16, 24, 64, 72, 80, 128)),
+    value_dim=st.sampled_from((None, 16, 40)),
+    page_size=st.integers(1, 64),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    softcap=st.sampled_from((None, 2.0, 50.0)),
+    with_sinks=st.booleans(),
+    num_splits=st.one_of(st.none(), st.integers(1, 5)),
+    tile=st.sampled_from((None, SMALL)),
+)
+def test_kernels_equal_the_reference(
+    sizes, heads, head_dim, value_dim, page_size, window, softcap, with_sinks, num_splits, tile
+) -> None:
+    layer = layer_of(
+        step_of(sizes, DEVICE), kv_heads=heads[0], head_dim=head_dim, value_dim=value_dim,
+        page_size=page_size, window=window, dtype=EXACT, device=DEVICE,
+    )  # fmt: skip
+    query = queries_of(layer.step, heads[0] * heads[1], layer)
+    sinks = torch.linspace(-2, 4, query.shape[1], dtype=EXACT, device=DEVICE)
+    semantics = {
+        "scaling": head_dim**-0.5, "softcap": softcap, "sinks": sinks if with_sinks else None
+    }  # fmt: skip
+    found = paged_attention(query, layer, **semantics, num_splits=num_splits, tile=tile)
+    assert found.is_contiguous()
+    close(found, reference(query, layer, **semantics))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [((1, 60), (1, 7)), ((33, 33), (5, 50), (1, 20))])
+def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, int], ...]) -> None:
+    """The bound is thrice what plain torch loses in the same dtype: a score is rounded once by its
+    product, and here again by the factor log2(e) and by the running maximum.
+    """
+    layer = layer_of(step_of(sizes, DEVICE), kv_heads=2, head_dim=72, dtype=dtype, device=DEVICE)
+    query = queries_of(layer.step, 8, layer)
+    for softcap in (None, 5.0):
+        exact = reference(query, layer, scaling=0.2, softcap=softcap)
+        plain = reference(query, layer, scaling=0.2, softcap=softcap, dtype=dtype)
+        for num_splits in (1, 3):
+            found = paged_attention(
+                query, layer, scaling=0.2, softcap=softcap, num_splits=num_splits, tile=SMALL
+            )
+            assert found.dtype == dtype
+            bound = 3 * (plain.double() - exact).abs().max()
+            assert (found.double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 16, 71])
+def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) -> None:
+    """Around the length at which rows pass from one kernel to the other, in one step."""
+    limit = decode_limit(group)
+    sizes = [(n, n + 30) for n in (limit + 1, limit, max(1, limit - 1), 1)]
+    layer = layer_of(
+        step_of(sizes, DEVICE), kv_heads=1, head_dim=16, page_size=4, window=9, dtype=EXACT,
+        device=DEVICE,
+    )  # fmt: skip
+    query = queries_of(layer.step, group, layer)
+    found = paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL)
+    close(found, reference(query, layer, scaling=0.25))
+
+
+def test_result_does_not_depend_on_the_batch_with_a_number_of_splits() -> None:
+    alone = layer_of(step_of([(1, 50)], DEVICE), kv_heads=2, head_dim=16, dtype=EXACT, device=DEVICE)
+    query = queries_of(alone.step, 4, alone)
+    mates = step_of([(1, 50), (1, 9), (1, 200)], DEVICE)
+    pages = alone.block_table.shape[1]
+    table = torch.zeros(3, 200 // 16 + 1, dtype=torch.int32, device=DEVICE)
+    table[0, :pages] = alone.block_table[0]
+    first = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    keys, values = alone.keys.nan_to_num(), alone.values.nan_to_num()
+    layer = type(alone)(keys, values, table, first, table.tolist(), [0] * 3, mates, None)
+    together = paged_attention(query.repeat(3, 1, 1), layer, scaling=0.25, num_splits=4)
+    by_itself = paged_attention(query, alone, scaling=0.25, num_splits=4)
+    assert torch.equal(together[:1], by_itself)
+
+
+def test_pages_before_the_window_are_not_read() -> None:
+    """Not only masked: what lies there may be anything, and takes no time."""
+    step = step_of([(1, 64), (12, 64)], DEVICE)
+    layer = layer_of(step, kv_heads=1, head_dim=16, page_size=4, dtype=EXACT, device=DEVICE)
+    query = queries_of(step, 2, layer)
+    layer.window = 6
+    expected = reference(query, layer, scaling=0.25)
+    for row, span in enumerate(step.spans):
+        for page in range((span.end - span.length + 1 - 6) // 4):
+            layer.block_table[row, page] = 2**30  # far outside the pool
+    close(paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL), expected)
+
+
+def test_splits_occupy_the_processors_but_stay_worth_their_sum() -> None:
+    assert choose_splits(programs=512, longest=10**6, keys_per_tile=64, processors=132) == 1
+    assert choose_splits(programs=8, longest=10**6, keys_per_tile=64, processors=132) == 33
+    assert choose_splits(programs=8, longest=1000, keys_per_tile=64, processors=132) == 7
+    assert choose_splits(programs=8, longest=100, keys_per_tile=64, processors=132) == 1
+    assert choose_splits(programs=1, longest=10**6, keys_per_tile=64, processors=132) == MAX_SPLITS
+
+
+model_of = functools.cache(build)
+
+
+@pytest.mark.skipif(NATIVE, reason="float64, where tokens are exact, runs under the interpreter")
+@pytest.mark.parametrize(
+    ("family", "attention", "page_size"),
+    [
+        *((family, "triton", 4) for family in SERVED),
+        ("mistral", "triton?num_splits=2", 16),
+        ("gpt-oss", "triton?num_splits=3", 16),
+    ],
+)
+def test_ragged_batch_equals_the_oracle(family: str, attention: str, page_size: int) -> None:
+    expected = references(family, LENGTHS, COUNT)
+    with jackfield.load(
+        model_of(family),
+        attn_implementation=attention,
+        cache_implementation=f"paged?page_size={page_size}",
+    ) as engine:
+        found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
+        seen = engine.report()["attention"]
+    assert [completion.token_ids for completion in found] == expected
+    assert seen.name == "triton"
+    assert set(seen.prefill.values()) == {1}
+    assert set(seen.decode.values()) == {COUNT - 1}
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt-oss"])
+def test_tokens_in_float32_differ_only_where_float32_cannot_tell(family: str) -> None:
+    """Greedy tokens; at a first difference the two candidates lie within float32's own error.
+
+    That error is what the model's own attention loses in float32, on the same tokens.
+    """
+    prompt, count = prompts((3 * WINDOW,))[0], COUNT
+    model = build(family, torch.float32).to(DEVICE)
+    with jackfield.load(
+        model, attn_implementation="triton", cache_implementation="paged?page_size=4"
+    ) as engine:
+        found = engine.generate(prompt, max_new_tokens=count)[0].token_ids
+    expected = references(family, (3 * WINDOW,), count)[0]
+    if found == expected:
+        return
+    at = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+    ids = torch.tensor([prompt + expected[:at]])
+    with torch.inference_mode():
+        exact = model_of(family)(ids).logits[0, -1]
+        rough = model(ids.to(DEVICE)).logits[0, -1].cpu().double()
+    margin = exact[expected[at]] - exact[found[at]]
+    bound = 2 * (rough - exact).abs().max()
+    assert margin <= bound, f"token {at}: {found[at]}, margin {margin:.2e} of {bound:.2e}"
+
+
+def test_what_it_lacks_is_refused_by_name() -> None:
+    def refusal(family: str, **selections: str) -> str:
+        with pytest.raises(PlanError) as caught:
+            jackfield.plan(config_of(family), attn_implementation="triton", **selections)
+        return str(caught.value)
+
+    assert "does not run with layout padded" in refusal("llama", cache_implementation="dynamic")
+    cannot_read = refusal("falcon-alibi", cache_implementation="dynamic")
+    assert "does not support position_bias (alibi = True)" in cannot_read
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(OptionError, match="num_splits must be from 1 to 64, not 0"):
+        jackfield.plan(config_of("llama"), attn_implementation="triton?num_splits=0")
+
+
+def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:
+    """In a process of its own, as the choice is made when Triton is imported."""
+    program = (
+        "import jackfield; from jackfield.discovery import registry\n"
+        "from jackfield.selection import parse\n"
+        "print(registry().find('attention', parse('triton')).backend.available())"
+    )
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert "no CUDA GPU" in done.stdout
+    assert "TRITON_INTERPRET=1" in done.stdout
