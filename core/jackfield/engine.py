@@ -342,14 +342,20 @@ class Engine:
 
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
-        return str(self.plan)
+        source = self._port.source
+        return f"{self.plan}\n  attention runs on {source}" if source else str(self.plan)
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
         choices = self.plan.choices
         return Report(
             (
-                observe("attention", choices["attention"].registered, self._port.tally),
+                observe(
+                    "attention",
+                    choices["attention"].registered,
+                    self._port.tally,
+                    self._port.source,
+                ),
                 observe("cache", choices["cache"].registered, self._loop.steps),
                 observe("decoding", choices["decoding"].registered, self._loop.steps),
             )

@@ -187,7 +187,9 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
     for choice in plan.choices.values():
-        if choice.how != "named":
+        if choice.how == AUTO and choice.backend.auto_notice:
+            logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
+        elif choice.how != "named":
             logger.info("%s chose %s", choice.how, choice.registered)
     for refusal in plan.refusals:
         logger.info("passed over %s: %s", refusal.registered, "; ".join(refusal.reasons))

@@ -27,7 +27,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Observation:
-    """One backend and how often it was called, in all and (attention) by phase and layer."""
+    """One backend and how often it was called, in all and (attention) by phase and layer.
+
+    `source` is whose kernel it ran on, for a backend that has a choice.
+    """
 
     kind: str
     name: str
@@ -36,6 +39,7 @@ class Observation:
     calls: int
     prefill: Mapping[int, int]
     decode: Mapping[int, int]
+    source: str | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
@@ -47,13 +51,15 @@ class Observation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        row = {
+        row: dict[str, Any] = {
             "kind": self.kind,
             "name": self.name,
             "distribution": self.distribution,
             "version": self.version,
             "calls": self.calls,
         }
+        if self.source is not None:
+            row["source"] = self.source
         if self.prefill or self.decode:
             row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
         return row
@@ -82,15 +88,18 @@ class Report:
 
     def __str__(self) -> str:
         return "; ".join(
-            f"{o.kind} {o.name} ({o.distribution} {o.version}): {o.calls} calls"
+            f"{o.kind} {o.name} ({o.distribution} {o.version}"
+            f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
             for o in self.observations
         )
 
 
-def observe(kind: str, registered: Registered, seen: Tally | int) -> Observation:
+def observe(
+    kind: str, registered: Registered, seen: Tally | int, source: str | None = None
+) -> Observation:
     """The observation of one backend, from its tally of layer calls or a plain count."""
     whole = seen if isinstance(seen, int) else seen.prefill.total() + seen.decode.total()
     layers = ({}, {}) if isinstance(seen, int) else (dict(seen.prefill), dict(seen.decode))
     return Observation(
-        kind, registered.name, registered.distribution, registered.version, whole, *layers
+        kind, registered.name, registered.distribution, registered.version, whole, *layers, source
     )

@@ -60,6 +60,7 @@ class AttentionPort:
     ) -> None:
         self.registered = registered
         self.tally = Tally()
+        self.source: str | None = None
         self._hooks: list[Any] = []
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
@@ -70,6 +71,7 @@ class AttentionPort:
             bound, guard = own, False
         else:
             guard = True
+        self.source = bound.source
         forward, mask = self._counted(bound.forward), bound.mask
         if pages is not None:
             forward, mask = self._packed(bound, pages), _no_mask

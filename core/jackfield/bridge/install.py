@@ -77,7 +77,7 @@ def report(model: PreTrainedModel) -> Report:
             "this model does not run an attention plugin; load it with "
             "attn_implementation='plugin:NAME' after jackfield.install()"
         )
-    return Report((observe("attention", port.registered, port.tally),))
+    return Report((observe("attention", port.registered, port.tally, port.source),))
 
 
 def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:

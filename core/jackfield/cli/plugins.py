@@ -41,6 +41,7 @@ def _print(records: list[PluginRecord]) -> None:
     from rich.text import Text
 
     rows = table("plugin", "distribution", "state", "offers")
+    rows.columns[0].no_wrap = True  # a name that one can copy
     for record in records:
         origin = f"{record.distribution} {record.version}"
         state = Text(record.state, style=COLORS[record.state])

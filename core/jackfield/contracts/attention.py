@@ -82,11 +82,14 @@ class BoundAttention:
     `packed(module, query, layer, **kwargs) -> output` serves the packed layout: query and output
     `[tokens, heads, head_dim]`, `layer` a `PackedLayer` that holds this step's keys and values
     already, kwargs as above. Window and causality are in `layer`.
+
+    `source` says whose kernel it is, where a backend can run on several; it goes into reports.
     """
 
     forward: Callable[..., Any]
     mask: Callable[..., Any]
     packed: Callable[..., Any] | None = None
+    source: str | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

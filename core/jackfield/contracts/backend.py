@@ -43,6 +43,7 @@ class Backend(ABC):
     types int, float, bool, str, Literal and ``T | None`` are checked when a selection is parsed.
     `auto_rank` lets ``auto`` choose the backend: the highest accepted rank wins, None means that
     it runs only when it is named. A backend with a rank needs a default for every option.
+    `auto_notice` is what a user must be told, as a warning, where ``auto`` chose the backend.
     """
 
     kind: ClassVar[str]
@@ -50,6 +51,7 @@ class Backend(ABC):
     name: ClassVar[str]
     options: ClassVar[type] = NoOptions
     auto_rank: ClassVar[int | None] = None
+    auto_notice: ClassVar[str | None] = None
 
     def available(self) -> list[str]:
         """Why this machine cannot run the backend (an empty list means that it can).
@@ -79,6 +81,8 @@ class Backend(ABC):
             found.append(f"`name` must be lower-case words joined by '-', '_' or '.', not {name!r}")
         if type(self.auto_rank) not in (int, type(None)):
             found.append(f"`auto_rank` must be an int or None, not {self.auto_rank!r}")
+        if type(self.auto_notice) not in (str, type(None)):
+            found.append(f"`auto_notice` must be a str or None, not {self.auto_notice!r}")
         return found + self._flaws_of_options()
 
     def _flaws_of_options(self) -> list[str]:

@@ -1,0 +1,61 @@
+"""``flash_attention_2``: FlashAttention-2 (Dao 2023, arXiv:2307.08691) on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jackfield import hookimpl
+from jackfield.contracts import Attention, AttentionCapabilities
+from jackfield_plugins.attention.sources import (
+    HubKernel,
+    Package,
+    Source,
+    TorchVarlen,
+    VarlenAttention,
+)
+
+
+@dataclass(frozen=True)
+class FlashAttention2Options:
+    """`source`: whose kernel. "auto" is the flash-attn package, then the hub's, then torch's."""
+
+    source: Literal["auto", "package", "hub", "torch"] = "auto"
+
+
+class FlashAttention2(VarlenAttention):
+    """Pages are read in place where the page size is a multiple of 256."""
+
+    name = "flash_attention_2"
+    options = FlashAttention2Options
+    capabilities = AttentionCapabilities(
+        layouts=frozenset({"padded", "packed"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        devices=frozenset({"cuda"}),
+        features=frozenset({"grouped_query", "sliding_window", "softcap"}),
+        head_sizes=frozenset(range(8, 257, 8)),
+    )
+    places: ClassVar[dict[str, Source]] = {
+        "package": Package("flash_attn", ("flash-attn", "flash_attn")),
+        "hub": HubKernel("kernels-community/flash-attn2", "v4"),
+        "torch": TorchVarlen(),
+    }
+
+    def available(self) -> list[str]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return ["needs a CUDA GPU; none is here"]
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            return [f"needs a GPU of compute capability 8.0 or later; this one has {major}.{minor}"]
+        return []
+
+    def sources(self, options: FlashAttention2Options) -> Sequence[Source]:
+        return [s for name, s in self.places.items() if options.source in ("auto", name)]
+
+
+@hookimpl
+def jackfield_attention() -> list[Attention]:
+    return [FlashAttention2()]

@@ -1,0 +1,227 @@
+"""Where a varlen kernel comes from: an installed package, a pinned kernel of the hub, torch.
+
+A backend names its sources in the order of preference; the first that can do the job is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jackfield.contracts import Attention, BindContext, BoundAttention, Requirements
+from jackfield.errors import PlanError
+from jackfield_plugins.hub_kernels import KernelRefused
+
+if TYPE_CHECKING:
+    from jackfield_plugins.attention.varlen import VarlenKernel
+
+logger = logging.getLogger("jackfield")
+
+#: What a varlen kernel can have and need not; the rest is in every one of them.
+VARLEN_FEATURES = frozenset({"grouped_query", "sliding_window", "softcap", "sinks"})
+
+
+class Source(ABC):
+    """One place to take a kernel from. `vet` may run long the first time, and is remembered."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What it is called in reasons."""
+
+    @abstractmethod
+    def vet(self, needs: Requirements) -> None:
+        """Raise KernelRefused with the reason why it cannot serve this job."""
+
+    @abstractmethod
+    def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
+        """The kernel, in this process, and what reports call its source."""
+
+
+@dataclass(frozen=True)
+class Package(Source):
+    """An installed package with a `flash_attn_varlen_func`."""
+
+    module: str
+    distributions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"the package {self.distributions[0]}"
+
+    def vet(self, needs: Requirements) -> None:
+        if importlib.util.find_spec(self.module) is None:
+            raise KernelRefused("is not installed")
+        _check_features(self._kernel(), needs)
+
+    def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
+        return self._kernel(), f"{self.distributions[0]} {self._version()}"
+
+    def _kernel(self) -> VarlenKernel:
+        from jackfield_plugins.attention.published import kernel_of
+
+        try:
+            return kernel_of(importlib.import_module(self.module).flash_attn_varlen_func)
+        except Exception as error:  # an extension module built for another torch
+            raise KernelRefused(f"does not import ({type(error).__name__}: {error})") from error
+
+    def _version(self) -> str:
+        for name in self.distributions:
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return str(getattr(importlib.import_module(self.module), "__version__", "unknown"))
+
+
+@dataclass(frozen=True)
+class TorchVarlen(Source):
+    """torch's own flash kernel for ragged batches."""
+
+    def __str__(self) -> str:
+        return "torch.nn.attention.varlen"
+
+    def vet(self, needs: Requirements) -> None:
+        _check_features(self._kernel(), needs)
+
+    def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
+        import torch
+
+        return self._kernel(), f"torch.nn.attention.varlen of torch {torch.__version__}"
+
+    def _kernel(self) -> VarlenKernel:
+        from jackfield_plugins.attention.published import torch_varlen
+
+        try:
+            from torch.nn.attention import varlen
+        except ImportError as error:
+            raise KernelRefused(f"does not import ({error})") from error
+        return torch_varlen(varlen.varlen_attn)
+
+
+@dataclass(frozen=True)
+class HubKernel(Source):
+    """A kernel repository at a revision. `function` None: whichever varlen function it has."""
+
+    repo: str
+    revision: str
+    function: str | None = None
+
+    def __str__(self) -> str:
+        return f"the kernel {self.repo}@{self.revision}"
+
+    def vet(self, needs: Requirements) -> None:
+        self._vetted(needs)
+
+    def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
+        from jackfield_plugins.attention.published import kernel_of
+        from jackfield_plugins.attention.varlen_probe import pick
+        from jackfield_plugins.hub_kernels.repository import load_build
+
+        folder, content, pages = self._vetted(needs)
+        kernel = kernel_of(pick(load_build(folder), self.function))
+        if not pages:
+            kernel = replace(kernel, page_multiple=None)
+        return kernel, f"{self.repo}@{self.revision} ({folder.name}, {content[:19]})"
+
+    def _vetted(self, needs: Requirements) -> tuple[Any, str, bool]:
+        """Its folder, its content's digest, and whether it reads pages. Raises KernelRefused."""
+        from jackfield_plugins.hub_kernels import lock, repository, trust
+
+        trust.check_publisher(self.repo)
+        pin = repository.Pin(self.repo, self.revision, needs.device or _likely_device())
+        folder = repository.find_build(pin)
+        content, name = lock.digest(folder), f"{pin}/{folder.name}"
+        lock.check(name, content)
+        request = {
+            "folder": str(folder),
+            "function": self.function,
+            "device": pin.device,
+            "dtype": needs.dtype,
+            "head_sizes": list(needs.head_sizes),
+            "group": needs.num_attention_heads // needs.num_key_value_heads,
+            "features": sorted(VARLEN_FEATURES & needs.features.keys()),
+        }
+        answer = _probed(json.dumps(request), content)
+        lock.record(name, content)
+        return folder, content, bool(answer["pages"])
+
+
+@functools.lru_cache(maxsize=256)
+def _tried(request: str, content: str) -> Mapping[str, Any] | KernelRefused:
+    """What a process of its own found out about these bytes and this job."""
+    from jackfield_plugins.hub_kernels.probing import probe
+
+    del content  # a part of the key: other bytes are another kernel
+    try:
+        return probe("jackfield_plugins.attention.varlen_probe", json.loads(request))
+    except KernelRefused as refused:
+        return refused
+
+
+def _probed(request: str, content: str) -> Mapping[str, Any]:
+    answer = _tried(request, content)
+    if isinstance(answer, KernelRefused):
+        raise KernelRefused(str(answer))
+    if "refused" in answer:
+        raise KernelRefused(answer["refused"])
+    return answer
+
+
+def _likely_device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _check_features(kernel: VarlenKernel, needs: Requirements) -> None:
+    if lacking := sorted((VARLEN_FEATURES & needs.features.keys()) - kernel.features):
+        raise KernelRefused(f"has no parameter for {', '.join(lacking)}")
+
+
+class VarlenAttention(Attention):
+    """An attention on the first of its sources that can do the job. Says which in reports."""
+
+    @abstractmethod
+    def sources(self, options: Any) -> Sequence[Source]:
+        """Where its kernel may come from, the preferred one first."""
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if not reasons and "flash" in requirements.model_declines:
+            reasons.append(f"{requirements.architecture} declares that it must not run with flash")
+        if reasons:
+            return reasons
+        source, passed_over = self._choose(requirements, options)
+        return [] if source is not None else passed_over
+
+    def bind(self, context: BindContext) -> BoundAttention:
+        from jackfield_plugins.attention.varlen import bind_varlen
+
+        needs = context.requirements
+        source, passed_over = self._choose(needs, context.options)
+        if source is None:
+            raise PlanError(f"attention {self.name!r} can no longer run: {'; '.join(passed_over)}")
+        for reason in passed_over:
+            logger.info("attention %s passed over %s", self.name, reason)
+        kernel, called = source.load(needs)
+        logger.info("attention %s runs on %s", self.name, called)
+        return bind_varlen(kernel, needs.windows, called)
+
+    def _choose(self, needs: Requirements, options: Any) -> tuple[Source | None, list[str]]:
+        passed_over = []
+        for source in self.sources(options):
+            try:
+                source.vet(needs)
+            except KernelRefused as refused:
+                passed_over.append(f"{source}: {refused}")
+            else:
+                return source, passed_over
+        return None, passed_over

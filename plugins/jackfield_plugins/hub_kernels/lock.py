@@ -1,0 +1,91 @@
+"""The lock file: which bytes each kernel had when it was first used here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from jackfield_plugins.hub_kernels import KernelRefused
+
+VARIABLE = "JACKFIELD_KERNEL_LOCK"
+
+
+def lock_path() -> Path:
+    """Where the lock file is: the environment's choice, or the user's configuration folder."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
+    else:
+        base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return base / "jackfield" / "kernels.lock.json"
+
+
+def digest(folder: Path) -> str:
+    """The SHA-256 of the names and contents of all files, but for the bytecode Python leaves."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_symlink() and path.is_dir():
+            raise KernelRefused(
+                f"{path} is a link to a folder, whose content cannot be vouched for"
+            )
+        if "__pycache__" in name.parts or not path.is_file():
+            continue
+        content = hashlib.sha256(path.read_bytes()).digest()
+        whole.update(name.as_posix().encode() + b"\0" + content)
+    return f"sha256:{whole.hexdigest()}"
+
+
+def check(kernel: str, found: str) -> None:
+    """Raise KernelRefused where the lock file knows `kernel` with another content."""
+    known = _read().get(kernel)
+    if known is not None and known != found:
+        raise KernelRefused(
+            f"its content has changed: {kernel} is {found[:19]}… and was {known[:19]}… when it was "
+            f"first used; if you know why, delete its entry in {lock_path()}"
+        )
+
+
+def record(kernel: str, found: str) -> None:
+    """Remember the content of `kernel`, where the lock file does not know it yet."""
+    from filelock import FileLock
+
+    path = lock_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.busy"):
+            known = _read()
+            if known.setdefault(kernel, found) != found:
+                check(kernel, found)
+            text = json.dumps({"version": 1, "kernels": dict(sorted(known.items()))}, indent=2)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}")
+            fresh.write_text(text + "\n")
+            fresh.replace(path)
+    except OSError as error:
+        raise KernelRefused(
+            f"its content cannot be recorded in {path} ({error.strerror}); set {VARIABLE} to a "
+            "file that can be written"
+        ) from None
+
+
+def _read() -> dict[str, str]:
+    path = lock_path()
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise KernelRefused(f"the lock file {path} cannot be read ({error.strerror})") from None
+    try:
+        kernels = json.loads(text)["kernels"]
+        if all(isinstance(part, str) for pair in kernels.items() for part in pair):
+            return dict(kernels)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise KernelRefused(f"the lock file {path} is broken; mend it, or delete it to begin anew")

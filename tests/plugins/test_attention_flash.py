@@ -1,0 +1,270 @@
+"""`flash_attention_2` and `_3`: where they run, whose kernel they take, the real ones on CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import WINDOW, config_of, prompts
+from torch.nn.attention import varlen
+
+import jackfield
+from jackfield.contracts import Attention, Requirements
+from jackfield.errors import OptionError, PlanError
+from jackfield_plugins.attention.flash_attention_2 import FlashAttention2, FlashAttention2Options
+from jackfield_plugins.attention.flash_attention_3 import FlashAttention3, FlashAttention3Options
+from jackfield_plugins.attention.sources import TorchVarlen
+from jackfield_plugins.attention.varlen import Rows, Scoring
+from jackfield_plugins.attention.varlen_probe import reference, trial
+
+pytestmark = pytest.mark.usefixtures("local_kernels")
+
+FLASH = Path(__file__).parent / "kernels/flash.py"
+LENGTHS = (WINDOW - 2, WINDOW, 3 * WINDOW)
+COUNT = 10
+OFFLINE = "me/nothing-here="
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+ON_CUDA = Requirements(
+    architecture="TinyForCausalLM",
+    dtype="bfloat16",
+    device="cuda",
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_sizes=(64,),
+    layer_types=("full_attention",),
+    windows=(None,),
+)
+
+
+def packages(site: Path, module: str, distribution: str, source: str) -> None:
+    """An installed distribution of one module."""
+    site.mkdir(exist_ok=True)
+    (site / f"{module}.py").write_text(source)
+    info = site / f"{distribution.replace('-', '_')}-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.8.3\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in ("flash_attn", "flash_attn_interface"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backends run where there is no GPU, for kernels that need none."""
+    for cls in (FlashAttention2, FlashAttention3):
+        able = dataclasses.replace(
+            cls.capabilities,
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({"float32", "float64"}),
+        )
+        monkeypatch.setattr(cls, "capabilities", able)
+        monkeypatch.setattr(cls, "available", lambda self: [])
+
+
+def same_as_eager(model: Any, attention: str, cache: str = "dynamic") -> str | None:
+    """Assert equal tokens; returns whose kernel it was."""
+    with jackfield.load(model, attn_implementation="eager") as engine:
+        expected = [c.token_ids for c in engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)]
+    with jackfield.load(model, attn_implementation=attention, cache_implementation=cache) as engine:
+        found = [c.token_ids for c in engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)]
+        seen = engine.report()["attention"]
+    assert found == expected
+    assert seen.calls == COUNT * model.config.num_hidden_layers
+    return seen.source
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+def test_refused_by_name_on_a_cpu(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        jackfield.plan(config_of("llama"), attn_implementation=f"plugin:{name}")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{name} (needs a CUDA GPU; none is here; " in message
+    assert "does not run with dtype float32 (only bfloat16, float16)" in message
+    assert "does not run with device cpu (only cuda)" in message
+    assert "'sdpa'" in message
+
+
+@pytest.mark.parametrize("backend", [FlashAttention2(), FlashAttention3()])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_sizes": (264,)}, "has no kernel for head size 264"),
+        ({"head_sizes": (20,)}, "has no kernel for head size 20"),
+        ({"dtype": "float32"}, "does not run with dtype float32"),
+        ({"dtype": "float64"}, "does not run with dtype float64"),
+        ({"device": "mps"}, "does not run with device mps (only cuda)"),
+        ({"features": {"sinks": "every head has a sink"}}, "does not support sinks"),
+        ({"features": {"position_bias": "alibi"}}, "does not support position_bias"),
+        ({"features": {"chunked": "chunks"}}, "does not support chunked"),
+        ({"features": {"mixed_head_sizes": "MLA"}}, "does not support mixed_head_sizes"),
+        ({"model_declines": frozenset({"flash"})}, "declares that it must not run with flash"),
+    ],
+)
+def test_what_they_cannot_do(backend: Attention, changes: dict[str, Any], says: str) -> None:
+    reasons = backend.refuse(dataclasses.replace(ON_CUDA, **changes), backend.options())
+    assert says in "; ".join(reasons)
+
+
+@pytest.mark.parametrize(
+    ("capability", "two", "three"),
+    [((7, 5), False, False), ((8, 6), True, False), ((9, 0), True, True), ((10, 0), True, False)],
+)
+def test_gpus_they_run_on(
+    capability: tuple[int, int], two: bool, three: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for backend, able in ((FlashAttention2(), two), (FlashAttention3(), three)):
+        reasons = backend.available()
+        assert (reasons == []) == able
+        assert able or "{}.{}".format(*capability) in reasons[0]
+
+
+def test_the_package_comes_first(here: None, site: Path, tiny, monkeypatch, flash_folder) -> None:
+    packages(site, "flash_attn", "flash-attn", FLASH.read_text())
+    monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/flash-attn2={flash_folder}")
+    for family in ("mistral", "gemma2"):
+        for cache in ("dynamic", "paged?page_size=4", "paged?page_size=256"):
+            assert same_as_eager(tiny(family), "flash_attention_2", cache) == "flash-attn 2.8.3"
+
+
+def test_then_the_kernel_of_the_hub(
+    here: None, tiny, monkeypatch: pytest.MonkeyPatch, flash_folder: Path
+) -> None:
+    monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/flash-attn2={flash_folder}")
+    monkeypatch.setenv("JACKFIELD_TRUSTED_PUBLISHERS", "")
+    source = same_as_eager(tiny("gemma2"), "flash_attention_2", "paged")
+    assert source is not None
+    assert source.startswith("kernels-community/flash-attn2@v4 (torch-cpu, sha256:")
+
+
+def like_torch(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
+    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
+):  # fmt: skip
+    """torch's varlen_attn in plain arithmetic."""
+    left, right = window_size
+    scoring = Scoring(scale, right == 0, None if left < 0 else left + 1)
+    if block_table is not None:
+        lengths = seqused_k.tolist()
+        key, value = (
+            torch.cat([t[block_table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths)])
+            for t in (key, value)
+        )
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    rows = Rows(cu_seq_q, cu_seq_k, max_q, max_k)
+    return reference(query, key, value, rows, scoring).to(query.dtype)
+
+
+def test_then_torchs_own(here: None, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", like_torch)
+    for cache in ("dynamic", "paged?page_size=4", "paged?page_size=256"):
+        source = same_as_eager(tiny("mistral"), "flash_attention_2", cache)
+        assert source == f"torch.nn.attention.varlen of torch {torch.__version__}"
+
+
+def test_every_source_says_why_not(here: None) -> None:
+    with pytest.raises(PlanError) as caught:
+        jackfield.plan(config_of("gemma2"), attn_implementation="flash_attention_2")
+    message = str(caught.value)
+    assert "the package flash-attn: is not installed" in message
+    assert "the kernel kernels-community/flash-attn2@v4: " in message
+    assert "HF_HUB_OFFLINE is set" in message
+    assert "torch.nn.attention.varlen: has no parameter for softcap" in message
+
+
+def test_a_source_can_be_named(here: None, monkeypatch: pytest.MonkeyPatch, tiny) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", like_torch)
+    source = same_as_eager(tiny("llama"), "flash_attention_2?source=torch")
+    assert source is not None
+    assert source.startswith("torch.nn.attention.varlen of torch")
+    with pytest.raises(PlanError, match="the package flash-attn: is not installed"):
+        jackfield.plan(config_of("llama"), attn_implementation="flash_attention_2?source=package")
+    with pytest.raises(OptionError, match="source"):
+        jackfield.plan(config_of("llama"), attn_implementation="flash_attention_3?source=torch")
+
+
+def test_a_package_that_does_not_import_is_passed_over(here: None, site: Path) -> None:
+    packages(site, "flash_attn", "flash-attn", "raise ImportError('undefined symbol: _ZN3c10')")
+    with pytest.raises(PlanError, match=r"does not import \(ImportError: undefined symbol"):
+        jackfield.plan(config_of("llama"), attn_implementation="flash_attention_2?source=package")
+
+
+def test_flash_attention_3_with_its_package(here: None, site: Path, tiny) -> None:
+    """The same signature, but a pair comes back and there are no pages."""
+    source = FLASH.read_text().replace("    return output\n", "    return output, None\n", 1)
+    source = source.replace("    *,\n    block_table=None,\n", "").replace(
+        "    assert q.is_contiguous()", "    block_table = None\n    assert q.is_contiguous()"
+    )
+    packages(site, "flash_attn_interface", "flash-attn-3", source)
+    for cache in ("dynamic", "paged?page_size=256"):
+        assert same_as_eager(tiny("gemma2"), "flash_attention_3", cache) == "flash-attn-3 2.8.3"
+
+
+def test_they_run_only_when_they_are_named() -> None:
+    assert FlashAttention2.auto_rank is None
+    assert FlashAttention3.auto_rank is None
+    assert [str(s) for s in FlashAttention2().sources(FlashAttention2Options())] == [
+        "the package flash-attn",
+        "the kernel kernels-community/flash-attn2@v4",
+        "torch.nn.attention.varlen",
+    ]
+    assert [str(s) for s in FlashAttention3().sources(FlashAttention3Options())] == [
+        "the package flash-attn-3",
+        "the kernel kernels-community/flash-attn3@v1",
+    ]
+
+
+# The real kernels.
+
+
+@no_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [8, 64, 80, 128, 256])
+def test_torchs_own_kernel_on_a_real_gpu(dtype: str, size: int) -> None:
+    kernel, _ = TorchVarlen().load(ON_CUDA)
+    request = {
+        "device": "cuda", "dtype": dtype, "head_sizes": [size], "group": 2,
+        "features": ["grouped_query", "sliding_window"],
+    }  # fmt: skip
+    assert trial(kernel, request) == {"pages": True}
+
+
+@no_gpu
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "paged", "paged?page_size=256"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+def test_logits_on_a_real_gpu(name: str, cache: str, family: str, tiny, monkeypatch) -> None:
+    """Log-probabilities of one greedy step within bfloat16's own distance from float64."""
+    monkeypatch.delenv("LOCAL_KERNELS")
+    model = tiny(family, torch.bfloat16, initializer_range=0.1, head_dim=64).to("cuda")
+    try:
+        jackfield.plan(model, attn_implementation=name, cache_implementation=cache)
+    except PlanError as refused:
+        pytest.skip(str(refused))
+    found = {}
+    for attention in ("eager", name):
+        with jackfield.load(
+            model, attn_implementation=attention, cache_implementation=cache
+        ) as engine:
+            done = engine.generate(prompts(LENGTHS), max_new_tokens=1, logprobs=5)
+            found[attention] = [c.logprobs for c in done]
+            assert engine.report()["attention"].name == attention
+    assert [[t.token_id for t in row] for row in found[name]] == [
+        [t.token_id for t in row] for row in found["eager"]
+    ]
