@@ -117,7 +117,9 @@ def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) ->
 
 
 def test_result_does_not_depend_on_the_batch_with_a_number_of_splits() -> None:
-    alone = layer_of(step_of([(1, 50)], DEVICE), kv_heads=2, head_dim=16, dtype=EXACT, device=DEVICE)
+    alone = layer_of(
+        step_of([(1, 50)], DEVICE), kv_heads=2, head_dim=16, dtype=EXACT, device=DEVICE
+    )
     query = queries_of(alone.step, 4, alone)
     mates = step_of([(1, 50), (1, 9), (1, 200)], DEVICE)
     pages = alone.block_table.shape[1]
