@@ -86,7 +86,6 @@ class FlexAttention(Attention):
 
 def _forward(compiles_on: Callable[[str], bool]) -> Attend:
     """The attention function; `compiles_on` says for a device type which form to call."""
-    import torch
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     fused, plain = _fused(flex_attention), _plain(flex_attention)
