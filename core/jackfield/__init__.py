@@ -13,6 +13,7 @@ from jackfield.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     __version__: str
+    from jackfield.bridge.cache import cache
     from jackfield.bridge.install import install, uninstall
     from jackfield.engine import Engine, load
     from jackfield.errors import JackfieldError
@@ -25,6 +26,7 @@ __all__ = [
     "Engine",
     "JackfieldError",
     "Plan",
+    "cache",
     "hookimpl",
     "install",
     "load",
@@ -38,6 +40,7 @@ _HOMES = {
     "Engine": "jackfield.engine",
     "JackfieldError": "jackfield.errors",
     "Plan": "jackfield.planning",
+    "cache": "jackfield.bridge.cache",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
     "plan": "jackfield.planning",

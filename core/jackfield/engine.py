@@ -17,13 +17,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import attention_modules, pick_device, requirements_of
+from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find, first_line
 from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
-from jackfield.errors import ExecutionError, JackfieldError, SettingsError, UsageError
+from jackfield.errors import (
+    CacheFullError,
+    ExecutionError,
+    JackfieldError,
+    SettingsError,
+    UsageError,
+)
 from jackfield.loop import Event, Loop
 from jackfield.planning import Plan, decide
 from jackfield.prompts import Prompt, encode, is_batch
@@ -51,6 +57,7 @@ def load(
     revision: str | None = None,
     tokenizer: Any | None = None,
     max_batch_size: int = 32,
+    prefill_chunk_size: int | None = None,
 ) -> Engine:
     """Decide, load, bind.
 
@@ -59,15 +66,20 @@ def load(
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `dtype` is "auto"
     or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
-    `max_batch_size` is how many sequences run together at most.
+    `max_batch_size` is how many sequences run together at most, `prefill_chunk_size` how many
+    tokens of each prompt one forward call reads at most (None: the whole prompt).
 
     Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
     weight is loaded, or CheckpointError where the weights themselves are broken.
     """
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    if type(max_batch_size) is not int or max_batch_size < 1:
-        raise UsageError(f"max_batch_size must be at least 1, not {max_batch_size!r}")
+    for name, size in (
+        ("max_batch_size", max_batch_size),
+        ("prefill_chunk_size", 1 if prefill_chunk_size is None else prefill_chunk_size),
+    ):
+        if type(size) is not int or size < 1:
+            raise UsageError(f"{name} must be a whole number, at least 1, not {size!r}")
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map)
     selections = {
@@ -76,9 +88,15 @@ def load(
         "decoding": decoding,
     }
     plan = decide(registry(), needs, selections)
+    if prefill_chunk_size is not None and "linear_attention" in needs.layer_types:
+        raise UsageError(
+            f"prefill_chunk_size={prefill_chunk_size}: the linear-attention layers of "
+            f"{needs.architecture} read a prompt in one piece; drop prefill_chunk_size"
+        )
     if tokenizer is None:
         tokenizer = load_tokenizer(source)
-    return Engine(_weights(source, plan, device_map), plan, tokenizer, max_batch_size)
+    model = _weights(source, plan, device_map)
+    return Engine(model, plan, tokenizer, max_batch_size, prefill_chunk_size)
 
 
 def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
@@ -116,7 +134,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, tokenizer: Any | None, max_batch_size: int
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        tokenizer: Any | None,
+        max_batch_size: int,
+        prefill_chunk_size: int | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -132,6 +155,7 @@ class Engine:
         self._port = AttentionPort(
             plan["attention"].registered,
             self._context("attention"),
+            model,
             cache if isinstance(cache, PackedKVCache) else None,
         )
         unplug = self._port.plug(model)
@@ -141,7 +165,7 @@ class Engine:
         self._give_back.atexit = False
         model.eval()
         _in_use.add(model)
-        self._loop = Loop(forward_of(model), cache, strategy, max_batch_size)
+        self._loop = Loop(forward_of(model), cache, strategy, max_batch_size, prefill_chunk_size)
         self.closed = False
 
     def _context(self, kind: str) -> BindContext:
@@ -207,6 +231,8 @@ class Engine:
         self._check_open()
         ids = encode(prompt, self.tokenizer, self._vocab_size)
         settings = resolve(self.model.generation_config, asked, len(ids), self._limits)
+        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
+            raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
         detokenizer = None
         if self.tokenizer is not None and (streams or settings.stop_strings):
             detokenizer = Detokenizer(self._decode, settings.stop_strings)
@@ -273,7 +299,8 @@ class Engine:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
         if self._reached:
             return
-        expected = {layer for layer, _ in attention_modules(self.model)}
+        layer_types = self.plan.requirements.layer_types
+        expected = {i for i, kind in enumerate(layer_types) if kind != "linear_attention"}
         if missed := sorted(expected - self._port.tally.layers):
             raise ExecutionError(
                 f"{self.plan['attention'].registered} was not called by layers {missed}: the model "

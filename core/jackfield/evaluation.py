@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.demo.tasks import TASKS, Item, heldout
-from jackfield.errors import SettingsError
-from jackfield.prompts import encode
+from jackfield.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -80,6 +79,8 @@ def evaluate(
     """
     if not 1 <= count <= MAX_COUNT:
         raise SettingsError(f"the count must be from 1 to {MAX_COUNT} a task, not {count}")
+    if engine.tokenizer is None:
+        raise PromptError("this model has no tokenizer, and the demo tasks are texts")
     items = [item for task in TASKS for item in heldout(task, count, seed=seed)]
     started = time.perf_counter()
     right: dict[str, int] = dict.fromkeys(TASKS, 0)
@@ -104,4 +105,4 @@ def _answer(engine: Engine, items: list[Item]) -> list[bool]:
 
 def _room(engine: Engine, item: Item) -> int:
     """Enough for the right answer in any tokens; what goes on for longer is wrong anyway."""
-    return 2 * len(encode(item.answer, engine.tokenizer, vocab_size=0)) + 8
+    return 2 * len(engine.tokenizer(item.answer)["input_ids"]) + 8  # type: ignore[misc]

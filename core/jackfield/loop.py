@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ class Event:
 class Loop:
     """Runs sequences to their end, `max_batch_size` at a time. Not thread-safe: one caller steps.
 
+    `prefill_chunk_size` is how many tokens of a prompt one step feeds at most; None: all of them.
     `steps` counts the forward calls.
     """
 
@@ -38,11 +39,13 @@ class Loop:
         cache: KVCache,
         decoding: Strategy,
         max_batch_size: int,
+        prefill_chunk_size: int | None = None,
     ) -> None:
         self.forward = forward
         self.cache = cache
         self.decoding = decoding
         self.max_batch_size = max_batch_size
+        self.prefill_chunk_size = prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.steps = 0
@@ -73,24 +76,26 @@ class Loop:
         return self._emit(step, accepted)
 
     def _admit(self) -> None:
-        room = self.cache.room()
+        room = self.cache.room(self.waiting)
         free = self.max_batch_size - len(self.running)
         for _ in range(min(len(self.waiting), free if room is None else min(free, room))):
             self.running.append(self.waiting.popleft())
 
     def _schedule(self, drafts: list[list[int]]) -> Step:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        return Step(
-            [
-                Feed(s, s.num_cached, len(s.tokens) - s.num_cached, draft)
-                for s, draft in zip(self.running, drafts, strict=True)
-            ]
-        )
+        portions = self.cache.portions(self.running, self.prefill_chunk_size)
+        feeds = []
+        for sequence, count, draft in zip(self.running, portions, drafts, strict=True):
+            feed = Feed(sequence, sequence.num_cached, count, draft)
+            feeds.append(feed if feed.samples or not draft else replace(feed, drafts=()))
+        return Step(feeds)
 
     def _emit(self, step: Step, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
         for feed, gain in zip(step.feeds, accepted, strict=True):
             sequence = feed.sequence
+            if not (gain.tokens or gain.error):
+                continue  # a part of its prompt
             if gain.error is not None:
                 sequence.error, sequence.finish_reason = gain.error, "error"
             events.append(Event(sequence, *sequence.extend(gain.tokens, gain.logprobs)))

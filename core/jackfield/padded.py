@@ -2,8 +2,9 @@
 
 Wraps any of transformers' `Cache` classes, so that a cache backend of this layout is a few lines.
 Rows are aligned at the right, shorter ones are padded at the left, and all rows of a batch enter
-together: a hole inside a row would make sliding-window layers drop live tokens, since transformers
-drops by column.
+together. A hole inside a row (a draft that was rejected while a neighbour kept its own) is masked
+out; full-attention layers take no harm from it, but sliding-window layers would drop live tokens,
+since transformers counts their window in columns.
 """
 
 from __future__ import annotations
@@ -15,40 +16,81 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jackfield.contracts import KVCache, ModelInputs
-from jackfield.sequences import Sequence, Step
+from jackfield.errors import CacheFullError
+from jackfield.sequences import Feed, Sequence, Step
 
 if TYPE_CHECKING:
     import transformers
 
 
 class PaddedKVCache(KVCache):
-    """Keys and values of a batch of rows in one transformers cache, made by `make` per batch."""
+    """Keys and values of a batch of rows in one transformers cache, made per batch.
 
-    def __init__(self, make: Callable[[], transformers.Cache], device: torch.device) -> None:
+    `make` gets the number of columns that the batch can come to need. `max_cache_len` is how many
+    there can be at most. With `static` no shape changes while a batch runs: rows that finished
+    stay and are fed token 0, which they alone see.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], transformers.Cache],
+        device: torch.device,
+        *,
+        max_cache_len: int | None = None,
+        static: bool = False,
+    ) -> None:
         self._make = make
         self._device = device
-        self._rows: list[Sequence] = []
-        self._past: transformers.Cache | None = None
-        self._mask: torch.Tensor | None = None  # [rows, columns], None while nothing is padded
+        self._max_cache_len = max_cache_len
+        self._static = static
+        self._forget()
 
-    def room(self) -> int | None:
-        return 0 if self._rows else None
+    def _forget(self) -> None:
+        self._rows: list[Sequence | None] = []  # None: a row that idles
+        self._past: transformers.Cache | None = None
+        self._mask: torch.Tensor | None = None  # [rows, columns], None while every column is valid
+        self._columns = 0  # written so far
+
+    def room(self, waiting: Seq[Sequence]) -> int | None:
+        if self._rows:
+            return 0
+        if self._max_cache_len is None:
+            return None
+        fitting = 0
+        for count in range(1, len(waiting) + 1):
+            if _columns(list(waiting)[:count]) > self._max_cache_len:
+                break
+            fitting = count
+        return max(1, fitting)  # one that is too long by itself fails in `prepare`, by name
+
+    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        needed = prompt_length + max_new_tokens - 1
+        if self._max_cache_len is None or needed <= self._max_cache_len:
+            return None
+        return (
+            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
+            f"places, and it holds {self._max_cache_len}; lower max_new_tokens, or give it "
+            f"'max_cache_len={needed}'"
+        )
+
+    def portions(self, sequences: Seq[Sequence], limit: int | None) -> list[int]:
+        """Columns of the block, so that a chunk leaves no hole: a shorter row waits at its left."""
+        left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
+        if limit is None or (later := max(left) - limit) <= 0:
+            return left
+        return [max(0, count - later) for count in left]
 
     def prepare(self, step: Step) -> ModelInputs:
         if not self._rows:
-            self._rows = [feed.sequence for feed in step.feeds]
-            self._past = self._make()
+            self._begin([feed.sequence for feed in step.feeds])
         width = max(feed.count + len(feed.drafts) for feed in step.feeds)
-        ids, positions, valid = [], [], []
-        padded = False
-        for feed in step.feeds:
-            tokens = feed.token_ids
-            gap = width - len(tokens)
-            padded = padded or gap > 0
-            ids.append([0] * gap + tokens)
-            positions.append([0] * gap + list(range(feed.start, feed.start + len(tokens))))
-            valid.append([0] * gap + [1] * len(tokens))
-        self._grow_mask(valid, width, padded)
+        feeds = {id(feed.sequence): feed for feed in step.feeds}
+        rows = [
+            _idle(width) if row is None else _aligned(feeds[id(row)], width) for row in self._rows
+        ]
+        ids, positions, valid = zip(*rows, strict=True)
+        whole = all(all(marks) for marks in valid)
+        self._mark(None if whole else torch.tensor(valid, device=self._device), width)
         kwargs: dict[str, Any] = {
             "input_ids": torch.tensor(ids, device=self._device),
             "position_ids": torch.tensor(positions, device=self._device),
@@ -57,35 +99,92 @@ class PaddedKVCache(KVCache):
             "use_cache": True,
             "logits_to_keep": 1 + max(len(feed.drafts) for feed in step.feeds),
         }
-        return ModelInputs(kwargs, rows=len(step.feeds))
-
-    def _grow_mask(self, valid: list[list[int]], width: int, padded: bool) -> None:
-        if self._mask is None and not padded:
-            return
-        if self._mask is None:
-            columns = self._past.get_seq_length() if self._past is not None else 0
-            self._mask = torch.ones(len(valid), columns, dtype=torch.long, device=self._device)
-        new = (
-            torch.tensor(valid, device=self._device)
-            if padded
-            else self._mask.new_ones(len(valid), width)
+        busy = [i for i, row in enumerate(self._rows) if row is not None]
+        idle = len(busy) < len(rows)
+        return ModelInputs(
+            kwargs, len(rows), torch.tensor(busy, device=self._device) if idle else None
         )
-        self._mask = torch.cat([self._mask, new], 1)
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        needed = _columns(sequences)
+        if self._max_cache_len is not None and needed > self._max_cache_len:
+            raise CacheFullError(
+                f"a batch that needs {needed} columns does not fit a cache of "
+                f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
+            )
+        self._past = self._make(needed)
+        self._rows = list(sequences)
+
+    def _mark(self, valid: torch.Tensor | None, width: int) -> None:
+        """Note which rows are valid (`[rows, width]`, None: all) in the next `width` columns."""
+        start, self._columns = self._columns, self._columns + width
+        if self._mask is None and valid is None:
+            return
+        mask = self._masked(start)
+        if valid is None:
+            valid = mask.new_ones(len(mask), width)
+        self._mask = torch.cat([mask, valid], 1)
+
+    def _masked(self, columns: int) -> torch.Tensor:
+        """The mask; where there is none yet, one of `columns` valid columns."""
+        if self._mask is None:
+            size = (len(self._rows), columns)
+            self._mask = torch.ones(size, dtype=torch.long, device=self._device)
+        return self._mask
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
+        rejected = []
         for feed, count in zip(step.feeds, kept, strict=True):
             feed.sequence.num_cached = feed.start + count
+            rejected.append(feed.count + len(feed.drafts) - count)
+        if any(rejected):
+            self._take_back(rejected)
+
+    def _take_back(self, rejected: list[int]) -> None:
+        """Drop the last columns, as far as no row keeps any; what a row rejects beyond is a hole.
+
+        `rejected[i]` is how many of its last columns row i does not keep.
+        """
+        assert self._past is not None
+        gone = min(rejected)
+        if gone:
+            self._past.crop(-gone)
+            self._columns -= gone
+            self._mask = None if self._mask is None else self._mask[:, : self._columns]
+        if max(rejected) > gone:
+            mask = self._masked(self._columns)
+            for row, count in enumerate(rejected):
+                mask[row, self._columns - (count - gone) :] = 0
 
     def release(self, sequences: Seq[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}
-        stay = [i for i, row in enumerate(self._rows) if id(row) not in gone]
-        if len(stay) == len(self._rows):
-            return
-        self._rows = [self._rows[i] for i in stay]
+        stay = [i for i, row in enumerate(self._rows) if row is not None and id(row) not in gone]
         if not stay or self._past is None:
-            self._past = self._mask = None
-            return
-        index = torch.tensor(stay, device=self._device)
-        self._past.batch_select_indices(index)
-        if self._mask is not None:
-            self._mask = self._mask.index_select(0, index)
+            self._forget()
+        elif self._static:
+            self._rows = [row if i in stay else None for i, row in enumerate(self._rows)]
+        elif len(stay) < len(self._rows):
+            self._rows = [self._rows[i] for i in stay]
+            index = torch.tensor(stay, device=self._device)
+            # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
+            self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
+            self._mask = None if self._mask is None else self._mask.index_select(0, index)
+
+
+def _columns(sequences: Seq[Sequence]) -> int:
+    """How many columns a batch of these has at most: the last new token is never fed."""
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    return longest + max(s.settings.max_new_tokens - s.num_new for s in sequences) - 1
+
+
+def _aligned(feed: Feed, width: int) -> tuple[list[int], list[int], list[int]]:
+    """Token ids, positions and validity of a row of `width` columns, the tokens at its right."""
+    tokens = feed.token_ids
+    gap = [0] * (width - len(tokens))
+    positions = range(feed.start, feed.start + len(tokens))
+    return [*gap, *tokens], [*gap, *positions], [*gap, *([1] * len(tokens))]
+
+
+def _idle(width: int) -> tuple[list[int], list[int], list[int]]:
+    """A row that nobody reads sees itself, since a row that sees nothing can become NaN."""
+    return [0] * width, [0] * width, [1] * width

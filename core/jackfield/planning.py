@@ -178,7 +178,9 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
     A named backend is never swapped; "auto" tries backends by rank; a list is tried in its order.
+    Plugins that are missing from the choice are logged.
     """
+    registry.warn()
     candidates = {kind: list(_candidates(registry, kind, selections[kind])) for kind in ORDER}
     found = _solve(ORDER, needs, candidates)
     if not isinstance(found, _Solution):

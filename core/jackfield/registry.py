@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from jackfield.contracts import Backend, BindContext
 from jackfield.errors import JackfieldError, PluginError, SelectionError
 from jackfield.hookspecs import HOOKS
 from jackfield.selection import PREFIX, Selection, nearest
+
+logger = logging.getLogger("jackfield")
 
 State = Literal["loaded", "failed", "disabled"]
 
@@ -87,6 +90,20 @@ class Registry:
     backends: dict[str, list[Registered]] = field(default_factory=lambda: {k: [] for k in HOOKS})
     plugins: list[PluginRecord] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    warned: bool = False
+
+    def warn(self) -> None:
+        """Log, once, which plugins are missing or at odds, other than by the caller's wish."""
+        if self.warned:
+            return
+        self.warned = True
+        for warning in self.warnings:
+            logger.warning("%s", warning)
+        for plugin in self.plugins:
+            for trouble in (plugin.cause, *plugin.problems):
+                if trouble and plugin.state != "disabled":
+                    who = f"{plugin.entry_point} of {plugin.distribution} {plugin.version}"
+                    logger.warning("plugin %s: %s", who, trouble)
 
     def of_kind(self, kind: str) -> Iterator[Registered]:
         """The backends of `kind`, in a stable order (distribution, entry point, as offered)."""
@@ -136,6 +153,7 @@ class Registry:
         elsewhere = [k for k in HOOKS if any(r.name == selection.name for r in self.of_kind(k))]
         if elsewhere and kind not in elsewhere:
             message += f"; {selection.name!r} is of kind {elsewhere[0]}"
-        if failed := sum(p.state == "failed" for p in self.plugins):
-            message += f"; {failed} plugin(s) failed to load, see `jackfield plugins`"
+        for state, what in (("failed", "failed to load"), ("disabled", "are disabled")):
+            if number := sum(p.state == state for p in self.plugins):
+                message += f"; {number} plugin(s) {what}, see `jackfield plugins`"
         return message

@@ -47,17 +47,23 @@ class Sampler:
         wanted = batch.most_logprobs
         raw = logits if wanted is None else torch.log_softmax(_precise(logits), -1)
         tokens, scores = batch.choose(logits)
-        columns = [tokens.double(), scores.double()]
+        wide = _widest(logits.device)
+        columns = [tokens.to(wide), scores.to(wide)]
         if wanted is not None:
-            columns.append(raw.gather(1, tokens[:, None])[:, 0].double())
+            columns.append(raw.gather(1, tokens[:, None])[:, 0].to(wide))
             top = raw.topk(wanted, -1)
-            columns += [*top.indices.T.double(), *top.values.T.double()]
+            columns += [*top.indices.T.to(wide), *top.values.T.to(wide)]
         rows = torch.stack(columns, 1).tolist()
         batch.record(tokens)
         return [
             _accepted(sequence.settings, row, wanted)
             for sequence, row in zip(sequences, rows, strict=True)
         ]
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """The widest float of a device; MPS has no float64 (float32 holds token ids up to 2²⁴)."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _precise(logits: torch.Tensor) -> torch.Tensor:
@@ -229,8 +235,9 @@ class _Batch:
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
         """Invert the cumulative distribution at each row's random number, in float64."""
-        cumulative = scores.double().softmax(-1).cumsum(-1)
+        wide = _widest(self.device)
+        cumulative = scores.to(wide).softmax(-1).cumsum(-1)
         numbers = [uniform(s.settings.seed, 0, len(s.tokens)) for s in self.sequences]
-        draws = torch.tensor(numbers, dtype=torch.float64, device=self.device)[:, None]
+        draws = torch.tensor(numbers, dtype=wide, device=self.device)[:, None]
         found = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
         return found[:, 0].clamp(max=self.vocab_size - 1)

@@ -40,7 +40,7 @@ def alternate(
         speed = [units / statistics.median(seconds) for seconds in (mine, others)]
         benchmark.extra_info.update(ratio=ratio, ours=speed[0], theirs=speed[1])
         with capsys.disabled():
-            print(
+            print(  # noqa: T201 - the figures are what this is for
                 f"\n{benchmark.name}: {speed[0]:.1f}/s against {speed[1]:.1f}/s, "
                 f"ratio {ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from jackfield.contracts import PackedLayer, PackedStep, Span
+from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 
 
 def step_of(sizes: Seq[tuple[int, int]], device: str = "cpu") -> PackedStep:
@@ -61,12 +61,13 @@ def layer_of(
         made = torch.randn(shape, generator=generator, device=device).to(dtype)
         return made.masked_fill_(~live.to(device)[..., None, None], stale)
 
-    return PackedLayer(
-        pool(head_dim), pool(value_dim or head_dim),
+    held = PageTables(
+        step, window, page_size,
         torch.tensor(padded, dtype=torch.int32, device=device),
         torch.tensor(firsts, dtype=torch.int32, device=device),
-        tables, firsts, step, window,
+        tables, firsts,
     )  # fmt: skip
+    return PackedLayer(pool(head_dim), pool(value_dim or head_dim), held)
 
 
 def queries_of(step: PackedStep, heads: int, layer: PackedLayer, seed: int = 1) -> torch.Tensor:
@@ -94,8 +95,8 @@ def reference(
     rows = []
     for row, span in enumerate(layer.step.spans):
         slots = [
-            layer.tables[row][at // layer.page_size] * layer.page_size + at % layer.page_size
-            for at in range(span.end - layer.firsts[row])
+            layer.tables.tables[row][at // layer.page_size] * layer.page_size + at % layer.page_size
+            for at in range(span.end - layer.tables.firsts[row])
         ]
         group = query.shape[1] // layer.keys.shape[2]
         keys, values = (
@@ -106,7 +107,7 @@ def reference(
         scores = q @ keys.transpose(1, 2) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        at = torch.arange(layer.firsts[row], span.end, device=q.device)
+        at = torch.arange(layer.tables.firsts[row], span.end, device=q.device)
         mine = at[-span.length :, None]
         seen = at <= mine
         if layer.window is not None:

@@ -24,7 +24,10 @@ NEEDS = Requirements(
     num_key_value_heads=4,
     head_sizes=(16,),
     layer_types=("full_attention", "full_attention"),
+    windows=(None, None),
 )
+MIXED = frozenset({"full_attention", "sliding_attention"})
+WHY = "(rollback), which the decoding strategy needs"
 SOFTCAP = replace(NEEDS, features={"softcap": "attn_logit_softcapping = 50.0"})
 
 
@@ -66,7 +69,10 @@ def holds(**members: Any) -> CacheCapabilities:
          ["does not hold sliding_attention layers"]),
         (holds(), replace(NEEDS, rollback=True),
          ["cannot take back tokens (rollback), which the decoding strategy needs"]),
-        (holds(rollback=True), replace(NEEDS, rollback=True), []),
+        (holds(rollback=frozenset({"full_attention"})), replace(NEEDS, rollback=True), []),
+        (holds(layer_types=MIXED, rollback=frozenset({"full_attention"})),
+         replace(NEEDS, rollback=True, layer_types=tuple(MIXED)),
+         [f"cannot take back tokens of sliding_attention layers {WHY}"]),
     ],
 )  # fmt: skip
 def test_every_requirement_is_compared(

@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from jackfield import __version__
-from jackfield.cli import output, run
+from jackfield.cli import output
 from jackfield.cli.app import COMMANDS
 from jackfield.demo import MODEL_PATH
 
 if TYPE_CHECKING:
-    from conftest import Site
+    from conftest import Cli, Site
 
-COMMAND = (sys.executable, "-m", "jackfield")
 HELLO = "Hello! How can I help you?"
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    def failed(self, code: int, text: str) -> None:
-        """Assert that it failed with this one line and wrote nothing else."""
-        assert (self.code, self.out) == (code, ""), self
-        assert re.fullmatch(rf"error: .*{re.escape(text)}.*\n", self.err), self.err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-Cli = Callable[..., Done]
-
-
-@pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command line in this process; `stdin` is what is piped into it, None a terminal."""
-
-    # main() asks for this by an environment variable, before transformers is imported
-    monkeypatch.setattr("transformers.tokenization_utils_base.logger.disabled", True)
-
-    def call(*arguments: str, stdin: str | bytes | None = None) -> Done:
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        piped = Terminal() if data is None else io.TextIOWrapper(io.BytesIO(data))
-        monkeypatch.setattr(sys, "stdin", piped)
-        capfd.readouterr()
-        code = run(arguments)
-        return Done(code, *capfd.readouterr())
-
-    return call
 
 
 def test_generate_shows_text_and_what_ran(cli: Cli) -> None:
@@ -223,7 +174,8 @@ def test_help_has_an_example_and_whole_flags(
 
 
 def test_version(cli: Cli) -> None:
-    assert cli("--version") == Done(0, f"jackfield {__version__}\n", "")
+    done = cli("--version")
+    assert (done.code, done.out, done.err) == (0, f"jackfield {__version__}\n", "")
 
 
 def test_plugins(cli: Cli) -> None:
@@ -331,83 +283,6 @@ def test_eval(cli: Cli) -> None:
     assert "7 items in" in shown.err
 
 
-def test_chat_remembers_until_reset(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jackfield.engine import Engine
-
-    seen = []
-    stream = Engine.stream
-
-    def watch(self: Engine, prompt: Any, **settings: Any) -> Any:
-        seen.append([message["content"] for message in prompt])
-        return stream(self, prompt, **settings)
-
-    monkeypatch.setattr(Engine, "stream", watch)
-    done = cli("chat", stdin="Hello!\n\nHi\n/reset\nHello!\n/exit\nnever\n")
-    assert done.code == 0
-    assert done.out.splitlines()[0] == done.out.splitlines()[2] == HELLO
-    assert seen[1:] == [["Hello!"], ["Hello!", HELLO, "Hi"], ["Hello!"]]
-    assert "the conversation is forgotten" in done.err
-
-
-def test_chat_says_when_the_context_is_full(cli: Cli) -> None:
-    question = "Copy this text: " + "one two three four five six seven eight nine ten " * 8
-    done = cli("chat", stdin=f"Hello!\n{question * 9}\n/reset\nHello!")
-    assert done.code == 0
-    assert done.out == f"{HELLO}\n{HELLO}\n"
-    error, hint, forgotten = done.err.splitlines()
-    assert re.match(r"error: the prompt has \d+ tokens, the model's context is \d+", error)
-    assert hint.endswith("no longer fits into the model's context; /reset starts afresh")
-    assert forgotten == "the conversation is forgotten"
-
-
-def test_chat_says_that_an_answer_was_cut(cli: Cli) -> None:
-    done = cli("chat", "--max-new-tokens", "3", stdin="Hello!")
-    assert done.err == "(cut after 3 tokens; --max-new-tokens allows more)\n"
-
-
-@pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Ctrl-C after the first piece of every second answer; the prompts that were asked."""
-    from jackfield.engine import Engine
-
-    prompts: list[Any] = []
-    stream = Engine.stream
-
-    def interrupt(self: Engine, prompt: Any, **settings: Any) -> Any:
-        deltas = stream(self, prompt, **settings)
-        prompts.append(list(prompt))
-        return stop(deltas) if len(prompts) % 2 == 0 else deltas
-
-    def stop(deltas: Any) -> Iterator[Any]:
-        for delta in deltas:
-            yield delta
-            if delta.text:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "stream", interrupt)
-    return prompts
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_chat(cli: Cli, interrupted: list[Any]) -> None:
-    done = cli("chat", stdin="Hello!\nHi\n")
-    assert done.code == 0
-    assert done.err == "(stopped)\n"
-    first, second = done.out.splitlines()
-    assert second == HELLO
-    assert HELLO.startswith(first)
-    assert interrupted[2][:2] == [
-        {"role": "user", "content": "Hello!"},
-        {"role": "assistant", "content": first},
-    ]
-
-
-def test_ctrl_c_ends_generate(cli: Cli, interrupted: list[Any]) -> None:
-    interrupted.append("the first is not interrupted")
-    done = cli("generate", "--chat", "Hello!")
-    assert (done.code, done.err) == (130, "")
-    assert HELLO.startswith(done.out.removesuffix("\n"))
-
-
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"a": [float("nan"), (float("-inf"), 1.5)]})
     assert capsys.readouterr().out == '{"a": [null, [null, 1.5]]}\n'
@@ -426,63 +301,3 @@ def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch
     done = cli("generate", "hi", "--max-new-tokens", "1", "--json")
     assert (done.code, done.err) == (1, "error: it broke\n")
     assert done.json["finish_reason"] == "error"
-
-
-def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, **options)
-
-
-def test_listing_plugins_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from jackfield.cli import run; code = run(['plugins', '--json']); "
-        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'rich', 'pydantic'}; "
-        "sys.exit(code or ' '.join(heavy & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["plugins"]
-
-
-def test_a_whole_process() -> None:
-    done = process("generate", "--chat", input="Hello!\n")
-    assert (done.returncode, done.stdout) == (0, f"{HELLO}\n")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_whole_process_that_fails() -> None:
-    done = process("generate", "hi", "--set", "sequence_bias=[[[1], NaN]]")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX pipe")
-@pytest.mark.parametrize("arguments", [("plugins",), ("generate", "hi")])
-def test_a_reader_that_goes_away_is_no_traceback(arguments: tuple[str, ...]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_ctrl_c_ends_a_whole_process() -> None:
-    endless = ("generate", "Once", "--set", "min_new_tokens=400", "--max-new-tokens", "400")
-    with subprocess.Popen(
-        [*COMMAND, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as p:
-        assert p.stdout is not None
-        assert p.stderr is not None
-        shown = p.stdout.read(1)
-        p.send_signal(signal.SIGINT)
-        shown += p.stdout.read()
-        assert p.stderr.read() == b""
-    assert p.returncode == 130
-    assert shown.endswith(b"\n")
-
-
-def test_no_color_is_honoured() -> None:
-    coloured = {**os.environ, "FORCE_COLOR": "1"}
-    coloured.pop("NO_COLOR", None)
-    assert "\x1b[32m" in process("plugins", env=coloured).stdout
-    plain = process("plugins", env={**coloured, "NO_COLOR": "1"}).stdout
-    assert not re.search(r"\x1b\[[39]\d", plain)

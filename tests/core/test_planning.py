@@ -30,6 +30,7 @@ NEEDS = Requirements(
     num_key_value_heads=4,
     head_sizes=(16,),
     layer_types=("full_attention", "full_attention"),
+    windows=(None, None),
 )
 
 
@@ -106,6 +107,7 @@ def holds(**capabilities: Any) -> dict[str, Any]:
 
 
 PACKED = holds(layout="packed")
+REWINDS = holds(rollback=frozenset({"full_attention"}))
 
 
 def test_auto_takes_the_highest_rank(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +333,7 @@ def test_a_strategy_that_takes_tokens_back_needs_a_cache_that_can() -> None:
         "cache_implementation='auto' cannot run TinyForCausalLM here with decoding='drafts': "
         f"grow ({reason}); no other cache can either"
     )
-    registry = socket(drafting, fake("cache", "rewind", **holds(rollback=True)))
+    registry = socket(drafting, fake("cache", "rewind", **REWINDS))
     plan = choose(registry, decoding="drafts")
     assert chosen(plan) == ("drafts", "rewind", "plain")
     assert plan.requirements.rollback is True

@@ -241,8 +241,12 @@ def test_a_row_is_what_it_is_alone_for_many_steps(seed: int) -> None:
             alone[row].extend(expected.tokens, expected.logprobs)
 
 
-def test_rows_that_leave_or_change_places_keep_their_history() -> None:
-    fields = {"repetition_penalty": 3.0, "frequency_penalty": 1.0, "presence_penalty": 1.0}
+@pytest.mark.parametrize(
+    "fields",
+    [{"repetition_penalty": 3.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}],
+    ids=str,
+)
+def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, float]) -> None:
     rows = [sequence([1], **fields) for _ in range(3)]
     sampler = Sampler()
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
@@ -253,6 +257,16 @@ def test_rows_that_leave_or_change_places_keep_their_history() -> None:
         assert kept == fresh
         for i, chosen in zip(order, kept, strict=True):
             rows[i].extend([chosen], [])
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 2), (1 - 2**-53, 5)])
+def test_the_ends_of_the_unit_interval_draw_no_forbidden_token(
+    number: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jackfield.sampling.uniform", lambda *key: number)
+    never = {(i,): -math.inf for i in (0, 1, 6, 7)}
+    row = sequence(do_sample=True, sequence_bias=never)
+    assert token(sample([row], LOGITS[None])[0]) == expected
 
 
 def test_greedy_and_sampled_rows_mix() -> None:

@@ -11,7 +11,8 @@ import torch
 from transformers import GenerationConfig
 
 from jackfield.errors import PromptError, SettingsError
-from jackfield.settings import CODE, DEFAULT_MAX_NEW_TOKENS, FACTS, INERT, Limits, Settings, resolve
+from jackfield.settings import DEFAULT_MAX_NEW_TOKENS, Limits, Settings, resolve
+from jackfield.vocabulary import CODE, FACTS, INERT
 from jackfield_plugins.decoding.sample import Sample
 
 PROMPT = 10

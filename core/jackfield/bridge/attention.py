@@ -45,17 +45,24 @@ _serial = itertools.count(1)
 
 
 class AttentionPort:
-    """One binding of one attention backend: its key in transformers, and what was observed."""
+    """One binding of one attention backend: its key in transformers, and what was observed.
+
+    `like` is the model that is bound, or a skeleton of it while it is loading.
+    """
 
     def __init__(
-        self, registered: Registered, context: BindContext, pages: PackedKVCache | None = None
+        self,
+        registered: Registered,
+        context: BindContext,
+        like: PreTrainedModel,
+        pages: PackedKVCache | None = None,
     ) -> None:
         self.registered = registered
         self.tally = Tally()
         self._hooks: list[Any] = []
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
-            own = _model_attention(context.model) if context.model is not None else None
+            own = _model_attention(like)
             if own is None:
                 self.key, self.in_tables = bound.implementation, False
                 return

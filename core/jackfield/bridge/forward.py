@@ -29,6 +29,7 @@ def forward_of(model: PreTrainedModel) -> Callable[[ModelInputs], torch.Tensor]:
         logits: torch.Tensor = model(**kwargs).logits
         if "logits_to_keep" in absent:
             logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
-        return logits.view(inputs.rows, -1, logits.shape[-1])
+        logits = logits.view(inputs.rows, -1, logits.shape[-1])
+        return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
 
     return forward

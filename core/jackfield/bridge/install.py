@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
-from jackfield.bridge.requirements import describe, skeleton
+from jackfield.bridge.requirements import describe, replaceable, skeleton
 from jackfield.contracts import BindContext
 from jackfield.discovery import registry
 from jackfield.errors import PlanError, UsageError
@@ -18,8 +18,9 @@ from jackfield.planning import judge
 from jackfield.report import Report, observe
 from jackfield.selection import PREFIX, make_options, parse
 
-_METHOD = "_check_and_adjust_attn_implementation"
-_original: Callable[..., str] | None = None
+_CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
+#: transformers' own methods, while ours stand in their place.
+_originals: dict[str, Callable[..., Any]] = {}
 _ports: dict[str, AttentionPort] = {}
 
 
@@ -29,32 +30,40 @@ def install() -> None:
     Every other name goes the way it always went. A second call changes nothing. A plugin that
     cannot serve the model raises PlanError before weights are loaded.
     """
-    global _original
-    if _original is not None:
+    if _originals:
         return
-    original = getattr(PreTrainedModel, _METHOD)
+    _originals.update({name: getattr(PreTrainedModel, name) for name in (_CHECK, _SET)})
+    check, change = _originals[_CHECK], _originals[_SET]
 
-    @functools.wraps(original)
-    def check(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
-        if isinstance(name, str) and name.startswith(PREFIX):
+    @functools.wraps(check)
+    def our_check(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
+        if _is_plugin(name):
             return _plug_in(self, name, loading=bool(kwargs.get("is_init_check", False)))
-        return str(original(self, name, *args, **kwargs))
+        return check(self, name, *args, **kwargs)
 
-    _original = original
-    setattr(PreTrainedModel, _METHOD, check)
+    @functools.wraps(change)
+    def our_change(self: PreTrainedModel, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_plugin(name) and not replaceable(self):  # transformers would only warn
+            name = _plug_in(self, name, loading=False)
+        return change(self, name, *args, **kwargs)
+
+    setattr(PreTrainedModel, _CHECK, our_check)
+    setattr(PreTrainedModel, _SET, our_change)
+
+
+def _is_plugin(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def uninstall() -> None:
-    """Put transformers back as it was: its method, and its attention and mask tables.
+    """Put transformers back as it was: its methods, and its attention and mask tables.
 
     Models that still select a plugin fail by name when they run; give them another
     implementation first.
     """
-    global _original
-    if _original is None:
-        return
-    setattr(PreTrainedModel, _METHOD, _original)
-    _original = None
+    for name, original in _originals.items():
+        setattr(PreTrainedModel, name, original)
+    _originals.clear()
     for port in _ports.values():
         port.remove()
     _ports.clear()
@@ -92,7 +101,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
     context = BindContext(
         model=None if loading else model, config=model.config, requirements=needs, options=options
     )
-    port = AttentionPort(registered, context)
+    port = AttentionPort(registered, context, shape)
     if port.in_tables:
         _ports[port.key] = port
     return port.key

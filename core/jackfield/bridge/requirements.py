@@ -82,12 +82,21 @@ def skeleton(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None)
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """The (layer index, module) of every attention layer of the decoder."""
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        named = "Attention" in type(module).__name__
-        if isinstance(index, int) and named and not getattr(module, "is_cross_attention", False):
-            yield index, module
+    """The (layer index, module) of every attention layer of the decoder.
+
+    Older models do not number theirs: there the innermost attention modules count, in their order.
+    """
+    named = [
+        module
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and not getattr(module, "is_cross_attention", False)
+    ]
+    numbered = [m for m in named if isinstance(getattr(m, "layer_idx", None), int)]
+    if numbered:
+        yield from ((int(module.layer_idx), module) for module in numbered)  # type: ignore[arg-type]
+        return
+    inner = [m for m in named if not any(other in named for other in list(m.modules())[1:])]
+    yield from enumerate(inner)
 
 
 def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ def find(
             "'demo'"
         )
     location = str(model)
+    if not location:
+        raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")
     if location == "demo":  # a folder of that name is "./demo"
         from jackfield.demo import MODEL_PATH
 

@@ -11,7 +11,6 @@ from jackfield.cli.generate import decoded, show, summary
 from jackfield.cli.options import Backends, ModelOption, Settings, load
 from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError
-from jackfield.prompts import encode
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -71,8 +70,7 @@ class Conversation:
     def check(self) -> None:
         """Raise now what each message would: no chat template, a setting that cannot be."""
         probe = [{"role": "user", "content": "Hello"}]
-        encode(probe, self.engine.tokenizer, vocab_size=0)
-        self.engine.stream(probe, **self.settings)  # checks at once, computes nothing until read
+        self.engine.stream(probe, **self.settings)  # checks at once, computes when it is read
 
     def answer(self, text: str) -> None:
         """Answer one message; what was shown of an answer that is stopped is remembered."""

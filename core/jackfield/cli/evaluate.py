@@ -42,7 +42,7 @@ def evaluate(
 
 
 def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
-    """Evaluate with a progress bar on standard error, which is shown on a terminal only."""
+    """Evaluate, on a terminal with a progress bar on standard error."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -54,17 +54,12 @@ def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
     from jackfield.demo.tasks import TASKS
     from jackfield.evaluation import evaluate
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     errors = console(stderr=True)
-    bar = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("items", total=len(TASKS) * max(count, 1))
+    if not errors.is_terminal:
+        return evaluate(engine, count, seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
+        task = bar.add_task("items", total=len(TASKS) * count)
         return evaluate(engine, count, seed, progress=lambda done: bar.advance(task, done))
 
 

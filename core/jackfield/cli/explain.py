@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, warn_of_plugins
+from jackfield.cli.options import Backends, JsonOption
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     from jackfield.errors import PlanError
     from jackfield.planning import decide
 
-    if not json:
-        warn_of_plugins()
     source = find(model, backends.revision)
     needs = requirements_of(source, dtype=backends.dtype, device=backends.device)
     selections: dict[str, Selectable] = {**backends.selections()}

@@ -118,8 +118,8 @@ def show(
     try:
         for delta in engine.stream(prompt, **settings):
             if delta.text:
+                pieces.append(delta.text)  # first, since Ctrl-C may come in between
                 print(delta.text, end="", flush=True)
-                pieces.append(delta.text)
             if delta.completion is not None:
                 return delta.completion
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,8 +15,6 @@ from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
-
-logger = logging.getLogger("jackfield")
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
@@ -78,22 +75,7 @@ def load(model: str, backends: Backends) -> Engine:
     """The engine that the flags ask for."""
     from jackfield.engine import load
 
-    warn_of_plugins()
     return load(model, **backends.arguments())
-
-
-def warn_of_plugins() -> None:
-    """Say which installed plugins are missing from this run, other than by the caller's wish."""
-    from jackfield.discovery import registry
-
-    found = registry()
-    for warning in found.warnings:
-        logger.warning("%s", warning)
-    for plugin in found.plugins:
-        for trouble in (plugin.cause, *plugin.problems):
-            if trouble and plugin.state != "disabled":
-                who = f"{plugin.entry_point} of {plugin.distribution} {plugin.version}"
-                logger.warning("plugin %s: %s", who, trouble)
 
 
 @dataclass(frozen=True)

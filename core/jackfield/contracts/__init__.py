@@ -7,9 +7,16 @@ from jackfield.contracts.attention import (
     ModelAttention,
 )
 from jackfield.contracts.backend import Backend, BindContext, NoOptions
-from jackfield.contracts.cache import Cache, CacheCapabilities, KVCache, ModelInputs, PackedKVCache
+from jackfield.contracts.cache import (
+    Cache,
+    CacheCapabilities,
+    KVCache,
+    ModelInputs,
+    PackedKVCache,
+    TransformersCache,
+)
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
-from jackfield.contracts.packed import PackedLayer, PackedStep, Span
+from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
 
 __all__ = [
@@ -31,9 +38,11 @@ __all__ = [
     "PackedKVCache",
     "PackedLayer",
     "PackedStep",
+    "PageTables",
     "Requirements",
     "Span",
     "Strategy",
+    "TransformersCache",
 ]
 
 #: kind -> the base class that its backends derive from

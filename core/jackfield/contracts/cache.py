@@ -12,6 +12,7 @@ from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
 
 if TYPE_CHECKING:
     import torch
+    import transformers
 
     from jackfield.contracts.packed import PackedLayer
     from jackfield.sequences import Sequence, Step
@@ -23,20 +24,21 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "line
 class CacheCapabilities:
     """What a cache backend declares it can do. What is not declared is not had.
 
-    `rollback`: tokens that were fed can be taken back (rejected drafts).
+    `rollback`: the layer types whose tokens can be taken back once they were fed (rejected drafts).
     `static_shapes`: buffers keep their address and shape from step to step.
     """
 
     layout: str
     layer_types: frozenset[str]
     dtypes: frozenset[str] = frozenset(DTYPES)
-    rollback: bool = False
+    rollback: frozenset[str] = frozenset()
     static_shapes: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
         unknown(self.layer_types, LAYER_TYPES, "layer type")
         unknown(self.dtypes, DTYPES, "dtype")
+        unknown(self.rollback, self.layer_types, "layer type to roll back")
         if not (self.layer_types and self.dtypes):
             raise ValueError("a cache needs at least one layer type and one dtype")
 
@@ -48,9 +50,15 @@ class CacheCapabilities:
         ]
         if requirements.dtype not in self.dtypes:
             reasons.append(f"does not hold dtype {requirements.dtype}")
-        if requirements.rollback and not self.rollback:
-            reasons.append("cannot take back tokens (rollback), which the decoding strategy needs")
+        if requirements.rollback and (reason := self._stuck(requirements)):
+            reasons.append(f"{reason}, which the decoding strategy needs")
         return reasons
+
+    def _stuck(self, requirements: Requirements) -> str | None:
+        if not self.rollback:
+            return "cannot take back tokens (rollback)"
+        stuck = sorted(set(requirements.layer_types) & self.layer_types - self.rollback)
+        return f"cannot take back tokens of {', '.join(stuck)} layers (rollback)" if stuck else None
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,13 @@ class ModelInputs:
     """The keyword arguments of one forward call; valid until the next `prepare`.
 
     The model's logits become `[rows, k, vocab]`, one row per feed of the step, where the last `k`
-    positions of row i line up with the last `k` tokens of feed i.
+    positions of row i line up with the last `k` tokens of feed i. Where some rows are nobody's,
+    `feeds` (int64 `[feeds]`) says which row is that of feed i.
     """
 
     kwargs: dict[str, Any]
     rows: int
+    feeds: torch.Tensor | None = None
 
 
 class KVCache(ABC):
@@ -88,8 +98,29 @@ class KVCache(ABC):
         """Forget these sequences and give their memory back. Unknown ones are ignored."""
 
     @abstractmethod
-    def room(self) -> int | None:
-        """How many sequences may join the next step; None: any number."""
+    def room(self, waiting: Seq[Sequence]) -> int | None:
+        """How many of `waiting`, the first ones, may join the next step; None: any number.
+
+        At least one where nothing runs.
+        """
+
+    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        """Why a request of this size can never be held, and which option would; None: it can be.
+
+        Asked when a request is made, before anything is computed. The last new token is not fed,
+        so `prompt_length + max_new_tokens - 1` tokens are cached.
+        """
+        del prompt_length, max_new_tokens
+        return None
+
+    def portions(self, sequences: Seq[Sequence], limit: int | None) -> list[int]:
+        """How many tokens each of the running `sequences` feeds in the next step.
+
+        All that is not cached yet where `limit` is None; otherwise at most `limit` (chunked
+        prefill). 0 only where the layout has a sequence wait for others.
+        """
+        left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
+        return left if limit is None else [min(limit, count) for count in left]
 
 
 class PackedKVCache(KVCache):
@@ -127,3 +158,35 @@ class Cache(Backend):
         if not isinstance(getattr(self, "capabilities", None), CacheCapabilities):
             found.append("`capabilities` must be a CacheCapabilities")
         return found
+
+
+class TransformersCache(Cache):
+    """A cache of the padded layout that is one of transformers' own classes.
+
+    A backend is its capabilities and `make`. `jackfield.cache` hands the same object to plain
+    transformers code. Where `capabilities.static_shapes`, rows that finish stay where they are
+    and idle; otherwise they are taken out with `transformers.Cache.reorder_cache`.
+    """
+
+    @abstractmethod
+    def make(self, context: BindContext, length: int | None) -> transformers.Cache:
+        """An empty cache for one batch that has at most `length` columns.
+
+        `length` is None in plain transformers code, where nobody knows it yet.
+        """
+
+    def max_cache_len(self, options: Any) -> int | None:
+        """How many columns every batch has at most, because of `options`; None: any number."""
+        del options
+        return None
+
+    def bind(self, context: BindContext) -> KVCache:
+        from jackfield.padded import PaddedKVCache
+
+        assert context.model is not None
+        return PaddedKVCache(
+            lambda length: self.make(context, length),
+            context.model.device,
+            max_cache_len=self.max_cache_len(context.options),
+            static=self.capabilities.static_shapes,
+        )

@@ -6,6 +6,7 @@ A cache of this layout stores a layer's new keys and values itself and hands the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,34 +42,100 @@ class PackedStep:
 
 
 @dataclass(slots=True)
-class PackedLayer:
-    """One layer's keys and values, as an attention reads them.
+class PageTables:
+    """Which pages the sequences of a step hold, for all layers that remember alike.
 
-    `keys` and `values` are `[pages, page_size, kv_heads, head_dim]`. Row i of `block_table` (int32
-    `[sequences, pages of the longest]`, padded with 0) lists the pages of sequence i in the order
-    of its tokens, beginning with the page that holds token `first[i]` (int32; a multiple of the
-    page size, not 0 only where a window let go of earlier pages; on the host in `firsts`).
-    `tables` is the same on the host. `window` limits query i to keys `i - window + 1 … i`.
+    Row i of `block_table` (int32 `[sequences, pages of the longest]`, padded with 0) lists the
+    pages of sequence i in the order of its tokens, beginning with the page that holds token
+    `first[i]` (int32; a multiple of the page size, not 0 only where a window let go of earlier
+    pages). `tables` and `firsts` are the same on the host. `window` limits query i to keys
+    `i - window + 1 … i`. Valid until the cache's next `prepare`.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    step: PackedStep
+    window: int | None
+    page_size: int
     block_table: torch.Tensor
     first: torch.Tensor
     tables: Seq[Seq[int]]
     firsts: Seq[int]
-    step: PackedStep
-    window: int | None
+    runs: Seq[tuple[int, int] | None] = ()
 
-    @property
-    def page_size(self) -> int:
-        return self.keys.shape[1]
+    def __post_init__(self) -> None:
+        self.runs = [self._run(row) for row in range(len(self.tables))]
 
     def oldest(self, row: int) -> int:
         """The position of the oldest key that any query of sequence `row` sees."""
         span = self.step.spans[row]
         begin = 0 if self.window is None else span.end - span.length + 1 - self.window
         return max(self.firsts[row], begin)
+
+    def keys_of(self, row: int) -> tuple[int, int]:
+        """Where, counted from the first page's first token, the keys seen begin and end."""
+        first = self.firsts[row]
+        return self.oldest(row) - first, self.step.spans[row].end - first
+
+    def _run(self, row: int) -> tuple[int, int] | None:
+        """The keys' first and last slot, where the pages lie in a row."""
+        pages = self.tables[row]
+        if any(b - a != 1 for a, b in itertools.pairwise(pages)):
+            return None
+        begin, end = self.keys_of(row)
+        return pages[0] * self.page_size + begin, pages[0] * self.page_size + end
+
+
+class PackedLayer:
+    """One layer's keys and values, as an attention reads them.
+
+    `keys` and `values` are `[pages, page_size, kv_heads, head_dim]`; which pages belong to whom is
+    in `tables`.
+    """
+
+    __slots__ = ("flat_keys", "flat_values", "keys", "tables", "values")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tables: PageTables) -> None:
+        self.tables = tables
+        self.replace(keys, values)
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Use other pools. `flat_keys` and `flat_values` are views by slot, not by page."""
+        self.keys, self.values = keys, values
+        self.flat_keys, self.flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+
+    @property
+    def step(self) -> PackedStep:
+        return self.tables.step
+
+    @property
+    def window(self) -> int | None:
+        return self.tables.window
+
+    @property
+    def page_size(self) -> int:
+        return self.tables.page_size
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return self.tables.block_table
+
+    @property
+    def first(self) -> torch.Tensor:
+        return self.tables.first
+
+    def gather(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence, `[kv_heads, keys, head_dim]`, from the oldest seen on.
+
+        Views where its pages lie in a row, copies otherwise.
+        """
+        if (run := self.tables.runs[row]) is not None:
+            begin, end = run
+            keys, values = self.flat_keys[begin:end], self.flat_values[begin:end]
+        else:
+            begin, end = self.tables.keys_of(row)
+            index = self.block_table[row, : len(self.tables.tables[row])]
+            keys = self.keys.index_select(0, index).flatten(0, 1)[begin:end]
+            values = self.values.index_select(0, index).flatten(0, 1)[begin:end]
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def mask(self, row: int) -> torch.Tensor | None:
         """What the queries of one sequence see of its gathered keys: bool `[queries, keys]`.
@@ -80,28 +147,7 @@ class PackedLayer:
             return None
         import torch
 
-        at = torch.arange(self.oldest(row), span.end, device=self.keys.device)
+        at = torch.arange(self.tables.oldest(row), span.end, device=self.keys.device)
         queries = at[-span.length :, None]
         seen = at <= queries
         return seen if self.window is None else seen & (at > queries - self.window)
-
-    def gather(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, `[kv_heads, keys, head_dim]`, from `oldest(row)` on.
-
-        Views where its pages lie in a row, copies otherwise.
-        """
-        pages = self.tables[row]
-        begin = self.oldest(row) - self.firsts[row]
-        end = self.step.spans[row].end - self.firsts[row]
-        lowest = pages[0]
-        if pages[-1] - lowest == len(pages) - 1 and _rising(pages):
-            found = self.keys[lowest : pages[-1] + 1], self.values[lowest : pages[-1] + 1]
-        else:
-            index = self.block_table[row, : len(pages)]
-            found = self.keys.index_select(0, index), self.values.index_select(0, index)
-        keys, values = (t.flatten(0, 1)[begin:end].transpose(0, 1) for t in found)
-        return keys, values
-
-
-def _rising(pages: Seq[int]) -> bool:
-    return all(b - a == 1 for a, b in zip(pages, pages[1:], strict=False))

@@ -31,8 +31,8 @@ class Requirements:
     """One job, as backends see it when they accept or refuse it.
 
     `features` maps each needed feature to its evidence in the model ("attn_logit_softcapping =
-    50.0"). `layer_types` and `windows` (in tokens, None where a
-    layer sees everything) have one entry per cached layer. `context_length` is in tokens, None where
+    50.0"). `layer_types` and `windows` (in tokens, None where a layer sees everything) have one
+    entry per cached layer. `context_length` is in tokens, None where
     the model has no limit of its own. `device` is a torch device type, None while
     transformers itself is loading the model and has not said where. `layout` is what the chosen
     cache produces.
@@ -47,7 +47,7 @@ class Requirements:
     num_key_value_heads: int
     head_sizes: tuple[int, ...]
     layer_types: tuple[str, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
     model_declines: frozenset[str] = frozenset()
     context_length: int | None = None

@@ -1,8 +1,13 @@
-"""``sdpa``: torch's `scaled_dot_product_attention`, with the kernel that torch picks."""
+"""``sdpa``: torch's `scaled_dot_product_attention`, with torch's choice of kernel or a named one.
+
+A named kernel is pinned with torch's own context manager: where it cannot serve a call, torch
+raises instead of falling back to another one without a word.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -13,15 +18,35 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
+from jackfield.contracts.requirements import DEVICES, DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+
+@dataclass(frozen=True)
+class SdpaOptions:
+    """`kernel`: which of torch's kernels; auto: torch picks for every call."""
+
+    kernel: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
+
+
+#: kernel -> (torch's name for it, devices, dtypes) as torch 2.11 to 2.13 have them
+_KERNELS = {
+    "math": ("MATH", DEVICES, DTYPES),
+    "flash": ("FLASH_ATTENTION", ("cpu", "cuda"), DTYPES),
+    "efficient": ("EFFICIENT_ATTENTION", ("cuda",), ("bfloat16", "float16", "float32")),
+    "cudnn": ("CUDNN_ATTENTION", ("cuda",), ("bfloat16", "float16")),
+}
 
 
 class SdpaAttention(Attention):
     """Windows and chunks are in the mask; scores cannot be touched, so no softcap, no sinks."""
 
     name = "sdpa"
+    options = SdpaOptions
     auto_rank = 10
     capabilities = AttentionCapabilities(
         layouts=frozenset({"padded", "packed"}),
@@ -32,67 +57,98 @@ class SdpaAttention(Attention):
         reasons = super().refuse(requirements, options)
         if not reasons and "sdpa" in requirements.model_declines:
             reasons.append(f"{requirements.architecture} declares that it must not run with sdpa")
+        if options.kernel != "auto":
+            _, devices, dtypes = _KERNELS[options.kernel]
+            if options.kernel == "flash" and requirements.device == "cuda":
+                dtypes = ("bfloat16", "float16")
+            for have, known in ((requirements.device, devices), (requirements.dtype, dtypes)):
+                if have is not None and have not in known:
+                    reasons.append(
+                        f"kernel={options.kernel} runs on {', '.join(known)}, not {have}"
+                    )
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        import torch
-        from torch.nn.functional import scaled_dot_product_attention
-        from transformers.masking_utils import sdpa_mask
+        return torch_attention(context.options.kernel)
 
-        def forward(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            scaling: float | None = None,
-            is_causal: bool | None = None,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, None]:
-            length = query.shape[2]
-            if is_causal is None:
-                is_causal = getattr(module, "is_causal", True)
-            causal = attention_mask is None and length > 1 and is_causal
-            if causal and key.shape[2] > length:
-                # No mask and more keys than queries: a static cache whose tail is unwritten.
-                key, value = key[:, :, :length], value[:, :, :length]
-            output = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=attention_mask,
-                is_causal=causal,
+
+def torch_attention(kernel: str = "auto") -> BoundAttention:
+    """torch's attention for both layouts, with the kernel of that name."""
+    import torch
+    from transformers.masking_utils import sdpa_mask
+
+    scaled_dot_product_attention = _pinned(kernel)
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        length = query.shape[2]
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        causal = attention_mask is None and length > 1 and is_causal
+        if causal and key.shape[2] > length:
+            # No mask and more keys than queries: a static cache whose tail is unwritten.
+            key, value = key[:, :, :length], value[:, :, :length]
+        output = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    def packed(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        layer: PackedLayer,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        rows = []
+        for row, span in enumerate(layer.step.spans):
+            keys, values = layer.gather(row)
+            queries = query[span.start : span.start + span.length].transpose(0, 1)
+            # A prompt from its first token on: causal without a mask, linear memory.
+            whole = keys.shape[1] == span.length and layer.window is None
+            found = scaled_dot_product_attention(
+                queries[None],
+                keys[None],
+                values[None],
+                attn_mask=None if whole else layer.mask(row),
+                is_causal=whole and span.length > 1,
                 scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=queries.shape[0] != keys.shape[0],
             )
-            return output.transpose(1, 2).contiguous(), None
+            rows.append(found[0].transpose(0, 1))
+        return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
-        def packed(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            layer: PackedLayer,
-            scaling: float | None = None,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            output = torch.empty_like(query)
-            for row, span in enumerate(layer.step.spans):
-                keys, values = layer.gather(row)
-                queries = query[span.start : span.start + span.length].transpose(0, 1)
-                # A prompt from its first token on: causal without a mask, linear memory.
-                whole = keys.shape[1] == span.length and layer.window is None
-                found = scaled_dot_product_attention(
-                    queries[None],
-                    keys[None],
-                    values[None],
-                    attn_mask=None if whole else layer.mask(row),
-                    is_causal=whole and span.length > 1,
-                    scale=scaling,
-                    enable_gqa=queries.shape[0] != keys.shape[0],
-                )
-                output[span.start : span.start + span.length] = found[0].transpose(0, 1)
-            return output
+    return BoundAttention(forward, sdpa_mask, packed)
 
-        return BoundAttention(forward, sdpa_mask, packed)
+
+def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
+    """torch's function, with one kernel and no other where `kernel` names one."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if kernel == "auto":
+        return scaled_dot_product_attention
+    chosen = getattr(SDPBackend, _KERNELS[kernel][0])
+
+    def pinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel(chosen):
+            return scaled_dot_product_attention(*args, **kwargs)
+
+    return pinned
 
 
 @hookimpl

@@ -33,7 +33,7 @@ class PagedCache(Cache):
     capabilities = CacheCapabilities(
         layout="packed",
         layer_types=frozenset({"full_attention", "sliding_attention"}),
-        rollback=True,
+        rollback=frozenset({"full_attention", "sliding_attention"}),
     )
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.contracts import PackedLayer, PackedStep
+from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 from jackfield_plugins.cache.paged.pages import PageAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Sequence as Seq
 
 
@@ -35,9 +36,8 @@ class LayerGroup:
         self.allocator = PageAllocator(capacity)
         self.tables: dict[int, Table] = {}
         self.layers: dict[int, PackedLayer] = {}
-        self._slots: torch.Tensor | None = None  # where this step's tokens go, [tokens]
-        self._view: tuple[torch.Tensor, torch.Tensor, list[list[int]], list[int]] | None = None
-        self._step: PackedStep | None = None
+        self._now: PageTables  # this step's
+        self._targets: torch.Tensor  # the slots of this step's tokens, [tokens]
 
     def pages_for(self, tokens: int) -> int:
         """How many pages a sequence of `tokens` holds at most."""
@@ -48,7 +48,7 @@ class LayerGroup:
     def reserve(self, sequence: int, start: int, end: int) -> None:
         """Make pages for tokens `start:end` of a sequence, none of them shared with another.
 
-        Raises OutOfPages where the pool is fixed and full.
+        Raises OutOfPagesError where the pool is fixed and full.
         """
         table = self.tables.setdefault(sequence, Table())
         missing = -(-(end - table.first) // self.page_size) - len(table.pages)
@@ -66,8 +66,7 @@ class LayerGroup:
     def _grow(self, capacity: int) -> None:
         self.allocator.grow(capacity)
         for layer in self.layers.values():
-            layer.keys = _resized(layer.keys, capacity)
-            layer.values = _resized(layer.values, capacity)
+            layer.replace(_resized(layer.keys, capacity), _resized(layer.values, capacity))
 
     def _copy(self, page: int) -> int:
         """Copy-on-write: a page of our own with the same tokens."""
@@ -79,48 +78,49 @@ class LayerGroup:
         return own
 
     def lay_out(self, sequences: Seq[int], step: PackedStep, device: torch.device) -> None:
-        """Point every layer of the group at the tables of this step."""
-        tables = [self.tables[s] for s in sequences]
-        longest = max(len(t.pages) for t in tables)
-        padded = [t.pages + [0] * (longest - len(t.pages)) for t in tables]
-        block_table = torch.tensor(padded, dtype=torch.int32, device=device)
-        firsts = [t.first for t in tables]
-        first = torch.tensor(firsts, dtype=torch.int32, device=device)
+        """Point every layer of the group at the pages of this step's sequences."""
+        held = [self.tables[s] for s in sequences]
+        longest = max(len(t.pages) for t in held)
+        padded = [t.pages + [0] * (longest - len(t.pages)) for t in held]
+        firsts = [t.first for t in held]
+        self._now = PageTables(
+            step,
+            self.window,
+            self.page_size,
+            torch.tensor(padded, dtype=torch.int32, device=device),
+            torch.tensor(firsts, dtype=torch.int32, device=device),
+            [list(t.pages) for t in held],
+            firsts,
+        )
         slots = [
-            table.pages[at // self.page_size] * self.page_size + at % self.page_size
-            for table, span in zip(tables, step.spans, strict=True)
-            for at in range(span.end - span.length - table.first, span.end - table.first)
+            slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
         ]
-        self._slots = torch.tensor(slots, device=device)
-        self._view = (block_table, first, [list(t.pages) for t in tables], firsts)
-        self._step = step
+        self._targets = torch.tensor(slots, device=device)
         for layer in self.layers.values():
-            self._point(layer)
+            layer.tables = self._now
 
-    def _point(self, layer: PackedLayer) -> None:
-        assert self._view is not None
-        assert self._step is not None
-        layer.block_table, layer.first, layer.tables, layer.firsts = self._view
-        layer.step = self._step
+    def _slots(self, table: Table, span: Span) -> Iterator[int]:
+        """Where the new tokens of one sequence go."""
+        size = self.page_size
+        for at in range(span.end - span.length - table.first, span.end - table.first):
+            yield table.pages[at // size] * size + at % size
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
         layer = self.layers.get(index)
         if layer is None:
             layer = self.layers[index] = self._new_layer(keys, values)
-        layer.keys.flatten(0, 1).index_copy_(0, self._slots, keys)
-        layer.values.flatten(0, 1).index_copy_(0, self._slots, values)
+        layer.flat_keys.index_copy_(0, self._targets, keys)
+        layer.flat_values.index_copy_(0, self._targets, values)
         return layer
 
     def _new_layer(self, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
-        assert self._view is not None
-        assert self._step is not None
         pages = (self.allocator.capacity, self.page_size)
-        block_table, first, tables, firsts = self._view
         return PackedLayer(
-            keys.new_zeros(*pages, *keys.shape[1:]), values.new_zeros(*pages, *values.shape[1:]),
-            block_table, first, tables, firsts, self._step, self.window,
-        )  # fmt: skip
+            keys.new_zeros(*pages, *keys.shape[1:]),
+            values.new_zeros(*pages, *values.shape[1:]),
+            self._now,
+        )
 
     def trim(self, sequence: int, tokens: int) -> None:
         """Keep what tokens to come will need of the first `tokens` tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class OutOfPages(Exception):
+class OutOfPagesError(Exception):
     """The pool has no page left; the caller says what that means."""
 
 
@@ -30,7 +30,7 @@ class PageAllocator:
         self.capacity = capacity
 
     def take(self, after: int | None) -> int:
-        """One page, held once: behind `after` if that is free. Raises OutOfPages."""
+        """One page, held once: behind `after` if that is free. Raises OutOfPagesError."""
         if after is not None and after + 1 < self.capacity and not self._holders[after + 1]:
             page = after + 1
         else:
@@ -41,7 +41,7 @@ class PageAllocator:
     def _in_widest_gap(self, *, first: bool) -> int:
         start, length = widest_gap(self._holders)
         if not length:
-            raise OutOfPages
+            raise OutOfPagesError
         # Leave the first half of a gap to the sequence that grows towards it.
         return start if first and start == 0 else start + length // 2
 

@@ -9,7 +9,7 @@ import torch
 from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer, PackedStep, Span
 from jackfield.errors import CacheFullError
 from jackfield_plugins.cache.paged.groups import LayerGroup
-from jackfield_plugins.cache.paged.pages import OutOfPages
+from jackfield_plugins.cache.paged.pages import OutOfPagesError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -41,8 +41,21 @@ class PagedKVCache(PackedKVCache):
         }
         self._group_of = [self.groups[window] for window in windows]
 
-    def room(self) -> int | None:
+    def room(self, waiting: Seq[Sequence]) -> int | None:
         return None
+
+    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        needed = prompt_length + max_new_tokens - 1
+        if all(
+            not group.fixed or group.pages_for(needed) <= group.allocator.capacity
+            for group in self.groups.values()
+        ):
+            return None
+        return (
+            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
+            f"places, and it holds {self.num_tokens}; lower max_new_tokens, or select "
+            f"'paged?num_tokens={needed}'"
+        )
 
     def prepare(self, step: Step) -> ModelInputs:
         ids: list[int] = []
@@ -73,7 +86,7 @@ class PagedKVCache(PackedKVCache):
         try:
             for group in self.groups.values():
                 group.reserve(sequence.id, start, end)
-        except OutOfPages:
+        except OutOfPagesError:
             raise CacheFullError(
                 f"the paged cache holds {self.num_tokens} tokens and is full; give it more with "
                 "'paged?num_tokens=…', or send fewer or shorter requests"

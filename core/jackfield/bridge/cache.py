@@ -1,0 +1,43 @@
+"""``past_key_values=jackfield.cache("plugin:NAME", model)`` in plain transformers code."""
+
+from __future__ import annotations
+
+from transformers import Cache, PreTrainedModel
+
+from jackfield.bridge.requirements import describe
+from jackfield.contracts import BindContext, TransformersCache
+from jackfield.discovery import registry
+from jackfield.errors import PlanError, PluginError, UsageError
+from jackfield.planning import judge
+from jackfield.selection import make_options, parse
+
+
+def cache(selection: str, model: PreTrainedModel) -> Cache:
+    """An empty cache of the selected backend for one call of `model.generate`.
+
+    `selection` is ``plugin:NAME?option=value``. Raises SelectionError or OptionError, PlanError
+    where the backend cannot hold this model, UsageError where it is no cache of transformers, or
+    needs to be told how long it has to be.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"a cache is made for a transformers model, not for {model!r}")
+    parsed = parse(selection)
+    registered = registry().find("cache", parsed)
+    backend = registered.backend
+    options = make_options(backend.options, parsed.arguments, f"cache {registered.name!r}")
+    if not isinstance(backend, TransformersCache):
+        layout = backend.capabilities.layout  # type: ignore[attr-defined]
+        raise UsageError(
+            f"{selection!r} is not one of transformers' caches: its {layout} layout needs an "
+            "attention of jackfield's own, which generate does not call; use "
+            f"jackfield.load(model, cache_implementation={selection!r})"
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    needs = describe(model, dtype=dtype, device=model.device.type)
+    if reasons := judge(backend, needs, options):
+        raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
+    context = BindContext(model=model, config=model.config, requirements=needs, options=options)
+    made = backend.make(context, None)
+    if not isinstance(made, Cache):
+        raise PluginError(f"make of {registered} must return a transformers Cache, got {made!r}")
+    return made

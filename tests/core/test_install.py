@@ -1,0 +1,292 @@
+"""``attn_implementation="plugin:NAME"`` in plain transformers code, and transformers as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, WINDOW, build, oracle, prompts
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers.masking_utils import AttentionMaskInterface
+
+import jackfield
+from jackfield.bridge.install import report
+from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttention
+from jackfield.discovery import registry
+from jackfield.errors import ExecutionError, OptionError, PlanError, SelectionError, UsageError
+from jackfield.registry import Registered
+from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
+
+PROMPTS = prompts((3 * WINDOW, WINDOW - 1, WINDOW + 2))
+METHODS = ("_check_and_adjust_attn_implementation", "set_attn_implementation")
+
+
+def internals() -> Any:
+    return (
+        [vars(PreTrainedModel)[name] for name in METHODS],
+        dict(AttentionInterface._global_mapping),
+        dict(AttentionMaskInterface._global_mapping),
+    )
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    before = internals()
+    jackfield.install()
+    yield
+    jackfield.uninstall()
+    assert internals() == before
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in ("llama", "mistral", "gemma2", "gpt2", "falcon-alibi", "gpt-oss"):
+        found[family] = tmp_path_factory.mktemp(family)
+        build(family).save_pretrained(found[family])
+    return found
+
+
+@dataclass(frozen=True)
+class Scaled(SdpaOptions):
+    factor: float = 1.0
+
+
+class FlashAttention(SdpaAttention):
+    """Ours, under a name that transformers reads as its own."""
+
+    name = "my-flash-sdpa-flex_attention"
+    options = Scaled
+    capabilities = AttentionCapabilities(
+        features=frozenset({"grouped_query", "sliding_window"}), dtypes=frozenset({"float64"})
+    )
+
+    def bind(self, context: BindContext) -> BoundAttention:
+        inner = super().bind(context)
+
+        def forward(*args: Any, scaling: float, **kwargs: Any) -> Any:
+            return inner.forward(*args, scaling=scaling * context.options.factor, **kwargs)
+
+        return BoundAttention(forward, inner.mask)
+
+
+@pytest.fixture(autouse=True)
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry().backends["attention"]
+    mine = Registered(FlashAttention(), "mine", "1", "mine")
+    monkeypatch.setitem(registry().backends, "attention", [*known, mine])
+
+
+def from_folder(folder: Path, name: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=name, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
+@torch.inference_mode()
+def left_padded(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The logits of each prompt in a left-padded batch, without those of the padding."""
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    return [row[-len(p) :] for row, p in zip(logits, PROMPTS, strict=True)]
+
+
+@torch.inference_mode()
+def through_a_static_cache(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The logits of each prompt, prefilled and then fed token by token into a static cache."""
+    found = []
+    for prompt in PROMPTS:
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        ids = torch.tensor([prompt])
+        parts = [model(ids[:, :2], past_key_values=cache).logits]
+        for at in range(2, len(prompt)):
+            positions = torch.tensor([[at]])
+            step = model(ids[:, at : at + 1], past_key_values=cache, position_ids=positions)
+            parts.append(step.logits)
+        found.append(torch.cat(parts, 1)[0])
+    return found
+
+
+@torch.inference_mode()
+def plain(family: str) -> list[torch.Tensor]:
+    model = build(family)
+    return [model(torch.tensor([p])).logits[0] for p in PROMPTS]
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Equal but for the softmax, which the models' own attention takes in float32."""
+    return all(torch.allclose(f, e, atol=1e-5) for f, e in zip(found, expected, strict=True))
+
+
+SERVED = [
+    ("llama", "plugin:sdpa"),
+    ("llama", "plugin:eager"),
+    ("llama", "plugin:jackfield/sdpa"),
+    ("llama", "plugin:my-flash-sdpa-flex_attention"),
+    ("mistral", "plugin:sdpa"),
+    ("mistral", "plugin:mine/my-flash-sdpa-flex_attention?factor=1"),
+    ("gpt2", "plugin:sdpa"),
+    ("gemma2", "plugin:eager"),
+    ("gpt-oss", "plugin:eager"),
+]
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "set_attn_implementation"])
+@pytest.mark.parametrize(("family", "name"), SERVED)
+def test_a_plugin_serves_plain_transformers(
+    folders: dict[str, Path], family: str, name: str, way: str
+) -> None:
+    if way == "from_pretrained":
+        model = from_folder(folders[family], name)
+    else:
+        model = build(family)
+        model.set_attn_implementation(name)
+    assert close(left_padded(model), plain(family))
+    seen = report(model)["attention"]
+    assert seen.name == name.removeprefix("plugin:").partition("?")[0].rpartition("/")[2]
+    assert (seen.prefill, seen.decode) == ({0: 1, 1: 1}, {})
+    assert close(through_a_static_cache(model), plain(family))
+    steps = sum(len(p) - 2 for p in PROMPTS)
+    seen = report(model)["attention"]
+    assert (seen.prefill, seen.decode) == ({0: 4, 1: 4}, {0: steps, 1: steps})
+    assert oracle(model, PROMPTS[0], 6) == oracle(build(family), PROMPTS[0], 6)
+
+
+def test_the_comparison_would_see_a_lost_mask() -> None:
+    model = build("llama")
+    AttentionInterface.register("unmasked", torch_attention().forward)
+    try:
+        model.set_attn_implementation("unmasked")
+        assert not close(left_padded(model), plain("llama"))
+    finally:
+        del AttentionInterface._global_mapping["unmasked"]
+
+
+def test_options_reach_the_backend() -> None:
+    model = build("llama")
+    model.set_attn_implementation("plugin:my-flash-sdpa-flex_attention?factor=0.5")
+    assert not close(left_padded(model), plain("llama"))
+    with pytest.raises(OptionError, match="factor"):
+        model.set_attn_implementation("plugin:my-flash-sdpa-flex_attention?factor=much")
+
+
+REFUSED = [
+    ("gemma2", "plugin:sdpa", "softcap"),
+    ("gpt-oss", "plugin:sdpa", "sinks"),
+    ("falcon-alibi", "plugin:sdpa", "own_attention"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "feature"), REFUSED)
+def test_a_plugin_that_cannot_is_refused_before_weights_load(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, name: str, feature: str
+) -> None:
+    def opened(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", opened)
+    with pytest.raises(PlanError, match=f"does not support {feature}"):
+        from_folder(folders[family], name)
+    with pytest.raises(AssertionError):
+        from_folder(folders[family], "eager")
+
+
+@pytest.mark.parametrize(("family", "name", "feature"), REFUSED)
+def test_a_refusal_leaves_a_live_model_as_it_was(family: str, name: str, feature: str) -> None:
+    model = build(family)
+    before = internals()
+    with pytest.raises(PlanError, match=f"does not support {feature}"):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation == "eager"
+    assert internals() == before
+
+
+def test_the_dtype_in_which_a_model_is_loaded_counts(folders: dict[str, Path]) -> None:
+    name = "plugin:my-flash-sdpa-flex_attention"
+    with pytest.raises(PlanError, match="float32"):
+        AutoModelForCausalLM.from_pretrained(
+            folders["llama"], attn_implementation=name, dtype=torch.float32
+        )
+    assert from_folder(folders["llama"], name)
+
+
+def test_names_nobody_has(folders: dict[str, Path]) -> None:
+    with pytest.raises(SelectionError, match="did you mean 'sdpa'"):
+        build("llama").set_attn_implementation("plugin:spda")
+    with pytest.raises(SelectionError, match="did you mean 'sdpa'"):
+        from_folder(folders["llama"], "plugin:spda")
+
+
+def test_two_models_are_counted_apart(folders: dict[str, Path]) -> None:
+    one, other = (from_folder(folders["llama"], "plugin:sdpa") for _ in range(2))
+    one(torch.tensor([[1, 2]]))
+    assert report(one)["attention"].calls == 2
+    assert report(other)["attention"].calls == 0
+    assert report(one)["attention"].distribution == "jackfield"
+
+
+def test_every_other_name_goes_the_way_it_went(folders: dict[str, Path]) -> None:
+    model = from_folder(folders["llama"], "sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="nonsense"):
+        model.set_attn_implementation("nonsense")
+    with pytest.raises(UsageError, match="does not run an attention plugin"):
+        report(model)
+
+
+def test_a_model_may_change_its_plugin_and_leave_it() -> None:
+    model = build("llama")
+    expected = oracle(model, PROMPTS[0], 5)
+    for name in ("plugin:sdpa", "plugin:eager", "plugin:sdpa", "sdpa", "plugin:sdpa", "eager"):
+        model.set_attn_implementation(name)
+        assert oracle(model, PROMPTS[0], 5) == expected
+
+
+def test_what_is_saved_names_no_plugin(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = from_folder(folders["llama"], "plugin:sdpa")
+    model.save_pretrained(tmp_path)
+    assert "jackfield" not in (tmp_path / "config.json").read_text()
+    jackfield.uninstall()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == VOCAB
+
+
+def test_install_and_uninstall_twice() -> None:
+    during = internals()
+    jackfield.install()
+    assert internals() == during
+    jackfield.uninstall()
+    after = internals()
+    jackfield.uninstall()
+    assert internals() == after
+    with pytest.raises(ValueError, match="plugin:sdpa"):
+        build("llama").set_attn_implementation("plugin:sdpa")
+
+
+def test_a_model_whose_plugin_is_gone_fails_by_name() -> None:
+    model = build("llama")
+    model.set_attn_implementation("plugin:sdpa")
+    jackfield.uninstall()
+    with pytest.raises((KeyError, ExecutionError), match="jackfield"):
+        model(torch.tensor([[1, 2]]))
+    model.set_attn_implementation("eager")
+    assert oracle(model, PROMPTS[0], 2)
+
+
+def test_an_engine_gives_a_plugin_back_too() -> None:
+    model = build("llama")
+    model.set_attn_implementation("plugin:sdpa")
+    with jackfield.load(model, attn_implementation="eager") as engine:
+        engine.generate(PROMPTS[0], max_new_tokens=2)
+        assert engine.report()["attention"].name == "eager"
+    assert report(model)["attention"].calls == 0
+    model(torch.tensor([[1, 2]]))
+    assert report(model)["attention"].calls == 2

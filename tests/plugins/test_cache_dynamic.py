@@ -1,0 +1,106 @@
+"""``dynamic`` takes rejected drafts back, row by row, where a layer sees every column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import build, config_of, prompts, references
+
+import jackfield
+from jackfield.contracts import Accepted, Strategy
+from jackfield.discovery import registry
+from jackfield.planning import judge
+from jackfield.selection import parse
+from jackfield.sequences import Sequence, Step
+
+LENGTHS = (3, 5, 12, 4)
+COUNT = 14
+PROMPTS = prompts(LENGTHS)
+
+
+class Guesses(Strategy):
+    """Drafts of the right tokens, spoilt at a place that differs by row and step; greedy."""
+
+    def __init__(self, expected: list[list[int]], longest: int) -> None:
+        self.expected = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
+        self.longest = longest
+        self.kept: list[list[int]] = []
+
+    def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
+        return [self.draft(sequence) for sequence in sequences]
+
+    def draft(self, sequence: Sequence) -> list[int]:
+        coming = self.expected[tuple(sequence.tokens[: sequence.prompt_length])]
+        size = (sequence.id + sequence.num_new) % (self.longest + 1)
+        drafts = coming[sequence.num_new : sequence.num_new + size]
+        good = (sequence.id + 2 * sequence.num_new) % (self.longest + 1)
+        return drafts[:good] + [(token + 1) % 120 for token in drafts[good:]]
+
+    def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
+        chosen = logits.argmax(-1)
+        gains = []
+        for feed, row in zip(step.feeds, chosen.tolist(), strict=True):
+            said = row[len(row) - 1 - len(feed.drafts) :]
+            right = 0
+            while right < len(feed.drafts) and feed.drafts[right] == said[right]:
+                right += 1
+            gains.append(Accepted(said[: right + 1] if feed.samples else ()))
+        self.kept.append([len(gain.tokens) for gain in gains])
+        return gains
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("cache", ["dynamic", "paged"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "gpt2", "opt"])
+def test_ragged_acceptance_equals_plain_decoding(
+    family: str, attention: str, cache: str, chunk: int | None, steps: Any
+) -> None:
+    expected = references(family, LENGTHS, COUNT)
+    guesses = Guesses(expected, longest=4)
+    with jackfield.load(
+        build(family),
+        attn_implementation=attention,
+        cache_implementation=cache,
+        prefill_chunk_size=chunk,
+    ) as engine:
+        engine._loop.decoding = guesses
+        *_, found = steps(engine, PROMPTS, [COUNT] * len(PROMPTS))
+    assert found == expected
+    # Rows kept different numbers of drafts in one step, and whole columns were dropped too.
+    assert any(len(set(kept)) > 2 for kept in guesses.kept)
+    if cache == "dynamic":
+        assert len(guesses.kept) < COUNT + 12 // (chunk or 12)
+
+
+@pytest.mark.parametrize("cache", ["paged"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2"])
+def test_sliding_windows_take_drafts_back_in_pages(family: str, cache: str, steps: Any) -> None:
+    expected = references(family, LENGTHS, COUNT)
+    with jackfield.load(build(family), cache_implementation=cache) as engine:
+        engine._loop.decoding = Guesses(expected, longest=4)
+        *_, found = steps(engine, PROMPTS, [COUNT] * len(PROMPTS))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "cache", "says"),
+    [
+        ("llama", "dynamic", None),
+        ("gemma3", "paged", None),
+        ("gemma3", "dynamic", "cannot take back tokens of sliding_attention layers"),
+        ("mistral", "dynamic", "cannot take back tokens of sliding_attention layers"),
+        ("falcon-alibi", "dynamic", "under a position bias (alibi = True)"),
+        ("llama", "static", "cannot take back tokens (rollback)"),
+    ],
+)
+def test_rollback_is_declared_where_it_holds(family: str, cache: str, says: str | None) -> None:
+    found = registry().find("cache", parse(cache))
+    needs = replace(jackfield.plan(config_of(family)).requirements, rollback=True, dtype="float32")
+    reasons = judge(found.backend, needs, found.backend.options())
+    assert len(reasons) == (says is not None)
+    assert all(str(says) in reason for reason in reasons)
