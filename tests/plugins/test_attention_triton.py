@@ -7,9 +7,11 @@ tokens are equal exactly. On a GPU they are compiled, and float64 is left to the
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,32 @@ def test_what_it_lacks_is_refused_by_name() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match="num_splits must be from 1 to 64, not 0"):
         jackfield.plan(config_of("llama"), attn_implementation="triton?num_splits=0")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "head_dims"),
+    [
+        ("bf16", "128"),
+        pytest.param("bf16,fp16,fp32", "16,64,80,256,512", marks=pytest.mark.long),
+    ],
+)
+def test_kernels_compile_for_gpus_that_are_not_here(
+    dtypes: str, head_dims: str, tmp_path: Path
+) -> None:
+    """To machine code for Ampere and Hopper: with matrix units, and in the memory there is."""
+    program = Path(__file__).with_name("compile_triton.py")
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environ.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, program, "80,90", dtypes, head_dims],
+        env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert found["shared"] <= 100 * 1024, found
+        assert found["spilled"] <= 32, found
+        if found["kernel"] != "sum_splits" and found["dtype"] != "fp32":
+            assert found["matrix_unit"], found
 
 
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:
