@@ -7,9 +7,11 @@ tokens are equal exactly. On a GPU they are compiled, and float64 is left to the
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from packed import layer_of, queries_of, reference, step_of
 
 import jackfield
+from jackfield.contracts import PackedLayer, PageTables
 from jackfield.errors import OptionError, PlanError
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
@@ -117,18 +120,22 @@ def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) ->
 
 
 def test_result_does_not_depend_on_the_batch_with_a_number_of_splits() -> None:
-    alone = layer_of(step_of([(1, 50)], DEVICE), kv_heads=2, head_dim=16, dtype=EXACT, device=DEVICE)
-    query = queries_of(alone.step, 4, alone)
-    mates = step_of([(1, 50), (1, 9), (1, 200)], DEVICE)
-    pages = alone.block_table.shape[1]
-    table = torch.zeros(3, 200 // 16 + 1, dtype=torch.int32, device=DEVICE)
-    table[0, :pages] = alone.block_table[0]
-    first = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    keys, values = alone.keys.nan_to_num(), alone.values.nan_to_num()
-    layer = type(alone)(keys, values, table, first, table.tolist(), [0] * 3, mates, None)
-    together = paged_attention(query.repeat(3, 1, 1), layer, scaling=0.25, num_splits=4)
-    by_itself = paged_attention(query, alone, scaling=0.25, num_splits=4)
-    assert torch.equal(together[:1], by_itself)
+    together = layer_of(
+        step_of([(1, 50), (1, 9), (1, 200)], DEVICE),
+        kv_heads=2, head_dim=16, dtype=EXACT, device=DEVICE,
+    )  # fmt: skip
+    query = queries_of(together.step, 4, together)
+    held = together.tables
+    own = PageTables(
+        step_of([(1, 50)], DEVICE), None, held.page_size, held.block_table[:1], held.first[:1],
+        held.tables[:1], held.firsts[:1],
+    )  # fmt: skip
+    alone = PackedLayer(together.keys, together.values, own)
+    found, by_itself = (
+        paged_attention(q, layer, scaling=0.25, num_splits=4)
+        for q, layer in ((query, together), (query[:1], alone))
+    )
+    assert torch.equal(found[:1], by_itself)
 
 
 def test_pages_before_the_window_are_not_read() -> None:
@@ -136,7 +143,7 @@ def test_pages_before_the_window_are_not_read() -> None:
     step = step_of([(1, 64), (12, 64)], DEVICE)
     layer = layer_of(step, kv_heads=1, head_dim=16, page_size=4, dtype=EXACT, device=DEVICE)
     query = queries_of(step, 2, layer)
-    layer.window = 6
+    layer.tables.window = 6
     expected = reference(query, layer, scaling=0.25)
     for row, span in enumerate(step.spans):
         for page in range((span.end - span.length + 1 - 6) // 4):
@@ -218,6 +225,32 @@ def test_what_it_lacks_is_refused_by_name() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match="num_splits must be from 1 to 64, not 0"):
         jackfield.plan(config_of("llama"), attn_implementation="triton?num_splits=0")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "head_dims"),
+    [
+        ("bf16", "128"),
+        pytest.param("bf16,fp16,fp32", "16,64,80,256,512", marks=pytest.mark.long),
+    ],
+)
+def test_kernels_compile_for_gpus_that_are_not_here(
+    dtypes: str, head_dims: str, tmp_path: Path
+) -> None:
+    """To machine code for Ampere and Hopper: with matrix units, and in the memory there is."""
+    program = Path(__file__).with_name("compile_triton.py")
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environ.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, program, "80,90", dtypes, head_dims],
+        env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert found["shared"] <= 100 * 1024, found
+        assert found["spilled"] <= 32, found
+        if found["kernel"] != "sum_splits" and found["dtype"] != "fp32":
+            assert found["matrix_unit"], found
 
 
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:

@@ -80,68 +80,77 @@ class FlexAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        import torch
-        from torch.nn.attention.flex_attention import (
-            AuxRequest,
-            BlockMask,
-            create_block_mask,
-            flex_attention,
-        )
+        options = context.options
+        return BoundAttention(_forward(options.compiles_on), _mask(options.compiles_on))
 
-        compiles_on = context.options.compiles_on
-        fused, plain = _fused(flex_attention), _plain(flex_attention)
-        fused_mask = _fused(create_block_mask)
 
-        def forward(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: BlockMask,
-            scaling: float | None = None,
-            softcap: float | None = None,
-            s_aux: torch.Tensor | None = None,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, None]:
-            if not isinstance(attention_mask, BlockMask):
-                raise TypeError(
-                    "flex_attention takes the block mask that its mask function makes, not "
-                    f"{type(attention_mask).__name__}"
-                )
-            compiled = compiles_on(query.device.type)
-            group = query.shape[1] // key.shape[1]
-            if compiled and group & (group - 1):  # the fused kernel takes powers of two only
-                key, value = (t.repeat_interleave(group, 1) for t in (key, value))
-            found = (fused if compiled else plain)(
-                query,
-                key,
-                value,
-                score_mod=_capped(softcap) if softcap else None,
-                block_mask=attention_mask,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-                return_aux=None if s_aux is None else AuxRequest(lse=True),
+def _forward(compiles_on: Callable[[str], bool]) -> Attend:
+    """The attention function; `compiles_on` says for a device type which form to call."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    fused, plain = _fused(flex_attention), _plain(flex_attention)
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: BlockMask,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if not isinstance(attention_mask, BlockMask):
+            raise TypeError(
+                "flex_attention takes the block mask that its mask function makes, not "
+                f"{type(attention_mask).__name__}"
             )
-            output = found if s_aux is None else _with_sinks(*found, s_aux)
-            return output.transpose(1, 2).contiguous(), None
+        compiled = compiles_on(query.device.type)
+        group = query.shape[1] // key.shape[1]
+        if compiled and group & (group - 1):  # the fused kernel takes powers of two only
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        found = (fused if compiled else plain)(
+            query,
+            key,
+            value,
+            score_mod=_capped(softcap) if softcap else None,
+            block_mask=attention_mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=None if s_aux is None else AuxRequest(lse=True),
+        )
+        output = found if s_aux is None else _with_sinks(*found, sinks=s_aux)
+        return output.transpose(1, 2).contiguous(), None
 
-        def mask(
-            batch_size: int,
-            q_length: int,
-            kv_length: int,
-            q_offset: Any = 0,
-            kv_offset: Any = 0,
-            mask_function: Callable[..., Any] | None = None,
-            attention_mask: torch.Tensor | None = None,
-            device: torch.device | str = "cpu",
-            **kwargs: Any,
-        ) -> BlockMask:
-            seen = _seen(mask_function, attention_mask, kv_length, q_offset, kv_offset, device)
-            create = fused_mask if compiles_on(torch.device(device).type) else create_block_mask
-            made: BlockMask = create(seen, batch_size, None, q_length, kv_length, device)
-            return made
+    return forward
 
-        return BoundAttention(forward, mask)
+
+def _mask(compiles_on: Callable[[str], bool]) -> Callable[..., BlockMask]:
+    """The mask function that belongs to it, with the signature of transformers' own."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    fused = _fused(create_block_mask)
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any = 0,
+        kv_offset: Any = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> BlockMask:
+        seen = _seen(mask_function, attention_mask, kv_length, q_offset, kv_offset, device)
+        # Uncompiled, this makes one bool for each query and key before it sums up blocks.
+        create = fused if compiles_on(torch.device(device).type) else create_block_mask
+        made: BlockMask = create(seen, batch_size, None, q_length, kv_length, device)
+        return made
+
+    return mask
 
 
 def _refuse_compiled(requirements: Requirements) -> list[str]:
@@ -151,11 +160,14 @@ def _refuse_compiled(requirements: Requirements) -> list[str]:
     if requirements.dtype == "float64":
         reasons.append(f"its compiled kernel takes no float64; {hint}")
     small = min(requirements.head_sizes, default=SMALLEST_COMPILED_HEAD)
-    if requirements.device != "cpu" and small < SMALLEST_COMPILED_HEAD:
+    if small < SMALLEST_COMPILED_HEAD:
         at_least = SMALLEST_COMPILED_HEAD
-        reasons.append(f"its compiled kernel takes heads of {at_least} or more, not {small}; {hint}")
-    if requirements.device == "cpu" and "sinks" in requirements.features:
-        reasons.append(f"its compiled CPU kernel returns no log-sum-exp, as sinks need; {hint}")
+        reasons.append(
+            f"its compiled kernel takes heads of {at_least} or more, not {small}; {hint}"
+        )
+    if requirements.device == "cpu":
+        # torch 2.13: no log-sum-exp, C++ that does not compile, indices out of bounds with padding.
+        reasons.append(f"torch's compiled kernel for the CPU fails on padded batches; {hint}")
     return reasons
 
 
@@ -182,9 +194,7 @@ def _seen(
     # A static cache has columns that are not written yet; they count as padding.
     missing = kv_length + int(kv_offset) - attention_mask.shape[1]
     valid = pad(attention_mask.bool(), (0, max(0, missing)))
-    return lambda b, h, q, kv: (
-        inner(b, h, q + q_from, kv + kv_from) & valid[b, kv + kv_from]
-    )
+    return lambda b, h, q, kv: inner(b, h, q + q_from, kv + kv_from) & valid[b, kv + kv_from]
 
 
 @functools.cache
@@ -198,12 +208,12 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
-def _with_sinks(output: torch.Tensor, aux: Any, sinks: torch.Tensor) -> torch.Tensor:
+def _with_sinks(output: torch.Tensor, aux: Any, *, sinks: torch.Tensor) -> torch.Tensor:
     """The output with one more score per head in the sum: exp(lse) / (exp(lse) + exp(sink)) of it.
 
     That quotient is sigmoid(lse - sink), which neither overflows nor divides zero by zero.
     """
-    lse = aux.lse
+    lse: torch.Tensor = aux.lse
     share = (lse - sinks.to(lse.dtype)[None, :, None]).sigmoid()
     return (output * share[..., None]).to(output.dtype)
 
@@ -231,19 +241,21 @@ def _plain(function: Callable[..., Any]) -> Attend:
 
 _lock = threading.Lock()
 _running = 0
+_before = False
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Let torch evaluate flex attention as written.
 
-    Without this switch of torch's, an uncompiled call traces the functions anew each time and warns.
-    It is for the whole process, so it goes back when the last of several threads is done.
+    Without this switch of torch's, an uncompiled call traces the functions anew each time, and
+    warns. It is for the whole process, so it goes back when the last of several threads is done.
     """
-    global _running
+    global _running, _before
     from torch.nn.attention import flex_attention as module
 
     with _lock:
+        _before = _before if _running else module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
         _running += 1
         module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
@@ -251,7 +263,7 @@ def _uncompiled() -> Iterator[None]:
     finally:
         with _lock:
             _running -= 1
-            module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = _running > 0
+            module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = _running > 0 or _before
 
 
 @hookimpl

@@ -58,10 +58,8 @@ class TritonAttention(Attention):
 
         if torch.cuda.is_available() or _interpreting():
             return []
-        return [
-            "there is no CUDA GPU; to run its kernels slowly on the CPU, set TRITON_INTERPRET=1 "
-            "before Python starts"
-        ]
+        interpret = "set TRITON_INTERPRET=1 before Python starts"
+        return [f"there is no CUDA GPU; to run its kernels slowly on the CPU, {interpret}"]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
