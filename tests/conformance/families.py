@@ -109,8 +109,84 @@ FAMILIES = {
 }
 
 
+_BARE = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+#: For the composition table only, beside those above.
+MORE_FAMILIES = {
+    "gpt-neox": Family("GPTNeoXConfig", {**_COMMON, "intermediate_size": 48, "rotary_pct": 0.25}),
+    "stablelm": Family(
+        "StableLmConfig",
+        {**_GATED, "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.25}},
+    ),
+    "olmo2": Family("Olmo2Config", _GATED),
+    "smollm3": Family("SmolLM3Config", _GATED),
+    "granite": Family("GraniteConfig", _GATED),
+    "cohere2": Family(
+        "Cohere2Config", {**_GATED, "sliding_window": WINDOW, "layer_types": _MIXED_LAYERS}
+    ),
+    "qwen3-moe": Family("Qwen3MoeConfig", {**_GATED, **_MOE, "head_dim": 16}),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        {
+            **_GATED,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        {
+            **_GATED,
+            "head_dim": 16,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "lfm2": Family(
+        "Lfm2Config",
+        {**_GATED, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        {
+            **_GATED,
+            **_MOE,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "bloom": Family("BloomConfig", {**_BARE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+
 def config_of(name: str) -> transformers.PreTrainedConfig:
-    family = FAMILIES[name]
+    family = FAMILIES.get(name) or MORE_FAMILIES[name]
     config = getattr(transformers, family.config)(**family.arguments)
     config._experts_implementation = "eager"  # the grouped product takes no float64
     return config

@@ -181,14 +181,15 @@ def _seen(
 ) -> Callable[..., Any]:
     """`mask_function` and padding as a function of positions in the tensors at hand.
 
-    Offsets are tensors: as numbers, each step would be compiled anew.
+    Offsets are tensors: as numbers, each step would be compiled anew. And copies: a static cache
+    counts on in its own tensor before the kernel asks for the mask.
     """
     import torch
     from torch.nn.functional import pad
     from transformers.masking_utils import causal_mask_function
 
     inner = causal_mask_function if mask_function is None else mask_function
-    q_from, kv_from = (torch.as_tensor(at, device=device) for at in (q_offset, kv_offset))
+    q_from, kv_from = (torch.as_tensor(at, device=device).clone() for at in (q_offset, kv_offset))
     if attention_mask is None:
         return lambda b, h, q, kv: inner(b, h, q + q_from, kv + kv_from)
     # A static cache has columns that are not written yet; they count as padding.
