@@ -66,7 +66,8 @@ def note(text: str) -> None:
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
     return " · ".join(
-        f"{o.kind} {o.name} ({o.distribution} {o.version}) {o.calls} calls"
+        f"{o.kind} {o.name} ({o.distribution} {o.version}"
+        f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
         for o in report.observations
     )
 
