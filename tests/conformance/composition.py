@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import pytest
 import torch
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, oracle, prompts
 
 import jackfield
+from jackfield.bridge.requirements import layer_types
 from jackfield.discovery import registry
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, UsageError
 
 if TYPE_CHECKING:
     import transformers
@@ -88,7 +90,12 @@ def run(family: str, attention: str, cache: str) -> Cell:
 
 def modes(family: str, dtype: torch.dtype, chosen: dict[str, str]) -> Iterable[tuple[str, bool]]:
     model, wanted = model_of(family, dtype), expected(family, dtype)
+    linear = "linear_attention" in layer_types(model.config)
     for chunk in CHUNKS:
+        if linear and chunk is not None:  # such layers read a prompt in one piece
+            with pytest.raises(UsageError, match="one piece"):
+                jackfield.load(model, prefill_chunk_size=chunk, **chosen)
+            continue
         with jackfield.load(model, prefill_chunk_size=chunk, **chosen) as engine:
             found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
             yield f"ragged, chunks of {chunk or 'all'}", [c.token_ids for c in found] == wanted
@@ -122,7 +129,8 @@ def page(found: list[Cell]) -> str:
         "eager attention, one sequence at a time, for single prompts, a ragged left-padded batch",
         "with lengths from window − 2 to 3 × window, and prefill in chunks of 1, 7 and all tokens;",
         "in float64, or in float32 (\\*) where the attention takes no float64. *Refused*: by name,",
-        "with a reason, before weights load. There is no third outcome.",
+        "with a reason, before weights load. There is no third outcome. Models with",
+        "linear-attention layers read a prompt in one piece; chunks are refused there.",
         "",
         "| attention | " + " | ".join(f"`{c}`" for c in caches) + " |",
         "|---" * (len(caches) + 1) + "|",
