@@ -16,7 +16,7 @@ import torch
 import transformers
 
 VOCAB = 120
-WINDOW = 4
+WINDOW = 8
 CONTEXT = 128
 
 _COMMON = {
