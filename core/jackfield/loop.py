@@ -45,7 +45,7 @@ class Loop:
         self.cache = cache
         self.decoding = decoding
         self.max_batch_size = max_batch_size
-        self.prefill_chunk_size = prefill_chunk_size
+        self.prefill_chunk_size = cache.prefill_chunk_size = prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.steps = 0

@@ -80,7 +80,11 @@ class KVCache(ABC):
 
     The loop calls `prepare` and `commit` in turn, once a step; `release` in between. A sequence
     enters with the first step that feeds it.
+
+    The loop sets `prefill_chunk_size`: how many tokens of a prompt a step feeds at most; None: all.
     """
+
+    prefill_chunk_size: int | None = None
 
     @abstractmethod
     def prepare(self, step: Step) -> ModelInputs:

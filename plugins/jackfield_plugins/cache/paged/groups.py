@@ -39,11 +39,21 @@ class LayerGroup:
         self._now: PageTables  # this step's
         self._targets: torch.Tensor  # the slots of this step's tokens, [tokens]
 
-    def pages_for(self, tokens: int) -> int:
-        """How many pages a sequence of `tokens` holds at most."""
-        if self.window is not None:
-            tokens = min(tokens, self.window + self.page_size)
-        return -(-tokens // self.page_size)
+    def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
+        """For how many tokens a sequence that grows to `tokens` needs places at once.
+
+        `prompt` tokens come first, `chunk` of them in each step (None: all), then one a step.
+        A window lets go only between steps, and only of whole pages.
+        """
+        if self.window is None:
+            return tokens
+        first = prompt if chunk is None else min(prompt, chunk)
+        later = 1 if first == prompt else first
+        return min(tokens, max(first, self.window + self.page_size - 2 + later))
+
+    def pages_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
+        """How many pages such a sequence holds at most."""
+        return -(-self.places_for(tokens, prompt, chunk) // self.page_size)
 
     def reserve(self, sequence: int, start: int, end: int) -> None:
         """Make pages for tokens `start:end` of a sequence, none of them shared with another.

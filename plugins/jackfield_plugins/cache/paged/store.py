@@ -40,27 +40,65 @@ class PagedKVCache(PackedKVCache):
             for window in dict.fromkeys(windows)
         }
         self._group_of = [self.groups[window] for window in windows]
+        self._claims: dict[int, list[int]] = {}  # of those that run: most pages, group by group
 
     def room(self, waiting: Seq[Sequence]) -> int | None:
-        return None
+        """As many as can all grow to their end beside those that run."""
+        if self.num_tokens is None:
+            return None
+        free = [group.allocator.capacity for group in self.groups.values()]
+        for claim in self._claims.values():
+            free = [pages - most for pages, most in zip(free, claim, strict=True)]
+        fitting = 0
+        for sequence in waiting:
+            claim = self._claim(sequence)
+            free = [pages - most for pages, most in zip(free, claim, strict=True)]
+            if min(free) < 0:
+                break
+            fitting += 1
+        return fitting if self._claims else max(1, fitting)  # too long by itself: see `_reserve`
+
+    def _claim(self, sequence: Sequence) -> list[int]:
+        """The most pages it can come to hold, group by group."""
+        tokens = sequence.prompt_length + sequence.settings.max_new_tokens - 1
+        return [
+            group.pages_for(tokens, len(sequence.tokens), self.prefill_chunk_size)
+            for group in self.groups.values()
+        ]
 
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
-        needed = prompt_length + max_new_tokens - 1
-        if all(
-            not group.fixed or group.pages_for(needed) <= group.allocator.capacity
-            for group in self.groups.values()
+        tokens = prompt_length + max_new_tokens - 1
+        size = (tokens, prompt_length, self.prefill_chunk_size)
+        groups = self.groups.values()
+        if self.num_tokens is None or all(
+            group.pages_for(*size) <= group.allocator.capacity for group in groups
         ):
             return None
+        needed = max(group.places_for(*size) for group in groups)
         return (
             f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
-            f"places, and it holds {self.num_tokens}; lower max_new_tokens, or select "
+            f"places, and it holds {self.num_tokens}; {self._smaller(size)}, or select "
             f"'paged?num_tokens={needed}'"
         )
+
+    def _smaller(self, size: tuple[int, int, int | None]) -> str:
+        """What makes such a request need less."""
+        tokens, prompt, _ = size
+        if all(
+            g.pages_for(tokens, prompt, 1) <= g.allocator.capacity for g in self.groups.values()
+        ):
+            return "feed the prompt in pieces (prefill_chunk_size)"
+        return "lower max_new_tokens"
 
     def prepare(self, step: Step) -> ModelInputs:
         ids: list[int] = []
         positions: list[int] = []
         spans = []
+        self._claims |= {
+            feed.sequence.id: self._claim(feed.sequence)
+            for feed in step.feeds
+            if feed.sequence.id not in self._claims
+        }
         for feed in step.feeds:
             tokens = feed.token_ids
             end = feed.start + len(tokens)
@@ -119,6 +157,7 @@ class PagedKVCache(PackedKVCache):
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
+            self._claims.pop(sequence.id, None)
             for group in self.groups.values():
                 group.drop(sequence.id)
 
