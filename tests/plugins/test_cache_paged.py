@@ -6,10 +6,11 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW, build, prompts, references
+import transformers
+from families import FAMILIES, WINDOW, build, oracle, prompts, references
 
 import jackfield
-from jackfield.errors import PlanError
+from jackfield.errors import CacheFullError, PlanError
 from jackfield.sequences import Feed, Sequence, Step
 from jackfield.settings import Settings
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
@@ -97,7 +98,7 @@ def test_a_window_keeps_only_its_pages() -> None:
         step = feed(store, (a, 1))
         assert stored(store, 0) == list(range(a.num_cached - 5, a.num_cached + 1))
         store.commit(step, [1])
-        assert len(store.groups[6].tables[1].pages) <= store.groups[6].pages_for(40)
+        assert len(store.groups[6].tables[1].pages) <= store.groups[6].pages_for(40, 1, 1)
 
 
 def test_a_fork_shares_pages_until_one_writes() -> None:
@@ -138,6 +139,94 @@ def test_a_request_larger_than_the_cache_fails_by_name() -> None:
         pytest.raises(jackfield.JackfieldError, match="num_tokens=15"),
     ):
         engine.generate(prompts((12,)), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("family", "length"), [("llama", 4), ("mistral", 4), ("mistral", 20)])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_requests_that_fit_alone_wait_for_one_another(
+    family: str, length: int, chunk: int | None
+) -> None:
+    expected = references(family, (length,) * 6, 9)
+    with jackfield.load(
+        model_of(family),
+        cache_implementation="paged?page_size=4&num_tokens=28",
+        prefill_chunk_size=chunk,
+    ) as engine:
+        found = engine.generate(prompts((length,) * 6), max_new_tokens=9)
+        assert engine._loop.cache._claims == {}  # type: ignore[attr-defined]
+    assert [completion.token_ids for completion in found] == expected
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8])
+@pytest.mark.parametrize("chunk", [None, 1, 3, 50])
+def test_a_sequence_never_holds_more_pages_than_it_claims(
+    window: int | None, chunk: int | None
+) -> None:
+    for length in (1, 4, 13, 30):
+        store = cache(window, num_tokens=400)
+        store.prefill_chunk_size = chunk
+        a, most = sequence(1, length), 0
+        while True:
+            (count,) = store.portions([a], chunk)
+            step = feed(store, (a, count))
+            most = max(most, len(store.groups[window].tables[1].pages))
+            (claim,) = store._claims[1]
+            store.commit(step, [count])
+            if a.num_cached == length + SETTINGS.max_new_tokens - 1:
+                break
+            if a.num_cached == len(a.tokens):
+                a.tokens.append(0)
+        assert claim - 1 <= most <= claim
+
+
+def test_what_waits_is_admitted_by_worst_case() -> None:
+    store = cache(num_tokens=24)  # six pages; one sequence of 3 tokens comes to hold three
+    waiting = [sequence(number, 3) for number in range(4)]
+    assert store.room(waiting) == 2
+    store.commit(feed(store, (waiting[0], 3)), [3])
+    assert store.room(waiting[1:]) == 1
+    store.commit(feed(store, (waiting[1], 3)), [3])
+    assert store.room(waiting[2:]) == 0
+    store.release(waiting[:1])
+    assert store.room(waiting[2:]) == 1
+    store.release(waiting)
+    assert store.room([sequence(9, 90)]) == 1  # nothing runs: it fails in `prepare`, by name
+    assert cache().room(waiting) is None
+
+
+def test_a_prompt_that_a_window_takes_in_one_piece_is_refused_when_it_is_made() -> None:
+    model, (prompt,) = model_of("mistral"), prompts((90,))
+    selection = "paged?page_size=4&num_tokens=32"
+    with (
+        jackfield.load(model, cache_implementation=selection) as engine,
+        pytest.raises(CacheFullError, match=r"need 90 places.*prefill_chunk_size.*num_tokens=90'"),
+    ):
+        engine.stream(prompt, max_new_tokens=3)
+    with jackfield.load(model, cache_implementation=selection, prefill_chunk_size=8) as engine:
+        (found,) = engine.generate(prompt, max_new_tokens=3)
+    assert found.token_ids == oracle(model, prompt, 3)
+
+
+def test_layers_that_share_keys_and_values_are_refused_by_name() -> None:
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=6,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model = transformers.Gemma3nForCausalLM(config)
+    with pytest.raises(PlanError, match=r"paged: Gemma3nForCausalLM has 4 layers .* for 2"):
+        jackfield.load(model, attn_implementation="sdpa", cache_implementation="paged")
 
 
 def test_allocator_counts_holders() -> None:

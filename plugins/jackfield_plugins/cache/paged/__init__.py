@@ -7,6 +7,7 @@ from typing import Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
+from jackfield.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class PagedCache(Cache):
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
         assert context.model is not None
+        cached = len(context.requirements.windows)
+        layers = context.config.get_text_config(decoder=True).num_hidden_layers
+        if layers > cached:
+            raise PlanError(
+                f"paged: {context.requirements.architecture} has {layers} layers and caches keys "
+                f"and values for {cached}; the others share theirs (num_kv_shared_layers), which "
+                "this cache cannot do; select 'dynamic'"
+            )
         options = context.options
         return PagedKVCache(
             context.requirements.windows,
