@@ -56,11 +56,13 @@ class PaddedKVCache(KVCache):
             return 0
         if self._max_cache_len is None:
             return None
-        fitting = 0
-        for count in range(1, len(waiting) + 1):
-            if _columns(list(waiting)[:count]) > self._max_cache_len:
+        fitting = longest = most_new = 0
+        for sequence in waiting:
+            longest = max(longest, len(sequence.tokens))
+            most_new = max(most_new, _still_new(sequence))
+            if longest + most_new - 1 > self._max_cache_len:
                 break
-            fitting = count
+            fitting += 1
         return max(1, fitting)  # one that is too long by itself fails in `prepare`, by name
 
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
@@ -174,7 +176,12 @@ class PaddedKVCache(KVCache):
 def _columns(sequences: Seq[Sequence]) -> int:
     """How many columns a batch of these has at most: the last new token is never fed."""
     longest = max(len(sequence.tokens) for sequence in sequences)
-    return longest + max(s.settings.max_new_tokens - s.num_new for s in sequences) - 1
+    return longest + max(_still_new(sequence) for sequence in sequences) - 1
+
+
+def _still_new(sequence: Sequence) -> int:
+    """How many new tokens it can still get."""
+    return sequence.settings.max_new_tokens - sequence.num_new
 
 
 def _aligned(feed: Feed, width: int) -> tuple[list[int], list[int], list[int]]:

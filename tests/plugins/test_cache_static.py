@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 import transformers
 from families import build, prompts, references
 from torch.profiler import ProfilerActivity, profile
 
 import jackfield
 from jackfield.engine import Engine
-from jackfield.errors import CacheFullError, OptionError
+from jackfield.errors import CacheFullError, OptionError, PlanError
+from jackfield.padded import PaddedKVCache
+from jackfield.sequences import Sequence
+from jackfield.settings import Settings
 
-if TYPE_CHECKING:
-    import torch
-
+CPU = torch.device("cpu")
 LENGTHS = (3, 5, 12)
 COUNTS = (2, 8, 5)
 PROMPTS = prompts(LENGTHS)
@@ -162,6 +164,46 @@ def test_a_batch_that_slips_through_fails_by_name_and_the_engine_lives() -> None
         with pytest.raises(CacheFullError, match="needs 17 columns does not fit a cache of 16"):
             engine.generate(PROMPTS[2], max_new_tokens=6)
         assert engine.generate(PROMPTS[2], max_new_tokens=5)[0].token_ids == EXPECTED[2]
+
+
+@pytest.mark.parametrize("cache", ["static", "offloaded_static"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        ),
+        transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4),
+    ],
+    ids=["gpt_neo", "bloom"],
+)
+def test_a_model_with_its_own_attention_is_refused_by_name(
+    cache: str, config: transformers.PreTrainedConfig
+) -> None:
+    with pytest.raises(PlanError, match=r"the model's own attention .* not written yet"):
+        jackfield.plan(config, attn_implementation="eager", cache_implementation=cache)
+
+
+def test_what_fits_together_is_counted_with_a_running_maximum() -> None:
+    looked_at = 0
+
+    class Counted(Sequence):
+        __slots__ = ()
+
+        @property
+        def num_new(self) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return super().num_new
+
+    store = PaddedKVCache(lambda _: transformers.DynamicCache(), CPU, max_cache_len=20)
+    waiting = [Counted(i, [1] * (5 + i % 3), Settings(max_new_tokens=9), None) for i in range(500)]
+    assert store.room(waiting) == 500
+    assert looked_at == 500
+    waiting[7].tokens += [1] * 10
+    waiting[7].prompt_length += 10
+    assert store.room(waiting) == 7
+    assert store.room(waiting[7:]) == 1  # too long by itself: it fails in `prepare`, by name
 
 
 @pytest.mark.parametrize(

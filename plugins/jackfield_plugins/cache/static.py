@@ -54,6 +54,11 @@ class StaticCache(TransformersCache):
                 f"the model makes its position bias ({bias}) for the columns written so far, and a "
                 "static cache shows it all of them"
             )
+        if own := requirements.features.get("own_attention"):
+            reasons.append(
+                f"the model's own attention ({own}) may take the columns of a static cache that "
+                "are not written yet for tokens"
+            )
         return reasons
 
     def max_cache_len(self, options: Any) -> int | None:
