@@ -163,13 +163,14 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
         return None
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return _eager_of(type(module))(module, *args, **kwargs)  # type: ignore[misc]
+        own: Any = _eager_of(type(module))
+        return own(module, *args, **kwargs)
 
     return BoundAttention(forward, _eager_mask)
 
 
 @functools.cache
-def _eager_of(cls: type) -> Callable[..., Any] | None:
+def _eager_of(cls: Any) -> Callable[..., Any] | None:
     """The eager function beside an attention class, or beside the one it derives from."""
     for base in cls.__mro__:
         found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
