@@ -3,8 +3,8 @@
     python tools/train_demo.py                     # what made the weights in the package
     python tools/train_demo.py --steps 99 --second-steps 9 --draft-steps 9 --out /tmp/x  # rehearsal
 
-Text comes from `jackfield.demo.tasks`, so nothing is downloaded. The same seed, step counts and
-machine give the same weights.
+Text comes from `jackfield.demo.tasks`, so nothing is downloaded. What a step reads depends on the
+seed and the step alone; a run that was stopped goes on as if it had not been.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.bridge.attention import AttentionPort
+from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find, first_line
@@ -42,8 +42,8 @@ from jackfield.settings import Limits, resolve
 if TYPE_CHECKING:
     from torch.nn import Module
 
-#: Live models that an engine has changed and will give back.
-_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+#: The ids of configs that an engine has changed and will give back; models may share one.
+_in_use: set[int] = set()
 
 
 def load(
@@ -102,8 +102,11 @@ def load(
 def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
     if source.live is None:
         return load_model(source, plan.requirements.dtype, pick_device(device_map, source))
-    if source.live in _in_use:
-        raise UsageError("this model already runs in an engine; close that one first")
+    if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
+        raise UsageError(
+            "this model, or one that shares its config, already runs in an engine; close that one "
+            "first, or give the model a config of its own"
+        )
     if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
         raise UsageError(
             f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
@@ -116,7 +119,7 @@ def _give_back(model: PreTrainedModel, unplug: Callable[[], None], trained: list
     unplug()
     for module in trained:
         module.training = True
-    _in_use.discard(model)
+    _in_use.difference_update(map(id, decoder_configs(model)))
 
 
 @dataclass
@@ -148,6 +151,8 @@ class Engine:
         self._ids = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}
         self._reached = False
+        self._stepping = False
+        self._withdrawn: list[Running] = []
         self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
@@ -164,7 +169,7 @@ class Engine:
         self._give_back = weakref.finalize(self, _give_back, model, unplug, trained)
         self._give_back.atexit = False
         model.eval()
-        _in_use.add(model)
+        _in_use.update(map(id, decoder_configs(model)))
         self._loop = Loop(forward_of(model), cache, strategy, max_batch_size, prefill_chunk_size)
         self.closed = False
 
@@ -282,18 +287,26 @@ class Engine:
                 self._step()
 
     def _step(self) -> None:
-        """One step of the loop. Where it fails, every request in it fails with the cause."""
+        """One step of the loop. Where it fails, every request fails with the cause.
+
+        Also one that finished in it: its last delta may be lost. What was delivered stays.
+        """
+        self._stepping = True
         try:
             events = self._loop.step()
             self._check_reached()
+            for event in events:
+                self._inboxes[event.sequence.id].deltas.append(self._delta(event))
         except BaseException as error:
-            for lost in self._loop.reset():
-                self._inboxes[lost.id].failure = error
+            for inbox in self._inboxes.values():
+                inbox.failure = error
+            self._loop.reset()
             if not isinstance(error, Exception):
                 raise
-            return
-        for event in events:
-            self._inboxes[event.sequence.id].deltas.append(self._delta(event))
+        finally:
+            self._stepping = False
+            self._withdraw(self._withdrawn)
+            self._withdrawn.clear()
 
     def _check_reached(self) -> None:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
@@ -336,6 +349,9 @@ class Engine:
 
     def _withdraw(self, sequences: Sequence[Running]) -> None:
         with self._lock:
+            if self._stepping:  # a stream that is collected while this very thread takes a step
+                self._withdrawn.extend(sequences)
+                return
             for sequence in sequences:
                 self._inboxes.pop(sequence.id, None)
                 self._loop.cancel(sequence)

@@ -24,7 +24,7 @@ refusals = [(f, a) for f in FAMILIES for a in FAMILIES[f].refused]
 def test_the_oracle_text_depends_on_what_was_read(family: str) -> None:
     expected = references(family, LENGTHS, COUNT)
     assert len({tuple(tokens) for tokens in expected}) == len(LENGTHS)
-    assert len({token for tokens in expected for token in tokens}) > COUNT
+    assert len({token for tokens in expected for token in tokens}) > 10
 
 
 @pytest.mark.parametrize(("family", "attention"), runs)

@@ -7,6 +7,7 @@ gets a key of its own that means nothing to anybody, registered in both tables t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -84,11 +85,11 @@ class AttentionPort:
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.
 
-        It still looks up its mask, so a key of ours brings one that is right in float64 too. GPT-2
-        with `reorder_and_upcast_attn` branches on the very name.
+        It still looks up its mask, so a key of ours brings one that is right in float64 too, unless
+        the model reads the very name.
         """
         self.by_lookup = False
-        if getattr(model.config, "reorder_and_upcast_attn", False):
+        if type(model)._can_set_attn_implementation():
             self.key = implementation
             return
         self.key = f"{KEY}{next(_serial)}"
@@ -97,9 +98,11 @@ class AttentionPort:
     def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         count = self.tally.count
 
-        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        def forward(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+        ) -> Any:
             count(module.layer_idx, query.shape[2])
-            return inner(module, query, key, value, mask, **kwargs)
+            return inner(module, query, key, value, attention_mask, **kwargs)
 
         return forward
 
@@ -123,10 +126,17 @@ class AttentionPort:
             kwarg for feature, kwarg in FEATURE_KWARGS.items() if feature in declared.features
         }
 
-        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        def forward(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+        ) -> Any:
             if not kwargs.keys() <= understood:
                 self._refuse_stray(kwargs, understood)
-            return inner(module, query, key, value, mask, **kwargs)
+            if kwargs.get("dropout"):
+                raise ExecutionError(
+                    f"{self.registered} is for inference and drops nothing out; call model.eval(), "
+                    "or train with one of transformers' own attentions"
+                )
+            return inner(module, query, key, value, attention_mask, **kwargs)
 
         return forward
 
@@ -142,7 +152,7 @@ class AttentionPort:
 
     def plug(self, model: PreTrainedModel) -> Callable[[], None]:
         """Make `model` call this attention. Returns the function that puts back what was there."""
-        configs = _decoder_configs(model)
+        configs = decoder_configs(model)
         before = [config._attn_implementation_internal for config in configs]
         for config in configs:
             config._attn_implementation_internal = self.key
@@ -179,17 +189,15 @@ class AttentionPort:
 
 def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
     """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
-    if not replaceable(model) or getattr(model.config, "reorder_and_upcast_attn", False):
-        return None  # the latter (GPT-2) is a branch on the very name "eager"
-    own = {
-        cls: getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        for cls in {type(module) for _, module in attention_modules(model)}
-    }
-    if not all(own.values()):
+    if not replaceable(model):
+        return None
+    classes: set[Any] = {type(module) for _, module in attention_modules(model)}
+    if not all(map(_eager_of, classes)):
         return None
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return own[type(module)](module, *args, **kwargs)  # type: ignore[misc]
+        own: Any = _eager_of(module.__class__)
+        return own(module, *args, **kwargs)
 
     def packed(module: Any, query: torch.Tensor, layer: PackedLayer, **kwargs: Any) -> torch.Tensor:
         rows = []
@@ -217,6 +225,16 @@ def _no_mask(**kwargs: Any) -> None:
     """For the packed layout, whose attentions read what they may see off the layer."""
 
 
+@functools.cache
+def _eager_of(cls: Any) -> Callable[..., Any] | None:
+    """The eager function beside an attention class, or beside the one it derives from."""
+    for base in cls.__mro__:
+        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
 def _eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
     """transformers' mask for eager attention, filled with float32's lowest number in float64.
 
@@ -225,6 +243,7 @@ def _eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
     return eager_mask(dtype=_narrow(dtype), **kwargs).to(dtype)
 
 
-def _decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs in which `model` keeps the name of its decoder's attention."""
     text = model.config.get_text_config(decoder=True)
     return [model.config] if text is model.config else [model.config, text]

@@ -8,6 +8,9 @@ attention modules themselves are asked.
 from __future__ import annotations
 
 import copy
+import inspect
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +22,8 @@ from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.selection import AUTO, nearest
+
+_READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
 def requirements_of(source: ModelSource, *, dtype: str, device: str) -> Requirements:
@@ -32,6 +37,7 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
     """The requirements of a model that is there, if only as a skeleton."""
     config = model.config
     text = config.get_text_config(decoder=True)
+    _check_drivable(model, text)
     heads = int(text.num_attention_heads)
     layers = list(attention_modules(model))
     if layers and not any(getattr(m, "is_causal", True) for _, m in layers):
@@ -51,8 +57,33 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
         windows=windows(config),
         features=_features(model, text, layers, heads),
         model_declines=_declines(model),
-        context_length=getattr(text, "max_position_embeddings", None),
+        context_length=_context_length(text),
     )
+
+
+def _check_drivable(model: PreTrainedModel, text: PreTrainedConfig) -> None:
+    """Refuse a model that does not take a cache: it would go on without what it has read."""
+    taken = inspect.signature(model.forward).parameters
+    missing = {"past_key_values", "attention_mask"} - set(taken)
+    if missing or not hasattr(text, "num_attention_heads"):
+        what = f"takes no {min(missing)}" if missing else "has no attention heads"
+        raise CheckpointError(
+            f"{type(model).__name__} {what}, so it does not generate with a KV cache; give a "
+            "transformer decoder that does"
+        )
+
+
+def _context_length(text: PreTrainedConfig) -> int | None:
+    """Tokens that a sequence may have; None without a limit.
+
+    With "longrope" the positions of all tokens change once a batch grows beyond the length of
+    pre-training, those in the cache too, so that length is the limit.
+    """
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = rope.get("original_max_position_embeddings") or limit
+    return limit if limit is not None and limit > 0 else None
 
 
 def skeleton(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
@@ -152,13 +183,25 @@ def _features(
         found["position_bias"] = "alibi = True"
     if not replaceable(model):
         name = type(model).__name__
-        found["own_attention"] = f"{name} does not use transformers' AttentionInterface"
+        found["own_attention"] = (
+            f"{name} does not use transformers' AttentionInterface alone"
+            if type(model)._can_set_attn_implementation()
+            else f"{name} does not use transformers' AttentionInterface"
+        )
     return found
 
 
 def replaceable(model: PreTrainedModel) -> bool:
-    """Whether the model calls its attention through transformers' AttentionInterface."""
-    return bool(type(model)._can_set_attn_implementation())
+    """Whether the model calls its attention through AttentionInterface, whatever its name is.
+
+    Some read the name too, and do something else for "eager" (a sparse mask in DeepSeek-V3.2).
+    """
+    if not type(model)._can_set_attn_implementation():
+        return False
+    if hasattr(model.config, "reorder_and_upcast_attn"):  # GPT-2 reads it for this alone
+        return not model.config.reorder_and_upcast_attn
+    module = sys.modules.get(type(model).__module__)
+    return module is None or not _READS_NAME.search(inspect.getsource(module))
 
 
 def _declines(model: PreTrainedModel) -> frozenset[str]:
@@ -185,16 +228,8 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
 
 def pick_device(device: str, source: ModelSource) -> torch.device:
     """ "auto" is where a live model is, otherwise the best single device of this machine."""
-    if source.live is not None:
-        here = source.live.device
-        if device != AUTO and torch.device(device) != here:
-            raise UsageError(
-                f"the model is on {here} and is used there; move it yourself, or drop "
-                f"device_map={device!r}"
-            )
-        return here
     if device == AUTO:
-        return torch.device(_best_device())
+        return source.live.device if source.live is not None else torch.device(_best_device())
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -204,6 +239,11 @@ def pick_device(device: str, source: ModelSource) -> torch.device:
         ) from None
     if found.type not in DEVICES:
         raise UsageError(f"device_map={device!r}: models run on {', '.join(DEVICES)}")
+    if source.live is not None and found != source.live.device:
+        raise UsageError(
+            f"the model is on {source.live.device} and is used there; move it yourself, or drop "
+            f"device_map={device!r}"
+        )
     return found
 
 
