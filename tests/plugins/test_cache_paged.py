@@ -243,3 +243,20 @@ def test_allocator_counts_holders() -> None:
     assert allocator.num_free == 3
     with pytest.raises(ValueError, match="more often"):
         allocator.release([0])
+
+
+def test_an_attention_that_is_no_function_cannot_read_pages() -> None:
+    model = build("gpt2")
+    model.config.reorder_and_upcast_attn = True
+    with pytest.raises(PlanError, match="GPT2LMHeadModel"):
+        jackfield.load(model, attn_implementation="eager", cache_implementation="paged")
+
+
+def test_a_mixed_step_counts_prefill_and_decode() -> None:
+    with jackfield.load(model_of("llama"), cache_implementation="paged") as engine:
+        first = engine.stream(prompts((4,))[0], max_new_tokens=4)
+        next(first)
+        second = engine.stream(prompts((6,))[0], max_new_tokens=2)
+        next(second)
+        seen = engine.report()["attention"]
+    assert (seen.prefill[0], seen.decode[0]) == (2, 1)

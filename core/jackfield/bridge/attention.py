@@ -25,7 +25,7 @@ from jackfield.contracts import (
     PackedKVCache,
     PackedLayer,
 )
-from jackfield.errors import ExecutionError, PluginError
+from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield.registry import Registered
 from jackfield.report import Tally
 
@@ -67,6 +67,11 @@ class AttentionPort:
         if isinstance(bound, ModelAttention):
             own = _model_attention(like)
             if own is None:
+                if pages is not None:
+                    raise PlanError(
+                        f"{registered} cannot be had as a function for {type(like).__name__}, so "
+                        "it cannot read pages; choose a padded cache, e.g. 'dynamic'"
+                    )
                 self._leave_to(like, bound.implementation)
                 return
             bound, guard = own, False
@@ -112,9 +117,17 @@ class AttentionPort:
             raise PluginError(f"{self.registered} declares the packed layout but bound no `packed`")
         count, inner = self.tally.count, bound.packed
 
-        def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        def forward(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+        ) -> Any:
+            if attention_mask is not None:
+                raise ExecutionError(
+                    f"{type(module).__name__} makes a mask of its own, which the packed layout has "
+                    "no place for; choose a padded cache, e.g. 'dynamic'"
+                )
             layer = pages.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            count(module.layer_idx, layer.step.max_query_length)
+            for length in layer.step.query_lengths:
+                count(module.layer_idx, length)
             return inner(module, query[0].transpose(0, 1), layer, **kwargs)[None], None
 
         return forward

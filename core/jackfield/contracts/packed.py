@@ -39,6 +39,12 @@ class PackedStep:
     seq_lens: torch.Tensor
     max_query_length: int
     max_seq_length: int
+    query_lengths: tuple[int, ...] = ()  # the longest, and 1 if there is decode beside prefill
+
+    def __post_init__(self) -> None:
+        longest = self.max_query_length
+        mixed = longest > 1 and any(span.length == 1 for span in self.spans)
+        self.query_lengths = (longest, 1) if mixed else (longest,)
 
 
 @dataclass(slots=True)
