@@ -159,11 +159,12 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
     """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
     if not replaceable(model):
         return None
-    if not all(_eager_of(type(module)) for _, module in attention_modules(model)):
+    classes: set[Any] = {type(module) for _, module in attention_modules(model)}
+    if not all(map(_eager_of, classes)):
         return None
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        own: Any = _eager_of(type(module))
+        own: Any = _eager_of(module.__class__)
         return own(module, *args, **kwargs)
 
     return BoundAttention(forward, _eager_mask)
