@@ -11,12 +11,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from families import WINDOW, build, config_of, prompts, references
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from packed import layer_of, queries_of, reference, step_of
 
@@ -26,6 +27,7 @@ from jackfield.errors import OptionError, PlanError
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
 
+from jackfield_plugins.attention.paged_triton import TritonAttention
 from jackfield_plugins.attention.paged_triton.launch import (
     MAX_SPLITS,
     Tile,
@@ -55,7 +57,11 @@ SEQUENCE = st.tuples(
 ).map(lambda pair: (pair[0], sum(pair)))  # fmt: skip
 
 
-@settings(max_examples=25 if NATIVE else 40, deadline=None)
+@settings(
+    max_examples=25 if NATIVE else 40,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # interpreted, shrinking takes minutes
+)
 @given(
     sizes=st.lists(SEQUENCE, min_size=1, max_size=4),
     heads=st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 3, 4, 8))),
@@ -182,6 +188,7 @@ def test_ragged_batch_equals_the_oracle(family: str, attention: str, page_size: 
         seen = engine.report()["attention"]
     assert [completion.token_ids for completion in found] == expected
     assert seen.name == "triton"
+    assert seen.source.startswith("paged_prefill and paged_decode of Triton ")
     assert set(seen.prefill.values()) == {1}
     assert set(seen.decode.values()) == {COUNT - 1}
 
@@ -220,6 +227,28 @@ def test_what_it_lacks_is_refused_by_name() -> None:
     assert "does not run with layout padded" in refusal("llama", cache_implementation="dynamic")
     cannot_read = refusal("falcon-alibi", cache_implementation="dynamic")
     assert "does not support position_bias (alibi = True)" in cannot_read
+
+
+def test_what_only_the_interpreter_can_do_is_refused_natively(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    backend = TritonAttention()
+    job = jackfield.plan(config_of("llama"), attn_implementation="eager").requirements
+    job = replace(job, layout="packed", dtype="float64", head_sizes=(8, 576))
+    assert backend.refuse(replace(job, device="cpu"), None) == [
+        "has no tiles for head size 576 (at most 512)",
+        "runs on a CPU only under TRITON_INTERPRET=1, set before Python starts",
+    ]
+    assert backend.refuse(replace(job, device="cuda"), None)[1:] == [
+        "runs float64 only under TRITON_INTERPRET=1; load the model in another dtype",
+        "needs a GPU of compute capability 8.0 or later, not 7.5",
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    fits = replace(job, device="cuda", dtype="bfloat16", head_sizes=(128,))
+    assert backend.refuse(fits, None) == []
 
 
 def test_options_are_checked() -> None:

@@ -80,8 +80,15 @@ class FlexAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        options = context.options
-        return BoundAttention(_forward(options.compiles_on), _mask(options.compiles_on))
+        import torch
+
+        options, device = context.options, context.requirements.device
+        source = f"flex_attention of torch {torch.__version__}"
+        if device is not None:
+            source += ", compiled" if options.compiles_on(device) else ", not compiled"
+        return BoundAttention(
+            _forward(options.compiles_on), _mask(options.compiles_on), source=source
+        )
 
 
 def _forward(compiles_on: Callable[[str], bool]) -> Attend:

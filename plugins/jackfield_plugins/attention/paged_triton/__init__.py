@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_HEAD = 512
+OLDEST_GPU = (8, 0)  # the first with matrix units for bfloat16
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class TritonAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        from jackfield_plugins.attention.paged_triton.launch import paged_attention
+        from jackfield_plugins.attention.paged_triton.launch import kernels_in_use, paged_attention
 
         num_splits = context.options.num_splits
 
@@ -93,7 +94,7 @@ class TritonAttention(Attention):
                 num_splits=num_splits,
             )
 
-        return BoundAttention(_not_padded, _not_padded, packed)
+        return BoundAttention(_not_padded, _not_padded, packed, source=kernels_in_use())
 
 
 def _interpreting() -> bool:
@@ -104,9 +105,17 @@ def _refuse_natively(requirements: Requirements) -> list[str]:
     """What the interpreter can do and a GPU cannot."""
     if requirements.device == "cpu":
         return ["runs on a CPU only under TRITON_INTERPRET=1, set before Python starts"]
+    import torch
+
+    reasons = []
     if requirements.dtype == "float64":
-        return ["runs float64 only under TRITON_INTERPRET=1; load the model in another dtype"]
-    return []
+        reasons.append(
+            "runs float64 only under TRITON_INTERPRET=1; load the model in another dtype"
+        )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
+        here = ".".join(map(str, torch.cuda.get_device_capability()))
+        reasons.append(f"needs a GPU of compute capability 8.0 or later, not {here}")
+    return reasons
 
 
 def _not_padded(*args: Any, **kwargs: Any) -> NoReturn:

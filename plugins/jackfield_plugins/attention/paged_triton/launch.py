@@ -231,6 +231,14 @@ def interpreted() -> bool:
     return "Interpreted" in type(paged_decode).__name__
 
 
+def kernels_in_use() -> str:
+    """What reports say."""
+    how = ", interpreted" if interpreted() else ""
+    return (
+        f"{paged_prefill.__name__} and {paged_decode.__name__} of Triton {triton.__version__}{how}"
+    )
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
