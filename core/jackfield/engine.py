@@ -6,9 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
-from jackfield.bridge.source import ModelSource, find, first_line
+from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
@@ -26,10 +24,10 @@ from jackfield.discovery import registry
 from jackfield.errors import (
     CacheFullError,
     ExecutionError,
-    JackfieldError,
     SettingsError,
     UsageError,
 )
+from jackfield.inbox import Inbox
 from jackfield.loop import Event, Loop
 from jackfield.planning import Plan, decide
 from jackfield.prompts import Prompt, encode, is_batch
@@ -122,14 +120,6 @@ def _give_back(model: PreTrainedModel, unplug: Callable[[], None], trained: list
     _in_use.difference_update(map(id, decoder_configs(model)))
 
 
-@dataclass
-class _Inbox:
-    """What a request's reader has not read yet, and why nothing more will come."""
-
-    deltas: deque[Delta] = field(default_factory=deque)
-    failure: BaseException | None = None
-
-
 class Engine:
     """A model bound to a plan; it owns the loop. A context manager: leaving it gives all back.
 
@@ -149,7 +139,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._lock = threading.RLock()
         self._ids = itertools.count()
-        self._inboxes: dict[int, _Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._reached = False
         self._stepping = False
         self._withdrawn: list[Running] = []
@@ -260,29 +250,29 @@ class Engine:
         )
         return text
 
-    def _submit(self, sequences: Sequence[Running]) -> list[_Inbox]:
+    def _submit(self, sequences: Sequence[Running]) -> list[Inbox]:
         with self._lock:
             self._check_open()
             before = self.report()
             for sequence in sequences:
                 sequence.report_before = before
-                self._inboxes[sequence.id] = _Inbox()
+                self._inboxes[sequence.id] = Inbox()
                 self._loop.submit(sequence)
             return [self._inboxes[sequence.id] for sequence in sequences]
 
-    def _completed(self, inbox: _Inbox) -> Completion:
+    def _completed(self, inbox: Inbox) -> Completion:
         while True:
             if (completion := self._next(inbox).completion) is not None:
                 return completion
 
-    def _next(self, inbox: _Inbox) -> Delta:
+    def _next(self, inbox: Inbox) -> Delta:
         """The next delta of one request. Whoever has none to read takes a step, for everybody."""
         while True:
             with self._lock:
                 if inbox.deltas:
                     return inbox.deltas.popleft()
                 if inbox.failure is not None:
-                    raise _failure(inbox.failure)
+                    raise inbox.error()
                 self._check_open()
                 self._step()
 
@@ -400,11 +390,3 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _failure(cause: BaseException) -> JackfieldError:
-    if isinstance(cause, JackfieldError):
-        return cause
-    failure = ExecutionError(f"the model failed: {type(cause).__name__}: {first_line(cause)}")
-    failure.__cause__ = cause
-    return failure

@@ -74,11 +74,13 @@ class SdpaAttention(Attention):
 
 def torch_attention(kernel: str = "auto") -> BoundAttention:
     """torch's attention for both layouts, with the kernel of that name."""
-    import torch
     from transformers.masking_utils import sdpa_mask
 
-    scaled_dot_product_attention = _pinned(kernel)
+    attend = _pinned(kernel)
+    return BoundAttention(_padded(attend), sdpa_mask, _packed(attend))
 
+
+def _padded(attend: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def forward(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -96,7 +98,7 @@ def torch_attention(kernel: str = "auto") -> BoundAttention:
         if causal and key.shape[2] > length:
             # No mask and more keys than queries: a static cache whose tail is unwritten.
             key, value = key[:, :, :length], value[:, :, :length]
-        output = scaled_dot_product_attention(
+        output = attend(
             query,
             key,
             value,
@@ -106,6 +108,12 @@ def torch_attention(kernel: str = "auto") -> BoundAttention:
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+def _packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    import torch
 
     def packed(
         module: torch.nn.Module,
@@ -120,7 +128,7 @@ def torch_attention(kernel: str = "auto") -> BoundAttention:
             queries = query[span.start : span.start + span.length].transpose(0, 1)
             # A prompt from its first token on: causal without a mask, linear memory.
             whole = keys.shape[1] == span.length and layer.window is None
-            found = scaled_dot_product_attention(
+            found = attend(
                 queries[None],
                 keys[None],
                 values[None],
@@ -132,7 +140,7 @@ def torch_attention(kernel: str = "auto") -> BoundAttention:
             rows.append(found[0].transpose(0, 1))
         return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
-    return BoundAttention(forward, sdpa_mask, packed)
+    return packed
 
 
 def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
