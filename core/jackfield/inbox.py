@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from jackfield.bridge.source import first_line
 from jackfield.errors import ExecutionError, JackfieldError
 from jackfield.sequences import Delta
 
@@ -20,7 +21,8 @@ class Inbox:
         """`failure` as an error of our tree, on one line, with its cause chained."""
         if isinstance(self.failure, JackfieldError):
             return self.failure
-        text = (str(self.failure).strip().splitlines() or [""])[0]
-        error = ExecutionError(f"the model failed: {type(self.failure).__name__}: {text}")
+        assert self.failure is not None
+        what = f"{type(self.failure).__name__}: {first_line(self.failure)}"
+        error = ExecutionError(f"the model failed: {what}")
         error.__cause__ = self.failure
         return error

@@ -110,13 +110,12 @@ class Loop:
             self.cache.release(finished)
             self.decoding.release(finished)
 
-    def reset(self) -> list[Sequence]:
-        """Give everything back after a failure. Returns the sequences that are lost by it."""
+    def reset(self) -> None:
+        """Give everything back after a failure; what was running or waiting is lost."""
         lost = [*self.running, *self.waiting]
         self.running, self.waiting = [], deque()
         self.cache.release(lost)
         self.decoding.release(lost)
-        return lost
 
 
 def _kept(feed: Feed, gain: Accepted) -> int:
