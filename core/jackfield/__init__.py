@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jackfield.engine import Engine, load
     from jackfield.errors import JackfieldError
     from jackfield.planning import Plan, plan
+    from jackfield.requests import Request
     from jackfield.sequences import Completion, Delta
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Engine",
     "JackfieldError",
     "Plan",
+    "Request",
     "cache",
     "hookimpl",
     "install",
@@ -40,6 +42,7 @@ _HOMES = {
     "Engine": "jackfield.engine",
     "JackfieldError": "jackfield.errors",
     "Plan": "jackfield.planning",
+    "Request": "jackfield.requests",
     "cache": "jackfield.bridge.cache",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",

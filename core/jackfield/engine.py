@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.console import Console
+from rich.progress import track
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.bounds import Bounds, bounds_for, check_sizes
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
@@ -21,27 +24,27 @@ from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
-from jackfield.errors import (
-    CacheFullError,
-    ExecutionError,
-    SettingsError,
-    UsageError,
-)
-from jackfield.inbox import Inbox
-from jackfield.loop import Event, Loop
+from jackfield.errors import CacheFullError, SettingsError, UsageError
+from jackfield.loop import Loop
+from jackfield.observer import Observer, Text
 from jackfield.planning import Plan, decide
-from jackfield.prompts import Prompt, encode, is_batch
-from jackfield.report import Report, observe
+from jackfield.prompts import Prompt, is_batch
+from jackfield.report import Report
+from jackfield.requests import Request
 from jackfield.selection import AUTO, Selectable
-from jackfield.sequences import Completion, Delta, Usage
+from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
+from jackfield.statistics import Statistics
+from jackfield.worker import Health, Worker
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 #: The ids of configs that an engine has changed and will give back; models may share one.
 _in_use: set[int] = set()
+
+STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
 
 
 def load(
@@ -50,12 +53,17 @@ def load(
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
     decoding: Selectable = AUTO,
+    scheduler: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
     tokenizer: Any | None = None,
     max_batch_size: int = 32,
+    max_batch_tokens: int | None = None,
     prefill_chunk_size: int | None = None,
+    max_waiting: int | None = None,
+    deterministic: bool = False,
+    stall_after: float = 60.0,
 ) -> Engine:
     """Decide, load, bind.
 
@@ -64,37 +72,44 @@ def load(
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `dtype` is "auto"
     or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
-    `max_batch_size` is how many sequences run together at most, `prefill_chunk_size` how many
-    tokens of each prompt one forward call reads at most (None: the whole prompt).
+
+    `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
+    one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
+    `prefill_chunk_size` how many tokens of each prompt (None: as many as the step has room for).
+    `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
+    log-probabilities are the same to the last bit whatever else runs. A step that takes longer
+    than `stall_after` seconds counts as stalled.
 
     Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
     weight is loaded, or CheckpointError where the weights themselves are broken.
     """
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    for name, size in (
-        ("max_batch_size", max_batch_size),
-        ("prefill_chunk_size", 1 if prefill_chunk_size is None else prefill_chunk_size),
-    ):
-        if type(size) is not int or size < 1:
-            raise UsageError(f"{name} must be a whole number, at least 1, not {size!r}")
+    check_sizes(
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        max_waiting=max_waiting,
+    )
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map)
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "scheduler": scheduler,
     }
-    plan = decide(registry(), needs, selections)
+    plan = decide(registry(), replace(needs, batch_invariant=deterministic), selections)
     if prefill_chunk_size is not None and "linear_attention" in needs.layer_types:
         raise UsageError(
             f"prefill_chunk_size={prefill_chunk_size}: the linear-attention layers of "
             f"{needs.architecture} read a prompt in one piece; drop prefill_chunk_size"
         )
+    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:
         tokenizer = load_tokenizer(source)
     model = _weights(source, plan, device_map)
-    return Engine(model, plan, tokenizer, max_batch_size, prefill_chunk_size)
+    return Engine(model, plan, tokenizer, bounds, max_waiting=max_waiting, stall_after=stall_after)
 
 
 def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
@@ -113,7 +128,10 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
     return source.live
 
 
-def _give_back(model: PreTrainedModel, unplug: Callable[[], None], trained: list[Module]) -> None:
+def _give_back(
+    worker: Worker, model: PreTrainedModel, unplug: Callable[[], None], trained: list[Module]
+) -> None:
+    worker.close(timeout=STOP_WITHIN)
     unplug()
     for module in trained:
         module.training = True
@@ -123,7 +141,7 @@ def _give_back(model: PreTrainedModel, unplug: Callable[[], None], trained: list
 class Engine:
     """A model bound to a plan; it owns the loop. A context manager: leaving it gives all back.
 
-    `generate` and `stream` may be called from several threads; steps are taken one at a time.
+    Requests may come from any number of threads and event loops; they run together.
     """
 
     def __init__(
@@ -131,22 +149,20 @@ class Engine:
         model: PreTrainedModel,
         plan: Plan,
         tokenizer: Any | None,
-        max_batch_size: int,
-        prefill_chunk_size: int | None = None,
+        bounds: Bounds,
+        *,
+        max_waiting: int | None = None,
+        stall_after: float = 60.0,
     ) -> None:
         self.model = model
         self.plan = plan
         self.tokenizer = tokenizer
-        self._lock = threading.RLock()
         self._ids = itertools.count()
-        self._inboxes: dict[int, Inbox] = {}
-        self._reached = False
-        self._stepping = False
-        self._withdrawn: list[Running] = []
-        self._vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
+        schedule = plan["scheduler"].registered.bind(self._context("scheduler"))
         self._port = AttentionPort(
             plan["attention"].registered,
             self._context("attention"),
@@ -154,14 +170,26 @@ class Engine:
             cache if isinstance(cache, PackedKVCache) else None,
         )
         unplug = self._port.plug(model)
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
         trained = [module for module in model.modules() if module.training]
-        self._give_back = weakref.finalize(self, _give_back, model, unplug, trained)
-        self._give_back.atexit = False
+        forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
+        self._loop = Loop(forward, cache, strategy, schedule, bounds)
+        self._observer = Observer(plan, self._port, self._loop, self._text)
+        self._worker = Worker(
+            self._loop,
+            self._observer.delta,
+            self._observer.check_reached,
+            max_waiting,
+            stall_after,
+        )
+        self._max_waiting = max_waiting
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._give_back = weakref.finalize(self, _give_back, self._worker, model, unplug, trained)
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
-        self._loop = Loop(forward_of(model), cache, strategy, max_batch_size, prefill_chunk_size)
-        self.closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._worker.closed
 
     def _context(self, kind: str) -> BindContext:
         return BindContext(
@@ -176,14 +204,17 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         *,
         settings: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = False,
         **common: Any,
     ) -> list[Completion]:
         """Complete every prompt; results in the order of the prompts.
 
         `common` settings hold for all prompts, `settings[i]` overrides them for prompt i. They
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
-        `presence_penalty`, `frequency_penalty`. Sampling is on when `do_sample`, `temperature`,
-        `top_k`, `top_p` or `min_p` asks for it. Raises SettingsError or PromptError before
+        `presence_penalty`, `frequency_penalty`, `logits_processor`, `priority`, `deadline` (in
+        seconds), `cache_salt`. Sampling is on when `do_sample`, `temperature`, `top_k`, `top_p` or
+        `min_p` asks for it. The `num_return_sequences` completions of a prompt stand together.
+        `progress` shows a bar on standard error. Raises SettingsError or PromptError before
         anything is computed.
         """
         batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
@@ -191,14 +222,29 @@ class Engine:
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
         own = settings or [{}] * len(batch)
         sequences = [
-            self._sequence(prompt, {**common, **mine}, streams=False)
+            sequence
             for prompt, mine in zip(batch, own, strict=True)
+            for sequence in self._sequences(prompt, {**common, **mine}, streams=False)
         ]
-        inboxes = self._submit(sequences)
+        pairs = [(s, Request(s.id, self._worker.cancel, streams=False)) for s in sequences]
         try:
-            return [self._completed(inbox) for inbox in inboxes]
+            size = max(1, self._max_waiting or len(pairs))
+            for start in range(0, len(pairs), size):
+                self._hand_over(pairs[start : start + size], wait=True)
+            shown = track(pairs, "Generating", console=Console(stderr=True), disable=not progress)
+            return [request.result() for _, request in shown]
         finally:
-            self._withdraw(sequences)
+            for _, request in pairs:
+                request.cancel()
+
+    def submit(self, prompt: Prompt, **settings: Any) -> Request:
+        """Start one request and return at once; the result is waited for on what is returned.
+
+        Raises SettingsError or PromptError, QueueFullError where `max_waiting` requests wait.
+        """
+        if is_batch(prompt):
+            raise UsageError("submit takes one prompt; call it once for each prompt")
+        return self._start(self._sequence(prompt, settings, streams=True))
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
@@ -208,143 +254,81 @@ class Engine:
         """
         if is_batch(prompt):
             raise UsageError("stream takes one prompt; use generate for a list of prompts")
-        sequence = self._sequence(prompt, settings, streams=True)
-        return self._stream(sequence)
+        return self._stream(self._sequence(prompt, settings, streams=True))
 
     def _stream(self, sequence: Running) -> Iterator[Delta]:
-        (inbox,) = self._submit([sequence])
+        request = self._start(sequence)
         try:
-            while True:
-                delta = self._next(inbox)
-                yield delta
-                if delta.completion is not None:
-                    return
+            yield from request
         finally:
-            self._withdraw([sequence])
+            request.cancel()
+
+    def astream(self, prompt: Prompt, **settings: Any) -> AsyncIterator[Delta]:
+        """`stream` for an event loop: the same, to be read with ``async for``."""
+        if is_batch(prompt):
+            raise UsageError("astream takes one prompt; call it once for each prompt")
+        return self._astream(self._sequence(prompt, settings, streams=True))
+
+    async def _astream(self, sequence: Running) -> AsyncIterator[Delta]:
+        request = self._start(sequence)
+        try:
+            async for delta in request:
+                yield delta
+        finally:
+            request.cancel()
+
+    def cancel(self, request: Request) -> None:
+        """End a request; its completion has what there was. Nothing happens to one that ended."""
+        request.cancel()
+
+    def _start(self, sequence: Running) -> Request:
+        sequence.started = time.perf_counter()
+        request = Request(sequence.id, self._worker.cancel, streams=True)
+        self._hand_over([(sequence, request)], wait=False)
+        return request
+
+    def _hand_over(self, pairs: Sequence[tuple[Running, Request]], *, wait: bool) -> None:
+        before = self.report()
+        for sequence, _ in pairs:
+            sequence.report_before = before
+        self._worker.submit(pairs, wait=wait)
 
     def _sequence(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> Running:
+        """The one sequence of a request that has its own reader."""
+        sequences = self._sequences(prompt, asked, streams=streams)
+        if len(sequences) > 1:
+            raise SettingsError(
+                f"num_return_sequences={len(sequences)} has no single reader; use generate, or "
+                "submit the prompt that many times"
+            )
+        return sequences[0]
+
+    def _sequences(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> list[Running]:
+        """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
-        ids = encode(prompt, self.tokenizer, self._vocab_size)
+        ids = self._text.encode(prompt)
         settings = resolve(self.model.generation_config, asked, len(ids), self._limits)
         if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
-        detokenizer = None
-        if self.tokenizer is not None and (streams or settings.stop_strings):
-            detokenizer = Detokenizer(self._decode, settings.stop_strings)
-        return Running(next(self._ids), ids, settings, detokenizer)
+        made: list[Running] = []
+        for sample in range(settings.num_return_sequences):
+            detokenizer = None
+            if self.tokenizer is not None and (streams or settings.stop_strings):
+                detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
+            leader = made[0] if made else None
+            made.append(Running(next(self._ids), ids, settings, detokenizer, leader, sample))
+        return made
 
     @property
     def _limits(self) -> Limits:
         decoding = self.plan["decoding"]
         return Limits(
-            vocab_size=self._vocab_size,
+            vocab_size=self._text.vocab_size,
             context_length=self.plan.requirements.context_length,
             honoured=decoding.backend.capabilities.settings,
             decoding=decoding.registered.name,
             has_tokenizer=self.tokenizer is not None,
         )
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(  # type: ignore[union-attr]
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def _submit(self, sequences: Sequence[Running]) -> list[Inbox]:
-        with self._lock:
-            self._check_open()
-            before = self.report()
-            for sequence in sequences:
-                sequence.report_before = before
-                self._inboxes[sequence.id] = Inbox()
-                self._loop.submit(sequence)
-            return [self._inboxes[sequence.id] for sequence in sequences]
-
-    def _completed(self, inbox: Inbox) -> Completion:
-        while True:
-            if (completion := self._next(inbox).completion) is not None:
-                return completion
-
-    def _next(self, inbox: Inbox) -> Delta:
-        """The next delta of one request. Whoever has none to read takes a step, for everybody."""
-        while True:
-            with self._lock:
-                if inbox.deltas:
-                    return inbox.deltas.popleft()
-                if inbox.failure is not None:
-                    raise inbox.error()
-                self._check_open()
-                self._step()
-
-    def _step(self) -> None:
-        """One step of the loop. Where it fails, every request fails with the cause.
-
-        Also one that finished in it: its last delta may be lost. What was delivered stays.
-        """
-        self._stepping = True
-        try:
-            events = self._loop.step()
-            self._check_reached()
-            for event in events:
-                self._inboxes[event.sequence.id].deltas.append(self._delta(event))
-        except BaseException as error:
-            for inbox in self._inboxes.values():
-                inbox.failure = error
-            self._loop.reset()
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._stepping = False
-            self._withdraw(self._withdrawn)
-            self._withdrawn.clear()
-
-    def _check_reached(self) -> None:
-        """After the first step: a chosen attention that a layer did not call is a wrong result."""
-        if self._reached:
-            return
-        layer_types = self.plan.requirements.layer_types
-        expected = {i for i, kind in enumerate(layer_types) if kind != "linear_attention"}
-        if missed := sorted(expected - self._port.tally.layers):
-            raise ExecutionError(
-                f"{self.plan['attention'].registered} was not called by layers {missed}: the model "
-                "does not run what was chosen"
-            )
-        self._reached = True
-
-    def _delta(self, event: Event) -> Delta:
-        sequence = event.sequence
-        done = sequence.finish_reason is not None
-        return Delta(event.text, event.tokens, self._completion(sequence) if done else None)
-
-    def _completion(self, sequence: Running) -> Completion:
-        text = None
-        if sequence.detokenizer is not None:
-            text = sequence.detokenizer.text
-        elif self.tokenizer is not None:
-            text = self._decode(sequence.new_tokens)
-        assert sequence.finish_reason is not None
-        return Completion(
-            text=text,
-            token_ids=sequence.new_tokens,
-            finish_reason=sequence.finish_reason,
-            usage=Usage(
-                sequence.prompt_length,
-                sequence.num_new,
-                time.perf_counter() - sequence.started,
-            ),
-            report=self.report().since(sequence.report_before),
-            logprobs=sequence.logprobs,
-            error=sequence.error,
-        )
-
-    def _withdraw(self, sequences: Sequence[Running]) -> None:
-        with self._lock:
-            if self._stepping:  # a stream that is collected while this very thread takes a step
-                self._withdrawn.extend(sequences)
-                return
-            for sequence in sequences:
-                self._inboxes.pop(sequence.id, None)
-                self._loop.cancel(sequence)
 
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
@@ -353,28 +337,20 @@ class Engine:
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
-        choices = self.plan.choices
-        return Report(
-            (
-                observe(
-                    "attention",
-                    choices["attention"].registered,
-                    self._port.tally,
-                    self._port.source,
-                ),
-                observe("cache", choices["cache"].registered, self._loop.steps),
-                observe("decoding", choices["decoding"].registered, self._loop.steps),
-            )
-        )
+        return self._observer.report()
+
+    def statistics(self) -> Statistics:
+        """What the engine has done and is doing; also logged (`jackfield.statistics`, INFO)."""
+        return self._worker.statistics()
+
+    def health(self) -> Health:
+        """Whether it is alive, takes requests, and gets on."""
+        return self._worker.health()
 
     def close(self) -> None:
-        """Give the model back as it was. A second call does nothing."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            self._loop.reset()
-            self._give_back()
+        """End every request, give the model back as it was. A second call does nothing."""
+        self._worker.close()
+        self._give_back()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -9,6 +9,7 @@ JackfieldError                 exit code 1: a failure
 │   ├── PromptError            a prompt: empty, too long, needs a tokenizer
 │   ├── CacheFullError         the cache is smaller than the requests
 │   └── CheckpointError        a model folder or hub id: missing, broken, unsafe
+├── QueueFullError             more requests wait than the engine was told to keep
 ├── PluginError                a plugin broke its contract
 └── ExecutionError             the model or a backend failed while running
 """
@@ -24,6 +25,7 @@ __all__ = [
     "PlanError",
     "PluginError",
     "PromptError",
+    "QueueFullError",
     "SelectionError",
     "SettingsError",
     "UsageError",
@@ -64,6 +66,10 @@ class PromptError(UsageError):
 
 class CheckpointError(UsageError):
     """A model folder or hub id cannot be loaded, or must not be."""
+
+
+class QueueFullError(JackfieldError):
+    """As many requests wait as the engine was told to keep; later there is room again."""
 
 
 class PluginError(JackfieldError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Attention, Cache, Decoding
+    from jackfield.contracts import Attention, Cache, Decoding, Scheduler
 
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
@@ -23,6 +23,7 @@ HOOKS = {
     "attention": "jackfield_attention",
     "cache": "jackfield_cache",
     "decoding": "jackfield_decoding",
+    "scheduler": "jackfield_scheduler",
 }
 
 
@@ -39,3 +40,8 @@ def jackfield_cache() -> Sequence[Cache]:  # type: ignore[empty-body]
 @hookspec
 def jackfield_decoding() -> Sequence[Decoding]:  # type: ignore[empty-body]
     """Offer backends that decide which tokens come next."""
+
+
+@hookspec
+def jackfield_scheduler() -> Sequence[Scheduler]:  # type: ignore[empty-body]
+    """Offer backends that decide who computes how many tokens in a step."""

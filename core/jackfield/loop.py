@@ -6,15 +6,18 @@ calls was bound once: no plugin machinery in here.
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 
-from jackfield.contracts import Accepted, KVCache, ModelInputs, Strategy
+from jackfield.bounds import UNLIMITED, Bounds
+from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule, Strategy
+from jackfield.errors import CacheFullError
 from jackfield.sequences import Feed, Sequence, Step
+from jackfield.statistics import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,68 +30,138 @@ class Event:
 
 
 class Loop:
-    """Runs sequences to their end, `max_batch_size` at a time. Not thread-safe: one caller steps.
-
-    `prefill_chunk_size` is how many tokens of a prompt one step feeds at most; None: all of them.
-    `steps` counts the forward calls.
-    """
+    """Runs sequences to their end. Not thread-safe: one caller steps. `steps` counts them."""
 
     def __init__(
         self,
         forward: Callable[[ModelInputs], torch.Tensor],
         cache: KVCache,
         decoding: Strategy,
-        max_batch_size: int,
-        prefill_chunk_size: int | None = None,
+        schedule: Schedule,
+        bounds: Bounds,
     ) -> None:
         self.forward = forward
         self.cache = cache
         self.decoding = decoding
-        self.max_batch_size = max_batch_size
-        self.prefill_chunk_size = cache.prefill_chunk_size = prefill_chunk_size
-        self.waiting: deque[Sequence] = deque()
+        self.schedule = schedule
+        self.bounds = bounds
+        cache.max_portion = bounds.max_portion
+        self.waiting: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
+        self._timed: dict[int, Sequence] = {}  # those with a deadline
+        self._full = False  # the cache refused who is next, and nobody has left since
         self.steps = 0
+        self.recorder = Recorder()
 
     def submit(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.arrival = self.steps
+        self.waiting[sequence.id] = sequence
+        self._full = False
+        self.recorder.tokens_in += sequence.prompt_length
+        if sequence.deadline is not None:
+            self._timed[sequence.id] = sequence
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence, why: str | None = None) -> Event | None:
         """End a sequence wherever it is; nothing is computed for it from now on."""
         if sequence.finish_reason is not None:
-            return
-        sequence.finish_reason = "cancelled"
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+            return None
+        sequence.finish_reason, sequence.error = "cancelled", why
+        self.waiting.pop(sequence.id, None)
         self._retire([sequence])
+        return Event(sequence, [], sequence.flush())
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
+        late = self._expire()
         self._admit()
+        if not self.running:  # whatever waited came too late
+            return late
         drafts = self.decoding.propose(self.running)
-        step = self._schedule(drafts)
+        step = self._fitting(drafts)
         inputs = self.cache.prepare(step)
         logits = self.forward(inputs)
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [_kept(f, a) for f, a in zip(step.feeds, accepted, strict=True)])
-        return self._emit(step, accepted)
+        return late + self._emit(step, accepted)
+
+    def _expire(self) -> list[Event]:
+        """End the requests whose deadline has passed."""
+        now = time.perf_counter()
+        late = [s for s in self._timed.values() if s.deadline is not None and now > s.deadline]
+        ended = (self.cancel(s, f"its deadline of {s.settings.deadline:g} s passed") for s in late)
+        return [event for event in ended if event is not None]
 
     def _admit(self) -> None:
-        room = self.cache.room(self.waiting)
-        free = self.max_batch_size - len(self.running)
-        for _ in range(min(len(self.waiting), free if room is None else min(free, room))):
-            self.running.append(self.waiting.popleft())
+        """Let in who is next, while there are places; who does not fit yet holds up the rest."""
+        free = self.bounds.max_batch_size - len(self.running)
+        closed = self._full or (self.running and not self.cache.joins)
+        if free < 1 or not self.waiting or closed:
+            return
+        ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
+        for sequence in self.schedule.order(ready, self.steps)[:free]:
+            if not self.cache.admit(sequence):
+                self._full = True
+                break
+            del self.waiting[sequence.id]
+            self.running.append(sequence)
 
-    def _schedule(self, drafts: list[list[int]]) -> Step:
+    def _waits_for_its_leader(self, sequence: Sequence) -> bool:
+        """Whether the prompt it shares is still being read by another, to be found in the cache."""
+        leader = sequence.leader
+        return (
+            self.cache.joins
+            and leader is not None
+            and leader.finish_reason is None
+            and leader.num_cached < leader.prompt_length
+        )
+
+    def _fitting(self, drafts: Seq[list[int]]) -> Step:
+        """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
+        proposed = dict(zip(self.running, drafts, strict=True))
+        while True:
+            step = self._schedule(proposed)
+            if self.cache.fits(step):
+                return step
+            if len(self.running) == 1:
+                raise CacheFullError(
+                    f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
+                    "tokens alone; make it larger"
+                )
+            self._evict(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
+
+    def _schedule(self, drafts: dict[Sequence, list[int]]) -> Step:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        portions = self.cache.portions(self.running, self.prefill_chunk_size)
+        pending = [self._pending(sequence) for sequence in self.running]
+        budget = self.bounds.max_batch_tokens or UNLIMITED
+        wanted = self.schedule.portions(self.running, pending, budget, self.steps)
+        if self.bounds.whole_chunks:
+            wanted = [
+                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
+            ]
         feeds = []
-        for sequence, count, draft in zip(self.running, portions, drafts, strict=True):
-            feed = Feed(sequence, sequence.num_cached, count, draft)
-            feeds.append(feed if feed.samples or not draft else replace(feed, drafts=()))
+        for sequence, count in zip(
+            self.running, self.cache.portions(self.running, wanted), strict=True
+        ):
+            if count or not self.cache.joins:
+                feed = Feed(sequence, sequence.num_cached, count, drafts[sequence])
+                feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
         return Step(feeds)
+
+    def _pending(self, sequence: Sequence) -> int:
+        """How many tokens it can feed in this step."""
+        left = len(sequence.tokens) - sequence.num_cached
+        if self.bounds.whole_chunks:  # an evicted one goes through its new tokens one by one again
+            left = max(1, sequence.prompt_length - sequence.num_cached)
+        return min(left, self.bounds.max_portion or left)
+
+    def _evict(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.cache.evict(sequence)
+        self.waiting[sequence.id] = sequence
+        self.recorder.evictions += 1
+        sequence.evictions += 1
 
     def _emit(self, step: Step, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
@@ -98,24 +171,41 @@ class Loop:
                 continue  # a part of its prompt
             if gain.error is not None:
                 sequence.error, sequence.finish_reason = gain.error, "error"
-            events.append(Event(sequence, *sequence.extend(gain.tokens, gain.logprobs)))
+            events.append(_told(sequence, gain))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         self._retire(finished)
+        self.recorder.count(step, events)
         return events
 
     def _retire(self, finished: Seq[Sequence]) -> None:
         if finished:
             self.running = [s for s in self.running if s.finish_reason is None]
-            self.cache.release(finished)
-            self.decoding.release(finished)
+            self._full = False
+            self.recorder.ended(finished)
+            self._release(finished)
+
+    def _release(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._timed.pop(sequence.id, None)
+        self.cache.release(sequences)
+        self.decoding.release(sequences)
 
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
-        lost = [*self.running, *self.waiting]
-        self.running, self.waiting = [], deque()
-        self.cache.release(lost)
-        self.decoding.release(lost)
+        lost = [*self.running, *self.waiting.values()]
+        self.running, self.waiting, self._full = [], {}, False
+        self._release(lost)
+
+
+def _told(sequence: Sequence, gain: Accepted) -> Event:
+    """What the sequence took of its gain. A text that cannot be made ends this request alone."""
+    try:
+        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs))
+    except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+        sequence.finish_reason = "error"
+        sequence.error = f"its tokens do not decode: {type(error).__name__}: {error}"
+        return Event(sequence, [], "")
 
 
 def _kept(feed: Feed, gain: Accepted) -> int:

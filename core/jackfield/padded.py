@@ -46,24 +46,24 @@ class PaddedKVCache(KVCache):
         self._forget()
 
     def _forget(self) -> None:
+        self._joining: list[Sequence] = []  # admitted; become the rows with the next step
+        self._size = (0, 0)  # of those: the longest, the most that one can still get
         self._rows: list[Sequence | None] = []  # None: a row that idles
         self._past: transformers.Cache | None = None
         self._mask: torch.Tensor | None = None  # [rows, columns], None while every column is valid
         self._columns = 0  # written so far
 
-    def room(self, waiting: Seq[Sequence]) -> int | None:
+    def admit(self, sequence: Sequence) -> bool:
         if self._rows:
-            return 0
-        if self._max_cache_len is None:
-            return None
-        fitting = longest = most_new = 0
-        for sequence in waiting:
-            longest = max(longest, len(sequence.tokens))
-            most_new = max(most_new, _still_new(sequence))
-            if longest + most_new - 1 > self._max_cache_len:
-                break
-            fitting += 1
-        return max(1, fitting)  # one that is too long by itself fails in `prepare`, by name
+            return False
+        longest, new = self._size if self._joining else (0, 0)
+        size = (max(longest, len(sequence.tokens)), max(new, _still_new(sequence)))
+        too_long = self._max_cache_len is not None and sum(size) - 1 > self._max_cache_len
+        if too_long and self._joining:  # by itself it is let in, and fails in `prepare`, by name
+            return False
+        self._joining.append(sequence)
+        self._size = size
+        return True
 
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
         needed = prompt_length + max_new_tokens - 1
@@ -75,11 +75,10 @@ class PaddedKVCache(KVCache):
             f"'max_cache_len={needed}'"
         )
 
-    def portions(self, sequences: Seq[Sequence], limit: int | None) -> list[int]:
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """Columns of the block, so that a chunk leaves no hole: a shorter row waits at its left."""
         left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
-        if limit is None or (later := max(left) - limit) <= 0:
-            return left
+        later = max(left) - max(wanted)
         return [max(0, count - later) for count in left]
 
     def prepare(self, step: Step) -> ModelInputs:
@@ -115,7 +114,7 @@ class PaddedKVCache(KVCache):
                 f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
             )
         self._past = self._make(needed)
-        self._rows = list(sequences)
+        self._rows, self._joining = list(sequences), []
 
     def _mark(self, valid: torch.Tensor | None, width: int) -> None:
         """Note which rows are valid (`[rows, width]`, None: all) in the next `width` columns."""
@@ -160,6 +159,9 @@ class PaddedKVCache(KVCache):
 
     def release(self, sequences: Seq[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}
+        self._joining = [sequence for sequence in self._joining if id(sequence) not in gone]
+        if not self._rows:
+            return
         stay = [i for i, row in enumerate(self._rows) if row is not None and id(row) not in gone]
         if not stay or self._past is None:
             self._forget()

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jackfield")
 
 #: The order in which kinds are decided: what one implies (rollback, layout) the next must meet.
-ORDER = ("decoding", "cache", "attention")
+ORDER = ("scheduler", "decoding", "cache", "attention")
 
 #: kind -> the argument of `jackfield.load` that selects it
 ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
     "decoding": "decoding",
+    "scheduler": "scheduler",
 }
 
 
@@ -177,10 +178,11 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
 def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Selectable]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
-    A named backend is never swapped; "auto" tries backends by rank; a list is tried in its order.
+    A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries backends by rank; a list is tried in its order.
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
+    selections = dict.fromkeys(ORDER, AUTO) | dict(selections)
     candidates = {kind: list(_candidates(registry, kind, selections[kind])) for kind in ORDER}
     found = _solve(ORDER, needs, candidates)
     if not isinstance(found, _Solution):
@@ -265,6 +267,7 @@ def plan(
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
     decoding: Selectable = AUTO,
+    scheduler: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -283,5 +286,6 @@ def plan(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "scheduler": scheduler,
     }
     return decide(registry(), needs, selections)

@@ -98,8 +98,9 @@ def observe(
     kind: str, registered: Registered, seen: Tally | int, source: str | None = None
 ) -> Observation:
     """The observation of one backend, from its tally of layer calls or a plain count."""
-    whole = seen if isinstance(seen, int) else seen.prefill.total() + seen.decode.total()
+    # In one go each: another thread may be counting.
     layers = ({}, {}) if isinstance(seen, int) else (dict(seen.prefill), dict(seen.decode))
+    whole = seen if isinstance(seen, int) else sum(map(sum, (n.values() for n in layers)))
     return Observation(
         kind, registered.name, registered.distribution, registered.version, whole, *layers, source
     )

@@ -56,8 +56,10 @@ class Sampler:
         rows = torch.stack(columns, 1).tolist()
         batch.record(tokens)
         return [
-            _accepted(sequence.settings, row, wanted)
-            for sequence, row in zip(sequences, rows, strict=True)
+            Accepted(error=batch.failures[i])
+            if i in batch.failures
+            else _accepted(sequence.settings, row, wanted)
+            for i, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
         ]
 
 
@@ -114,6 +116,10 @@ class _Batch:
         self.presence = self._column([s.presence_penalty for s in every], 0.0)
         self.frequency = self._column([s.frequency_penalty for s in every], 0.0)
         self.seen, self.counts = self._history()
+        self.processors = [
+            (row, processor) for row, s in enumerate(every) for processor in s.logits_processor
+        ]
+        self.failures: dict[int, str] = {}  # row -> what its own processor did wrong in this step
 
     def _column(self, values: Seq[float], inert: float | None = None) -> torch.Tensor | None:
         """`[rows, 1]`, or None where no row asks for anything."""
@@ -181,9 +187,30 @@ class _Batch:
         return tokens, best
 
     def processed(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scores that greedy rows take the best of: bias, penalties, minimum length."""
+        """The scores that greedy rows take the best of.
+
+        Bias, penalties, minimum length, then the request's own processors.
+        """
         scores = self._apply_bias(_precise(logits))
-        return self._forbid_early_end(self._apply_penalties(scores))
+        scores = self._forbid_early_end(self._apply_penalties(scores))
+        return self._apply_processors(scores)
+
+    def _apply_processors(self, scores: torch.Tensor) -> torch.Tensor:
+        """A processor sees its own row alone; one that fails ends its own request alone."""
+        if not self.processors:
+            return scores
+        self.failures = {}
+        scores = scores.clone()
+        for row, processor in self.processors:
+            if row in self.failures:
+                continue
+            ids = torch.tensor([self.sequences[row].tokens], device=self.device)
+            try:
+                scores[row] = processor(ids, scores[row : row + 1].clone())[0]
+            except Exception as error:  # noqa: BLE001 - a request must not harm another
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self.failures[row] = f"its logits_processor failed: {what}"
+        return scores
 
     def _apply_bias(self, scores: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
@@ -237,7 +264,7 @@ class _Batch:
         """Invert the cumulative distribution at each row's random number, in float64."""
         wide = _widest(self.device)
         cumulative = scores.to(wide).softmax(-1).cumsum(-1)
-        numbers = [uniform(s.settings.seed, 0, len(s.tokens)) for s in self.sequences]
+        numbers = [uniform(s.settings.seed, s.sample, len(s.tokens)) for s in self.sequences]
         draws = torch.tensor(numbers, dtype=wide, device=self.device)[:, None]
         found = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
         return found[:, 0].clamp(max=self.vocab_size - 1)

@@ -35,17 +35,32 @@ class Sequence:
     """One request while it runs. The loop and the cache mutate it; nobody else does.
 
     `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
+    `sample` tells apart the sequences that continue one prompt; all but the first have it as their
+    `leader`. `arrival` is the loop's step before which the sequence came. Times are in seconds of
+    `time.perf_counter`.
     """
 
     __slots__ = (
-        "detokenizer", "error", "finish_reason", "id", "logprobs", "num_cached", "prompt_length",
-        "report_before", "settings", "started", "tokens",
+        "arrival", "detokenizer", "error", "evictions", "finish_reason", "first_token_at", "id",
+        "leader", "logprobs", "num_cached", "prompt_length", "report_before", "sample", "settings",
+        "started", "tokens",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, prompt: Seq[int], settings: Settings, detokenizer: Detokenizer | None
+        self,
+        number: int,
+        prompt: Seq[int],
+        settings: Settings,
+        detokenizer: Detokenizer | None,
+        leader: Sequence | None = None,
+        sample: int = 0,
     ) -> None:
         self.id = number
+        self.leader = leader
+        self.sample = sample
+        self.arrival = 0
+        self.evictions = 0
+        self.first_token_at: float | None = None
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
         self.num_cached = 0
@@ -56,6 +71,12 @@ class Sequence:
         self.logprobs: list[TokenLogprob] = []
         self.started = time.perf_counter()
         self.report_before: Report | None = None  # what had run when the request came
+
+    @property
+    def deadline(self) -> float | None:
+        """When the request must have ended; None: whenever."""
+        wanted = self.settings.deadline
+        return None if wanted is None else self.started + wanted
 
     @property
     def num_new(self) -> int:
@@ -86,6 +107,10 @@ class Sequence:
             if self.detokenizer.stopped and self.finish_reason == "length":
                 self.finish_reason = "stop"
         return taken, text
+
+    def flush(self) -> str:
+        """The text that was held back, of a sequence that ends early."""
+        return "" if self.detokenizer is None else self.detokenizer.finish()
 
     def _finishes(self, token: int) -> bool:
         stopped = self.detokenizer is not None and self.detokenizer.stopped

@@ -1,14 +1,16 @@
 """Generation settings: transformers' `GenerationConfig` fields, each one honoured or refused.
 
-Beside those fields there are four that transformers has no name for: `seed`, `logprobs`,
-`presence_penalty` and `frequency_penalty`; `stop` is short for `stop_strings`.
+Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
+`presence_penalty`, `frequency_penalty`, and, for a request among others, `priority`, `deadline` and
+`cache_salt`. `logits_processor` is what `generate` takes under that name; `stop` is short for
+`stop_strings`.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +32,10 @@ class Settings:
     """One request's settings, checked and resolved. Biases come before anything else.
 
     `sequence_bias` maps token-id tuples to what is added to the last one's logit when the others
-    precede it; bad words and suppressed tokens are in it with -inf.
+    precede it; bad words and suppressed tokens are in it with -inf. `logits_processor` are
+    functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties.
+    A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
+    equal `cache_salt` share cached prefixes.
     """
 
     max_new_tokens: int
@@ -48,6 +53,11 @@ class Settings:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    logits_processor: tuple[Callable[..., Any], ...] = ()
+    num_return_sequences: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,17 @@ def resolve(
         logprobs=number.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)
         if "logprobs" in given
         else None,
+        logits_processor=_processors(given.get("logits_processor")),
+        num_return_sequences=number.integer("num_return_sequences", 1, at_least=1),
+        priority=number.integer("priority", 0),
+        deadline=number.real("deadline", 0.0, above=0) if "deadline" in given else None,
+        cache_salt=_salt(given.get("cache_salt", "")),
     )
+    if settings.num_return_sequences > 1 and not do_sample:
+        raise SettingsError(
+            f"num_return_sequences={settings.num_return_sequences} without sampling would be the "
+            "same text again and again; set do_sample=True or temperature"
+        )
     if settings.min_new_tokens > settings.max_new_tokens:
         raise SettingsError(
             f"min_new_tokens={settings.min_new_tokens} is more than "
@@ -305,6 +325,25 @@ def _pairs(bias: Any) -> Sequence[tuple[Any, Any]]:
     ):
         raise SettingsError(f"sequence_bias must be like {{(5, 6): -1.0}}, not {bias!r}")
     return pairs
+
+
+def _processors(value: Any) -> tuple[Callable[..., Any], ...]:
+    if value is None:
+        return ()
+    processors = tuple(value) if isinstance(value, _LISTS) else (value,)
+    for processor in processors:
+        if not callable(processor):
+            raise SettingsError(
+                "logits_processor must be functions of (input_ids, scores), such as transformers' "
+                f"LogitsProcessor, not {processor!r}"
+            )
+    return processors
+
+
+def _salt(value: Any) -> str:
+    if not isinstance(value, str):
+        raise SettingsError(f"cache_salt must be a string, not {value!r}")
+    return value
 
 
 def _stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:

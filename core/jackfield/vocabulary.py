@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Settings that transformers has no name for.
-OWN = frozenset({"frequency_penalty", "logprobs", "presence_penalty", "seed"})
+OWN = frozenset(
+    {
+        "cache_salt", "deadline", "frequency_penalty", "logits_processor", "logprobs",
+        "presence_penalty", "priority", "seed",
+    }
+)  # fmt: skip
 
 #: Honoured by the loop itself, whatever the decoding strategy.
-LOOP = frozenset({"eos_token_id", "max_length", "max_new_tokens", "stop_strings"})
+LOOP = frozenset(
+    {
+        "cache_salt", "deadline", "eos_token_id", "max_length", "max_new_tokens",
+        "num_return_sequences", "priority", "stop_strings",
+    }
+)  # fmt: skip
 
 #: Fields that ask for nothing when they have one of these values.
 INERT: Mapping[str, tuple[Any, ...]] = {

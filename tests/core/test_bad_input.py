@@ -159,7 +159,7 @@ LONG = [1] * CONTEXT
 )
 def test_prompts(engine, prompt: Any, words: str) -> None:
     assert words in mistake(lambda: engine.generate(prompt, max_new_tokens=3))
-    assert not engine._inboxes
+    assert not engine._worker._open
 
 
 def test_a_tokenizer_that_does_not_fit_the_model(model) -> None:

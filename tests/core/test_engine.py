@@ -46,7 +46,7 @@ def joined(stream: Iterator[jackfield.Delta]) -> jackfield.Completion:
 
 
 def idle(engine: jackfield.Engine) -> bool:
-    return not (engine._loop.running or engine._loop.waiting or engine._inboxes)
+    return not (engine._loop.running or engine._loop.waiting or engine._worker._open)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,10 @@ def test_a_stream_that_is_closed_early_is_cancelled(engine) -> None:
 def test_a_stream_that_was_closed_computes_nothing_more(engine) -> None:
     stream = engine.stream(PROMPTS[0], max_new_tokens=50)
     next(stream)
-    before = engine._loop.steps
     stream.close()
+    engine.generate(PROMPTS[1], max_new_tokens=4)
+    assert engine._loop.steps < 50
+    before = engine._loop.steps
     engine.generate(PROMPTS[1], max_new_tokens=4)
     assert engine._loop.steps == before + 4
 
@@ -263,7 +265,7 @@ def test_usage_and_report_are_those_of_the_request(engine) -> None:
     assert (seen.prefill, seen.decode) == ({0: 1, 1: 1}, {0: 4, 1: 4})
     assert engine.report()["attention"].calls == 2 * (3 + 5)
     assert {o.distribution for o in found.report.observations} == {"jackfield"}
-    assert set(found.to_dict()["report"]) == {"attention", "cache", "decoding"}
+    assert set(found.to_dict()["report"]) == {"attention", "cache", "decoding", "scheduler"}
 
 
 def test_the_model_may_have_no_tokenizer(tmp_path: Path) -> None:

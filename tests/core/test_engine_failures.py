@@ -59,15 +59,15 @@ def test_a_delivery_that_breaks_fails_every_request(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jackfield.load(model) as engine:
-        first = engine.stream(prompts((4,))[0], max_new_tokens=4)
+        first = engine.stream(prompts((4,))[0], max_new_tokens=100)
         next(first)
 
         def broken(_: Any) -> None:
             raise ValueError("no delta")
 
-        monkeypatch.setattr(engine, "_delta", broken)
+        monkeypatch.setattr(engine._worker, "_deltas", broken)
         with pytest.raises(ExecutionError, match="no delta"):
-            next(first)
+            list(first)
         monkeypatch.undo()
         assert len(engine.generate(prompts((3,)), max_new_tokens=2)[0].token_ids) == 2
 
@@ -93,7 +93,9 @@ def test_a_stream_closed_inside_a_step_leaves_the_step_alone(model: Any) -> None
         for delta in iterator:
             tokens += delta.token_ids
         assert tokens == alone
-        assert not engine._inboxes
+        worker = engine._worker
+        with worker._changed:
+            assert worker._changed.wait_for(lambda: not worker._open, 10)
 
 
 def test_dropout_is_refused_rather_than_left_out(model: Any) -> None:

@@ -17,6 +17,7 @@ from jackfield.contracts import (
     Decoding,
     DecodingCapabilities,
     Requirements,
+    Scheduler,
 )
 from jackfield.errors import OptionError, PlanError, SelectionError
 from jackfield.planning import Plan, decide
@@ -52,10 +53,15 @@ class FakeDecoding(Decoding):
     def bind(self, context: Any) -> Any: ...
 
 
+class FakeScheduler(Scheduler):
+    def bind(self, context: Any) -> Any: ...
+
+
 BASES: dict[str, type[Backend]] = {
     "attention": FakeAttention,
     "cache": FakeCache,
     "decoding": FakeDecoding,
+    "scheduler": FakeScheduler,
 }
 
 
@@ -64,7 +70,12 @@ def fake(kind: str, name: str, **members: Any) -> Backend:
     return type(name.title(), (BASES[kind],), {"name": name, **members})()
 
 
-PLAIN = (fake("attention", "plain"), fake("cache", "grow"), fake("decoding", "sample"))
+PLAIN = (
+    fake("attention", "plain"),
+    fake("cache", "grow"),
+    fake("decoding", "sample"),
+    fake("scheduler", "fifo"),
+)
 
 
 def socket(*backends: Backend, of: str = "outside") -> Registry:
@@ -79,8 +90,7 @@ def socket(*backends: Backend, of: str = "outside") -> Registry:
 
 
 def choose(registry: Registry, needs: Requirements = NEEDS, **selections: Any) -> Plan:
-    auto = {"attention": "auto", "cache": "auto", "decoding": "auto"}
-    return decide(registry, needs, {**auto, **selections})
+    return decide(registry, needs, selections)
 
 
 def refused(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -131,7 +141,13 @@ def test_auto_takes_the_highest_rank(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_named_backend_is_not_logged_as_a_choice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jackfield"):
-        plan = choose(socket(), attention="plain", cache=["grow"], decoding="plugin:sample")
+        plan = choose(
+            socket(),
+            attention="plain",
+            cache=["grow"],
+            decoding="plugin:sample",
+            scheduler="fifo",
+        )
     assert {choice.how for choice in plan.choices.values()} == {"named"}
     assert caplog.messages == []
 

@@ -48,8 +48,8 @@ def test_a_model_with_its_own_attention_is_refused_by_name() -> None:
         jackfield.plan(model_of("falcon-alibi"), cache_implementation="paged")
 
 
-def cache(window: int | None = None, num_tokens: int | None = None) -> PagedKVCache:
-    return PagedKVCache([window], 4, num_tokens, torch.device("cpu"))
+def cache(window: int | None = None, num_tokens: int | None = None, **more: bool) -> PagedKVCache:
+    return PagedKVCache([window], 4, num_tokens, torch.device("cpu"), **more)
 
 
 def sequence(number: int, length: int) -> Sequence:
@@ -143,7 +143,7 @@ def test_a_request_larger_than_the_cache_fails_by_name() -> None:
 
 @pytest.mark.parametrize(("family", "length"), [("llama", 4), ("mistral", 4), ("mistral", 20)])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_requests_that_fit_alone_wait_for_one_another(
+def test_requests_that_fit_alone_make_room_for_one_another(
     family: str, length: int, chunk: int | None
 ) -> None:
     expected = references(family, (length,) * 6, 9)
@@ -153,45 +153,166 @@ def test_requests_that_fit_alone_wait_for_one_another(
         prefill_chunk_size=chunk,
     ) as engine:
         found = engine.generate(prompts((length,) * 6), max_new_tokens=9)
-        assert engine._loop.cache._claims == {}  # type: ignore[attr-defined]
+        assert engine._loop.cache._running == {}  # type: ignore[attr-defined]
     assert [completion.token_ids for completion in found] == expected
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 8])
 @pytest.mark.parametrize("chunk", [None, 1, 3, 50])
-def test_a_sequence_never_holds_more_pages_than_it_claims(
+def test_a_sequence_holds_as_many_pages_as_were_foreseen(
     window: int | None, chunk: int | None
 ) -> None:
     for length in (1, 4, 13, 30):
         store = cache(window, num_tokens=400)
-        store.prefill_chunk_size = chunk
         a, most = sequence(1, length), 0
+        assert store.admit(a)
         while True:
-            (count,) = store.portions([a], chunk)
+            left = len(a.tokens) - a.num_cached
+            (count,) = store.portions([a], [min(left, chunk or left)])
             step = feed(store, (a, count))
             most = max(most, len(store.groups[window].tables[1].pages))
-            (claim,) = store._claims[1]
             store.commit(step, [count])
             if a.num_cached == length + SETTINGS.max_new_tokens - 1:
                 break
             if a.num_cached == len(a.tokens):
                 a.tokens.append(0)
-        assert claim - 1 <= most <= claim
+        foreseen = store.groups[window].pages_for(a.num_cached, length, chunk)
+        assert foreseen - 1 <= most <= foreseen
 
 
-def test_what_waits_is_admitted_by_worst_case() -> None:
-    store = cache(num_tokens=24)  # six pages; one sequence of 3 tokens comes to hold three
+def test_one_enters_when_what_it_has_fits_beside_what_the_others_may_take_next() -> None:
+    store = cache(num_tokens=24)  # six pages
     waiting = [sequence(number, 3) for number in range(4)]
-    assert store.room(waiting) == 2
-    store.commit(feed(store, (waiting[0], 3)), [3])
-    assert store.room(waiting[1:]) == 1
-    store.commit(feed(store, (waiting[1], 3)), [3])
-    assert store.room(waiting[2:]) == 0
+    assert [store.admit(s) for s in waiting] == [True, True, True, False]
+    step = feed(store, *((s, 3) for s in waiting[:3]))
+    assert store.fits(step)
+    store.commit(step, [3, 3, 3])
+    assert not store.admit(waiting[3])
     store.release(waiting[:1])
-    assert store.room(waiting[2:]) == 1
+    assert store.admit(waiting[3])
     store.release(waiting)
-    assert store.room([sequence(9, 90)]) == 1  # nothing runs: it fails in `prepare`, by name
-    assert cache().room(waiting) is None
+    assert store.admit(sequence(9, 90))  # nothing runs: it was refused when it was made
+    assert all(map(cache().admit, waiting))
+
+
+def test_a_step_fits_as_long_as_there_are_pages() -> None:
+    store = cache(num_tokens=12)
+    a, b = sequence(1, 4), sequence(2, 8)
+    assert store.admit(a)
+    step = feed(store, (a, 4))
+    store.commit(step, [4])
+    assert store.fits(Step([Feed(a, 4, 4), Feed(b, 0, 4)]))
+    assert not store.fits(Step([Feed(a, 4, 4), Feed(b, 0, 5)]))
+    assert not store.fits(Step([Feed(a, 4, 1, (1, 2, 3, 4)), Feed(b, 0, 4)]))
+
+
+def write(store: PagedKVCache, s: Sequence) -> None:
+    """Feed all that is left of a sequence."""
+    assert store.admit(s)
+    left = len(s.tokens) - s.num_cached
+    store.commit(feed(store, (s, left)), [left])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_prompt_that_begins_alike_finds_the_pages(window: int | None) -> None:
+    store = cache(window, prefix_sharing=True)
+    group = store.groups[window]
+    a, b, other = sequence(1, 21), sequence(2, 19), sequence(3, 21)
+    other.tokens[0] = 77
+    write(store, a)
+    assert store.admit(b)
+    assert b.num_cached == 16
+    shared = len(group.tables[2].pages)
+    assert group.tables[2].pages == group.tables[1].pages[:shared] or window
+    step = feed(store, (b, 3))
+    assert stored(store, 0) == list(range(19))[-(min(19, window + 2) if window else 19) :]
+    store.commit(step, [3])
+    assert store.admit(other)
+    assert other.num_cached == 0
+    store.release([a, b, other])
+    assert group.allocator.num_free == group.allocator.capacity
+    again = sequence(4, 21)
+    assert store.admit(again)
+    assert again.num_cached == 20
+    usage = store.usage()
+    assert (usage.prompt_tokens, usage.prefix_tokens) == (82, 36)
+
+
+def test_the_last_token_is_always_left_to_be_fed() -> None:
+    store = cache(prefix_sharing=True)
+    write(store, sequence(1, 8))
+    twin = sequence(2, 8)
+    assert store.admit(twin)
+    assert twin.num_cached == 4
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    store = cache(prefix_sharing=True)
+    salted = [Sequence(i, range(9), Settings(max_new_tokens=8, cache_salt=salt), None)
+              for i, salt in enumerate(("", "a", "b", "a"))]  # fmt: skip
+    for s in salted:
+        write(store, s)
+    assert store.usage().prefix_tokens == 8
+
+
+def test_rejected_drafts_are_not_found_and_accepted_ones_are() -> None:
+    store = cache(prefix_sharing=True)
+    a = sequence(1, 3)
+    assert store.admit(a)
+    step = feed(store, (a, 3), drafts=(50, 51, 52, 53, 54, 55))
+    store.commit(step, [5])  # the loop takes 50, 51 and one more
+    a.tokens += [50, 51, 60]
+    store.commit(feed(store, (a, 1)), [1])
+    rejected, accepted = Sequence(2, [0, 1, 2, 50, 51, 52, 53, 54], SETTINGS, None), None
+    assert store.admit(rejected)
+    assert rejected.num_cached == 4
+    a.tokens += [61, 62]
+    store.commit(feed(store, (a, 2)), [2])
+    accepted = Sequence(3, [*a.tokens, 9], SETTINGS, None)
+    assert store.admit(accepted)
+    assert accepted.num_cached == 8
+
+
+def test_kept_pages_make_room_oldest_first() -> None:
+    pages = PageAllocator(4)
+    held = [pages.take(None) for _ in range(4)]
+    for page in held:
+        pages.publish(page, bytes([page]))
+    pages.release(held[:2])
+    pages.release(held[2:])
+    assert (pages.num_free, pages.num_kept) == (4, 4)
+    pages.share(held[:1])
+    assert (pages.num_free, pages.num_kept) == (3, 3)
+    assert pages.take(None) in held
+    assert pages.find(bytes([held[0]])) == held[0]
+    assert [pages.find(bytes([p])) for p in held[1:]] == [None] * 3
+    with pytest.raises(OutOfPagesError):
+        [pages.take(None) for _ in range(3)]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_an_evicted_sequence_gives_its_pages_back(window: int | None, swap: bool) -> None:
+    store = cache(window, num_tokens=64, swap=swap)
+    a = sequence(1, 30)
+    write(store, a)
+    before = stored_all(store, window)
+    store.evict(a)
+    allocator = store.groups[window].allocator
+    assert (a.num_cached, allocator.num_free, store.usage().swapped) == (0, 16, int(swap))
+    blocker = sequence(2, 9)
+    write(store, blocker)
+    assert store.admit(a)
+    assert a.num_cached == (30 if swap else 0)
+    if swap:
+        assert stored_all(store, window) == before
+    store.release([a, blocker])
+    assert (allocator.num_free, store.usage().swapped) == (16, 0)
+
+
+def stored_all(store: PagedKVCache, window: int | None) -> list[float]:
+    group = store.groups[window]
+    return group.layers[0].keys[group.tables[1].pages].flatten(0, 1)[:, 0, 0].tolist()
 
 
 def test_a_prompt_that_a_window_takes_in_one_piece_is_refused_when_it_is_made() -> None:
@@ -254,9 +375,8 @@ def test_an_attention_that_is_no_function_cannot_read_pages() -> None:
 
 def test_a_mixed_step_counts_prefill_and_decode() -> None:
     with jackfield.load(model_of("llama"), cache_implementation="paged") as engine:
-        first = engine.stream(prompts((4,))[0], max_new_tokens=4)
-        next(first)
-        second = engine.stream(prompts((6,))[0], max_new_tokens=2)
-        next(second)
+        for prompt in prompts((4, 6)):
+            engine._loop.submit(engine._sequence(prompt, {"max_new_tokens": 4}, streams=False))
+            engine._loop.step()
         seen = engine.report()["attention"]
     assert (seen.prefill[0], seen.decode[0]) == (2, 1)

@@ -198,12 +198,15 @@ def test_what_fits_together_is_counted_with_a_running_maximum() -> None:
 
     store = PaddedKVCache(lambda _: transformers.DynamicCache(), CPU, max_cache_len=20)
     waiting = [Counted(i, [1] * (5 + i % 3), Settings(max_new_tokens=9), None) for i in range(500)]
-    assert store.room(waiting) == 500
+    assert all(map(store.admit, waiting))
     assert looked_at == 500
+    store.release(waiting)
     waiting[7].tokens += [1] * 10
     waiting[7].prompt_length += 10
-    assert store.room(waiting) == 7
-    assert store.room(waiting[7:]) == 1  # too long by itself: it fails in `prepare`, by name
+    assert [store.admit(s) for s in waiting[:9]] == [True] * 7 + [False, True]
+    store.release(waiting)
+    assert store.admit(waiting[7])  # too long by itself: it fails in `prepare`, by name
+    assert not store.admit(waiting[8])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from jackfield.bridge.fixed_products import with_fixed_products
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -16,8 +18,13 @@ if TYPE_CHECKING:
 _DERIVABLE = ("position_ids", "logits_to_keep")
 
 
-def forward_of(model: PreTrainedModel) -> Callable[[ModelInputs], torch.Tensor]:
-    """A function from `ModelInputs` to logits `[rows, k, vocab]`, for this model."""
+def forward_of(
+    model: PreTrainedModel, *, fixed_shapes: bool = False
+) -> Callable[[ModelInputs], torch.Tensor]:
+    """A function from `ModelInputs` to logits `[rows, k, vocab]`, for this model.
+
+    With `fixed_shapes`, the bits of a token's logits do not depend on the other tokens of the call.
+    """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
 
@@ -32,4 +39,4 @@ def forward_of(model: PreTrainedModel) -> Callable[[ModelInputs], torch.Tensor]:
         logits = logits.view(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
 
-    return forward
+    return with_fixed_products(forward) if fixed_shapes else forward

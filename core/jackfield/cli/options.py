@@ -42,6 +42,7 @@ class Backends:
     ] = None
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
+    scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
     revision: Annotated[
@@ -50,7 +51,9 @@ class Backends:
 
     def selections(self) -> dict[str, str | list[str]]:
         """What was selected for each kind."""
-        given = {"attention": self.attention, "cache": self.cache, "decoding": self.decoding}
+        from jackfield.planning import ARGUMENTS
+
+        given = {kind: getattr(self, kind) for kind in ARGUMENTS}
         return {kind: _selectable(names) for kind, names in given.items()}
 
     def arguments(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from jackfield.contracts.backend import Backend, BindContext, NoOptions
 from jackfield.contracts.cache import (
     Cache,
     CacheCapabilities,
+    CacheUsage,
     KVCache,
     ModelInputs,
     PackedKVCache,
@@ -18,6 +19,7 @@ from jackfield.contracts.cache import (
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
+from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
     "FEATURES",
@@ -29,6 +31,7 @@ __all__ = [
     "BoundAttention",
     "Cache",
     "CacheCapabilities",
+    "CacheUsage",
     "Decoding",
     "DecodingCapabilities",
     "KVCache",
@@ -40,6 +43,8 @@ __all__ = [
     "PackedStep",
     "PageTables",
     "Requirements",
+    "Schedule",
+    "Scheduler",
     "Span",
     "Strategy",
     "TransformersCache",
@@ -50,4 +55,5 @@ CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
     "decoding": Decoding,
+    "scheduler": Scheduler,
 }

@@ -15,7 +15,8 @@ from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS,
 class AttentionCapabilities:
     """What an attention backend declares it can do. What is not declared is not had.
 
-    `features` are keys of `FEATURES`. `head_sizes` None means any size.
+    `features` are keys of `FEATURES`. `head_sizes` None means any size. `batch_invariant`: in the
+    packed layout, the bits of one sequence's output do not depend on the others in the step.
     """
 
     layouts: frozenset[str] = frozenset({"padded"})
@@ -23,6 +24,7 @@ class AttentionCapabilities:
     devices: frozenset[str] = frozenset(DEVICES)
     features: frozenset[str] = field(default_factory=frozenset)
     head_sizes: frozenset[int] | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.layouts, LAYOUTS, "layout")
@@ -52,6 +54,8 @@ class AttentionCapabilities:
         ):
             if value is not None and value not in declared:
                 reasons.append(f"does not run with {what} {value} (only {_names(declared)})")
+        if r.batch_invariant and not self.batch_invariant:
+            reasons.append("is not batch-invariant, which deterministic=True needs")
         if self.head_sizes is not None and (odd := set(r.head_sizes) - self.head_sizes):
             sizes = ", ".join(map(str, sorted(odd)))
             reasons.append(f"has no kernel for head size {sizes} (only {_names(self.head_sizes)})")

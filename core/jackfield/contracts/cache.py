@@ -50,6 +50,8 @@ class CacheCapabilities:
         ]
         if requirements.dtype not in self.dtypes:
             reasons.append(f"does not hold dtype {requirements.dtype}")
+        if requirements.batch_invariant and self.layout != "packed":
+            reasons.append("pads rows to the longest, so a text depends on its batch")
         if requirements.rollback and (reason := self._stuck(requirements)):
             reasons.append(f"{reason}, which the decoding strategy needs")
         return reasons
@@ -75,16 +77,46 @@ class ModelInputs:
     feeds: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheUsage:
+    """What a cache holds now, and what it has done since it was made.
+
+    `pages_used` are held by running sequences, `pages_kept` only by the hope that a later prompt
+    begins alike; the rest of `pages` is free. `prefix_tokens` of all `prompt_tokens` that entered
+    were there already. `swapped`: sequences that were evicted and wait in host memory. `num_bytes`
+    is the memory of the pools.
+    """
+
+    pages: int
+    pages_used: int
+    pages_kept: int
+    page_size: int
+    prompt_tokens: int
+    prefix_tokens: int
+    swapped: int
+    num_bytes: int
+
+
 class KVCache(ABC):
     """The keys and values of the running sequences, bound to one model.
 
-    The loop calls `prepare` and `commit` in turn, once a step; `release` in between. A sequence
-    enters with the first step that feeds it.
+    A sequence enters with `admit`. Then, once a step: `portions`, `fits`, `prepare`, `commit`;
+    `evict` and `release` in between.
 
-    The loop sets `prefill_chunk_size`: how many tokens of a prompt a step feeds at most; None: all.
+    `joins`: sequences enter and are left out of steps at any time; otherwise they enter together
+    and each takes part in every step. `max_portion` is how many tokens of a sequence a step feeds
+    at most, None: all; the loop sets it.
     """
 
-    prefill_chunk_size: int | None = None
+    joins: ClassVar[bool] = False
+    max_portion: int | None = None
+
+    @abstractmethod
+    def admit(self, sequence: Sequence) -> bool:
+        """Take in a sequence, if what it has so far fits beside the others; it does where none are.
+
+        Sets `num_cached` to how many of its tokens are there already.
+        """
 
     @abstractmethod
     def prepare(self, step: Step) -> ModelInputs:
@@ -101,12 +133,15 @@ class KVCache(ABC):
     def release(self, sequences: Seq[Sequence]) -> None:
         """Forget these sequences and give their memory back. Unknown ones are ignored."""
 
-    @abstractmethod
-    def room(self, waiting: Seq[Sequence]) -> int | None:
-        """How many of `waiting`, the first ones, may join the next step; None: any number.
+    def fits(self, step: Step) -> bool:
+        """Whether there is memory for `step`; where there is not, the loop evicts."""
+        del step
+        return True
 
-        At least one where nothing runs.
-        """
+    def evict(self, sequence: Sequence) -> None:
+        """Give a running sequence's memory back; `admit` may take it in again later."""
+        self.release([sequence])
+        sequence.num_cached = 0
 
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a request of this size can never be held, and which option would; None: it can be.
@@ -117,18 +152,23 @@ class KVCache(ABC):
         del prompt_length, max_new_tokens
         return None
 
-    def portions(self, sequences: Seq[Sequence], limit: int | None) -> list[int]:
-        """How many tokens each of the running `sequences` feeds in the next step.
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        """How many tokens each of the running `sequences` feeds, at most `max(wanted)`.
 
-        All that is not cached yet where `limit` is None; otherwise at most `limit` (chunked
-        prefill). 0 only where the layout has a sequence wait for others.
+        0 only where a sequence waits for others; a cache that `joins` takes what is wanted.
         """
-        left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
-        return left if limit is None else [min(limit, count) for count in left]
+        del sequences
+        return wanted
+
+    def usage(self) -> CacheUsage | None:
+        """What it holds; None where that has no meaning of its own."""
+        return None
 
 
 class PackedKVCache(KVCache):
     """A cache of the packed layout: it stores keys and values itself, for the attention to read."""
+
+    joins: ClassVar[bool] = True
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

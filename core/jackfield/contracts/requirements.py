@@ -35,6 +35,7 @@ class Requirements:
     entry per cached layer. `context_length` is in tokens, None where the model has no limit of its
     own. `device` is a torch device type, None while transformers itself is loading the model and
     has not said where. `layout` is what the chosen cache produces.
+    `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
     """
@@ -52,3 +53,4 @@ class Requirements:
     context_length: int | None = None
     layout: str = "padded"
     rollback: bool = False
+    batch_invariant: bool = False

@@ -18,7 +18,9 @@ class EagerAttention(Attention):
     name = "eager"
     auto_rank = 0
     capabilities = AttentionCapabilities(
-        layouts=frozenset({"padded", "packed"}), features=frozenset(FEATURES)
+        layouts=frozenset({"padded", "packed"}),
+        features=frozenset(FEATURES),
+        batch_invariant=True,
     )
 
     def bind(self, context: BindContext) -> ModelAttention:

@@ -51,6 +51,7 @@ class SdpaAttention(Attention):
     capabilities = AttentionCapabilities(
         layouts=frozenset({"padded", "packed"}),
         features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"}),
+        batch_invariant=True,
     )
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:

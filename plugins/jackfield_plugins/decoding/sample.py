@@ -25,6 +25,7 @@ class Sample(Decoding):
                 "bad_words_ids",
                 "do_sample",
                 "frequency_penalty",
+                "logits_processor",
                 "logprobs",
                 "min_length",
                 "min_new_tokens",

@@ -12,10 +12,17 @@ from jackfield.errors import PlanError
 
 @dataclass(frozen=True)
 class PagedOptions:
-    """`page_size` in tokens. `num_tokens`: how many tokens fit at all; None: grows as needed."""
+    """How the pages are cut, and what becomes of those that nobody holds.
+
+    `page_size` in tokens. `num_tokens`: how many tokens fit at all; None: grows as needed.
+    `prefix_sharing`: prompts that begin alike share pages. `swap`: an evicted sequence is copied to
+    host memory instead of computed again; None: where the device is not the CPU.
+    """
 
     page_size: int = 32
     num_tokens: int | None = None
+    prefix_sharing: bool = True
+    swap: bool | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -55,12 +62,14 @@ class PagedCache(Cache):
                 f"and values for {cached}; the others share theirs (num_kv_shared_layers), which "
                 "this cache cannot do; select 'dynamic'"
             )
-        options = context.options
+        options, device = context.options, context.model.device
         return PagedKVCache(
             context.requirements.windows,
             options.page_size,
             options.num_tokens,
-            context.model.device,
+            device,
+            prefix_sharing=options.prefix_sharing and not context.requirements.batch_invariant,
+            swap=device.type != "cpu" if options.swap is None else options.swap,
         )
 
 

@@ -23,6 +23,15 @@ class Table:
     first: int = 0
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What the pages of one sequence held, in host memory: keys and values by layer."""
+
+    count: int
+    first: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
 class LayerGroup:
     """Layers with one page table per sequence in common, each with a pool of its own.
 
@@ -54,6 +63,64 @@ class LayerGroup:
     def pages_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
         """How many pages such a sequence holds at most."""
         return -(-self.places_for(tokens, prompt, chunk) // self.page_size)
+
+    def missing(self, sequence: int, start: int, end: int) -> int:
+        """How many pages `reserve` will take."""
+        table = self.tables.get(sequence, _EMPTY)
+        kept = table.pages[(start - table.first) // self.page_size :]
+        shared = sum(map(self.allocator.is_shared, kept))
+        return shared + max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
+
+    def largest(self, sequence: int, cached: int) -> int:
+        """How many tokens can follow `cached` ones in one step, with the whole pool to itself."""
+        table = self.tables.get(sequence, _EMPTY)
+        return self.allocator.capacity * self.page_size - (cached - table.first)
+
+    def seen_from(self, tokens: int) -> int:
+        """The first page, counted from token 0, that a query at position `tokens` sees."""
+        if self.window is None:
+            return 0
+        return max(0, tokens + 1 - self.window) // self.page_size
+
+    def find(self, keys: Seq[bytes]) -> list[int] | None:
+        """The pages that a sequence sees of full pages with these keys; None where one is gone."""
+        found = []
+        for key in keys[self.seen_from(len(keys) * self.page_size) :]:
+            if (page := self.allocator.find(key)) is None:
+                return None
+            found.append(page)
+        return found
+
+    def adopt(self, sequence: int, pages: list[int], end: int) -> None:
+        """Begin a sequence with shared `pages`, the last of which ends with token `end` - 1."""
+        self.allocator.share(pages)
+        self.tables[sequence] = Table(list(pages), end - len(pages) * self.page_size)
+
+    def publish(self, sequence: int, keys: Seq[bytes], begin: int) -> None:
+        """Let the pages from the `begin`th on, counted from token 0, be found by `keys`."""
+        table = self.tables[sequence]
+        before = table.first // self.page_size
+        for at in range(max(begin, before), len(keys)):
+            self.allocator.publish(table.pages[at - before], keys[at])
+
+    def save(self, sequence: int) -> Saved:
+        """A copy of a sequence's pages in host memory."""
+        table = self.tables[sequence]
+        layers = {
+            index: (layer.keys[table.pages].cpu(), layer.values[table.pages].cpu())
+            for index, layer in self.layers.items()
+        }
+        return Saved(len(table.pages), table.first, layers)
+
+    def restore(self, sequence: int, saved: Saved) -> None:
+        """Take pages and put back what was saved."""
+        table = self.tables[sequence] = Table([], saved.first)
+        for _ in range(saved.count):
+            table.pages.append(self._take(table.pages[-1] if table.pages else None))
+        for index, (keys, values) in saved.layers.items():
+            layer = self.layers[index]
+            layer.keys[table.pages] = keys.to(layer.keys.device)
+            layer.values[table.pages] = values.to(layer.values.device)
 
     def reserve(self, sequence: int, start: int, end: int) -> None:
         """Make pages for tokens `start:end` of a sequence, none of them shared with another.
@@ -140,8 +207,7 @@ class LayerGroup:
         del table.pages[used:]
         if self.window is None:
             return
-        # The next query, at position `tokens`, sees keys from tokens - window + 1 on.
-        gone = max(0, tokens + 1 - self.window - table.first) // self.page_size
+        gone = max(0, self.seen_from(tokens) - table.first // self.page_size)
         self.allocator.release(table.pages[:gone])
         del table.pages[:gone]
         table.first += gone * self.page_size
@@ -161,6 +227,9 @@ class LayerGroup:
         """Memory of the pools, in bytes."""
         tensors = [t for layer in self.layers.values() for t in (layer.keys, layer.values)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_EMPTY = Table()
 
 
 def _resized(pool: torch.Tensor, capacity: int) -> torch.Tensor:

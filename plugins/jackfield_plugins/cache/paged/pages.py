@@ -1,8 +1,11 @@
-"""Pages and who holds them: an allocator with reference counts."""
+"""Pages and who holds them: an allocator with reference counts, and what pages are kept for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+#: Kept pages that make room at once: in a row where possible, like those they came from.
+EXTENT = 16
 
 
 class OutOfPagesError(Exception):
@@ -14,34 +17,60 @@ class PageAllocator:
 
     A sequence whose pages lie in a row is read without a copy, so growth prefers the page behind
     the last one, and a new sequence begins in the middle of the widest gap, away from the others.
+
+    A page can be published under a key that says what it holds. When its last holder lets go, it
+    is kept, to be found by its key, until its place is needed: the one that was released first
+    goes first.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._holders = [0] * capacity
+        self._taken = bytearray(capacity)  # 1: held or kept
+        self._num_taken = 0
+        self._kept: dict[int, None] = {}  # in the order of their release
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return self._holders.count(0)
+        """How many pages can be taken; kept ones can."""
+        return self.capacity - self._num_taken + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
 
     def grow(self, capacity: int) -> None:
         """Add pages up to `capacity`."""
         self._holders += [0] * (capacity - self.capacity)
+        self._taken += bytes(capacity - self.capacity)
         self.capacity = capacity
 
     def take(self, after: int | None) -> int:
         """One page, held once: behind `after` if that is free. Raises OutOfPagesError."""
-        if after is not None and after + 1 < self.capacity and not self._holders[after + 1]:
+        if self._num_taken == self.capacity:
+            self._make_room()
+        if after is not None and after + 1 < self.capacity and not self._taken[after + 1]:
             page = after + 1
         else:
             page = self._in_widest_gap(first=after is None)
-        self._holders[page] = 1
+        self._holders[page] = self._taken[page] = 1
+        self._num_taken += 1
         return page
 
-    def _in_widest_gap(self, *, first: bool) -> int:
-        start, length = widest_gap(self._holders)
-        if not length:
+    def _make_room(self) -> None:
+        """Forget what some kept pages hold."""
+        if not self._kept:
             raise OutOfPagesError
+        for page in list(self._kept)[:EXTENT]:
+            del self._kept[page]
+            del self._page_of[self._key_of.pop(page)]
+            self._taken[page] = 0
+            self._num_taken -= 1
+
+    def _in_widest_gap(self, *, first: bool) -> int:
+        start, length = widest_gap(self._taken)
         # Leave the first half of a gap to the sequence that grows towards it.
         return start if first and start == 0 else start + length // 2
 
@@ -49,26 +78,42 @@ class PageAllocator:
         """One more holder for each page."""
         for page in pages:
             self._holders[page] += 1
+            self._kept.pop(page, None)
 
     def is_shared(self, page: int) -> bool:
         return self._holders[page] > 1
 
+    def is_kept(self, page: int) -> bool:
+        return page in self._kept
+
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each page; a page without holders is free."""
-        for page in pages:
+        """One holder less for each page. The last ones are forgotten first: others build on less.
+
+        A page without holders is kept if it was published, and free otherwise.
+        """
+        for page in reversed(pages):
             if self._holders[page] == 0:
                 raise ValueError(f"page {page} is released more often than it was taken")
             self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._key_of:
+                self._kept[page] = None
+            else:
+                self._taken[page] = 0
+                self._num_taken -= 1
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Let `page` be found by `key`, unless another page is."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def find(self, key: bytes) -> int | None:
+        return self._page_of.get(key)
 
 
-def widest_gap(holders: Sequence[int]) -> tuple[int, int]:
-    """(start, length) of the longest run of zeros; the first of equals."""
-    best = start = length = 0
-    for page, held in enumerate(holders):
-        if held:
-            length = 0
-            continue
-        length += 1
-        if length > best:
-            best, start = length, page - length + 1
-    return start, best
+def widest_gap(taken: bytes | bytearray) -> tuple[int, int]:
+    """(start, length) of the longest run of zeros, one at least; the first of equals."""
+    longest = len(max(taken.split(b"\1"), key=len))
+    return taken.find(bytes(longest)), longest

@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer, PackedStep, Span
+from jackfield.contracts import (
+    CacheUsage,
+    ModelInputs,
+    PackedKVCache,
+    PackedLayer,
+    PackedStep,
+    Span,
+)
 from jackfield.errors import CacheFullError
-from jackfield_plugins.cache.paged.groups import LayerGroup
+from jackfield_plugins.cache.paged.groups import LayerGroup, Saved
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
+from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -21,7 +29,8 @@ class PagedKVCache(PackedKVCache):
     """Pages for any number of sequences.
 
     `windows` has one entry per layer, its window or None. `num_tokens` fixes how many tokens the
-    full-attention layers can hold; None lets the pools grow.
+    full-attention layers can hold; None lets the pools grow. With `prefix_sharing`, pages are
+    found by what they hold; with `swap`, an evicted sequence is copied to host memory and back.
     """
 
     def __init__(
@@ -30,6 +39,9 @@ class PagedKVCache(PackedKVCache):
         page_size: int,
         num_tokens: int | None,
         device: torch.device,
+        *,
+        prefix_sharing: bool = False,
+        swap: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
@@ -40,35 +52,110 @@ class PagedKVCache(PackedKVCache):
             for window in dict.fromkeys(windows)
         }
         self._group_of = [self.groups[window] for window in windows]
-        self._claims: dict[int, list[int]] = {}  # of those that run: most pages, group by group
+        self._running: dict[int, Sequence] = {}
+        self._keys = PrefixKeys(page_size) if prefix_sharing else None
+        self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
+        self._swap = swap
+        self._swapped: dict[int, tuple[int, list[Saved]]] = {}  # (tokens, what each group holds)
+        self._prompt_tokens = self._prefix_tokens = 0
 
-    def room(self, waiting: Seq[Sequence]) -> int | None:
-        """As many as can all grow to their end beside those that run."""
+    def admit(self, sequence: Sequence) -> bool:
+        if sequence.id in self._swapped:
+            return self._swap_in(sequence)
+        hits, pages = self._find_prefix(sequence)
+        if not self._has_room(sequence, pages):
+            return False
+        for group, shared in zip(self.groups.values(), pages, strict=True):
+            group.adopt(sequence.id, shared, hits)
+        sequence.num_cached = hits
+        self._published[sequence.id] = hits // self.page_size
+        self._running[sequence.id] = sequence
+        if not sequence.evictions:
+            self._prompt_tokens += sequence.prompt_length
+            self._prefix_tokens += hits
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
+        """How many of its first tokens are there already, and in which pages of each group.
+
+        At least its last token is left to be fed: what comes next has to be computed.
+        """
+        groups = list(self.groups.values())
+        if self._keys is not None:
+            whole = (len(sequence.tokens) - 1) // self.page_size
+            keys = self._keys.of(sequence, whole)
+            for count in range(whole, 0, -1):
+                found = [pages for g in groups if (pages := g.find(keys[:count])) is not None]
+                if len(found) == len(groups):
+                    return count * self.page_size, found
+        return 0, [[] for _ in groups]
+
+    def _has_room(self, sequence: Sequence, shared: Seq[list[int]]) -> bool:
+        """Whether what the sequence has so far fits beside what the others have so far.
+
+        Each of the others keeps a page to grow into, so that nobody enters to be evicted at once.
+        """
+        if self.num_tokens is None or not self._running:
+            return True
+        tokens = len(sequence.tokens)
+        for group, pages in zip(self.groups.values(), shared, strict=True):
+            needed = group.pages_for(tokens, tokens, self.max_portion) - len(pages)
+            revived = sum(map(group.allocator.is_kept, pages))
+            owed = sum(self._owed(group, other) for other in self._running.values())
+            if needed + revived + owed > group.allocator.num_free:
+                return False
+        return True
+
+    def _owed(self, group: LayerGroup, sequence: Sequence) -> int:
+        """The pages that a running sequence still needs for what it has, and one to grow into."""
+        tokens = len(sequence.tokens)
+        most = group.pages_for(tokens, tokens, self.max_portion)
+        return 1 + max(0, most - len(group.tables[sequence.id].pages))
+
+    def _swap_in(self, sequence: Sequence) -> bool:
+        tokens, saved = self._swapped[sequence.id]
+        for group, part in zip(self.groups.values(), saved, strict=True):
+            owed = sum(self._owed(group, other) for other in self._running.values())
+            if self._running and part.count + 1 + owed > group.allocator.num_free:
+                return False
+        for group, part in zip(self.groups.values(), saved, strict=True):
+            group.restore(sequence.id, part)
+        del self._swapped[sequence.id]
+        sequence.num_cached = tokens
+        self._running[sequence.id] = sequence
+        return True
+
+    def evict(self, sequence: Sequence) -> None:
+        if self._swap:
+            saved = [group.save(sequence.id) for group in self.groups.values()]
+            self._swapped[sequence.id] = (sequence.num_cached, saved)
+        self._drop(sequence)
+        sequence.num_cached = 0
+
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        """As wanted, or as much as the pool of a window holds, which may be less than a prompt."""
         if self.num_tokens is None:
-            return None
-        free = [group.allocator.capacity for group in self.groups.values()]
-        for claim in self._claims.values():
-            free = [pages - most for pages, most in zip(free, claim, strict=True)]
-        fitting = 0
-        for sequence in waiting:
-            claim = self._claim(sequence)
-            free = [pages - most for pages, most in zip(free, claim, strict=True)]
-            if min(free) < 0:
-                break
-            fitting += 1
-        return fitting if self._claims else max(1, fitting)  # too long by itself: see `_reserve`
-
-    def _claim(self, sequence: Sequence) -> list[int]:
-        """The most pages it can come to hold, group by group."""
-        tokens = sequence.prompt_length + sequence.settings.max_new_tokens - 1
+            return wanted
         return [
-            group.pages_for(tokens, len(sequence.tokens), self.prefill_chunk_size)
-            for group in self.groups.values()
+            min(count, *(g.largest(s.id, s.num_cached) for g in self.groups.values()))
+            for s, count in zip(sequences, wanted, strict=True)
         ]
+
+    def fits(self, step: Step) -> bool:
+        if self.num_tokens is None:
+            return True
+        return all(
+            sum(
+                group.missing(f.sequence.id, f.start, f.start + f.count + len(f.drafts))
+                for f in step.feeds
+            )
+            <= group.allocator.num_free
+            for group in self.groups.values()
+        )
 
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
         tokens = prompt_length + max_new_tokens - 1
-        size = (tokens, prompt_length, self.prefill_chunk_size)
+        size = (tokens, prompt_length, self.max_portion)
         groups = self.groups.values()
         if self.num_tokens is None or all(
             group.pages_for(*size) <= group.allocator.capacity for group in groups
@@ -94,11 +181,6 @@ class PagedKVCache(PackedKVCache):
         ids: list[int] = []
         positions: list[int] = []
         spans = []
-        self._claims |= {
-            feed.sequence.id: self._claim(feed.sequence)
-            for feed in step.feeds
-            if feed.sequence.id not in self._claims
-        }
         for feed in step.feeds:
             tokens = feed.token_ids
             end = feed.start + len(tokens)
@@ -145,9 +227,22 @@ class PagedKVCache(PackedKVCache):
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         for feed, count in zip(step.feeds, kept, strict=True):
-            feed.sequence.num_cached = feed.start + count
+            sequence = feed.sequence
+            sequence.num_cached = feed.start + count
+            if self._keys is not None:
+                self._publish(self._keys, sequence)
             for group in self.groups.values():
-                group.trim(feed.sequence.id, feed.sequence.num_cached)
+                group.trim(sequence.id, sequence.num_cached)
+
+    def _publish(self, keys: PrefixKeys, sequence: Sequence) -> None:
+        """Let what it has filled be found. Accepted drafts become tokens after this, so later."""
+        begin = self._published.get(sequence.id, 0)
+        full = min(sequence.num_cached, len(sequence.tokens)) // self.page_size
+        if full > begin:
+            chain = keys.of(sequence, full)[:full]
+            for group in self.groups.values():
+                group.publish(sequence.id, chain, begin)
+            self._published[sequence.id] = full
 
     def fork(self, source: Sequence, into: Sequence) -> None:
         """`into` begins with what is cached of `source`; pages are shared until one writes."""
@@ -157,9 +252,30 @@ class PagedKVCache(PackedKVCache):
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
-            self._claims.pop(sequence.id, None)
-            for group in self.groups.values():
-                group.drop(sequence.id)
+            self._swapped.pop(sequence.id, None)
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._running.pop(sequence.id, None)
+        self._published.pop(sequence.id, None)
+        if self._keys is not None:
+            self._keys.drop(sequence)
+        for group in self.groups.values():
+            group.drop(sequence.id)
+
+    def usage(self) -> CacheUsage:
+        pools = [group.allocator for group in self.groups.values()]
+        kept = sum(pool.num_kept for pool in pools)
+        return CacheUsage(
+            pages=sum(pool.capacity for pool in pools),
+            pages_used=sum(pool.capacity - pool.num_free for pool in pools),
+            pages_kept=kept,
+            page_size=self.page_size,
+            prompt_tokens=self._prompt_tokens,
+            prefix_tokens=self._prefix_tokens,
+            swapped=len(self._swapped),
+            num_bytes=self.num_bytes,
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,72 @@
+"""``fifo``: first come, first served, within a priority."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, Schedule, Scheduler
+
+if TYPE_CHECKING:
+    from jackfield.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class PatienceOptions:
+    """`patience`: a request that has waited for so many steps goes before all that have not."""
+
+    patience: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1 step, not {self.patience}")
+
+
+class Fifo(Scheduler):
+    """Higher priorities enter first, equal ones in the order in which they came."""
+
+    name = "fifo"
+    options = PatienceOptions
+    auto_rank = 10
+
+    def bind(self, context: BindContext) -> Schedule:
+        return FifoSchedule(context.options.patience)
+
+
+class FifoSchedule(Schedule):
+    """Tokens that decode first, then prompts, in the order in which they entered."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+
+    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
+        return sorted(waiting, key=lambda s: (not self.overdue(s, step), *self.rank(s)))
+
+    def overdue(self, sequence: Sequence, step: int) -> bool:
+        return step - sequence.arrival >= self._patience
+
+    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+        """What orders the requests that are not overdue; smaller goes first."""
+        return (-sequence.settings.priority, sequence.id)
+
+    def portions(
+        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    ) -> list[int]:
+        found = [int(count == 1) for count in pending]  # decode never waits for a prompt
+        left = budget - sum(found)
+        for row in self.prompts(running, pending, step):
+            found[row] = min(pending[row], left)
+            left -= found[row]
+        return found
+
+    def prompts(self, running: Seq[Sequence], pending: Seq[int], step: int) -> list[int]:
+        """The rows that feed more than one token, the one that is served first at the front."""
+        del running, step
+        return [row for row, count in enumerate(pending) if count > 1]
+
+
+@hookimpl
+def jackfield_scheduler() -> list[Scheduler]:
+    return [Fifo()]
