@@ -178,7 +178,8 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
 def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Selectable]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
-    A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries backends by rank; a list is tried in its order.
+    A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
+    backends by rank; a list is tried in its order.
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
