@@ -122,25 +122,37 @@ def _packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        rows = []
-        for row, span in enumerate(layer.step.spans):
-            keys, values = layer.gather(row)
-            queries = query[span.start : span.start + span.length].transpose(0, 1)
-            # A prompt from its first token on: causal without a mask, linear memory.
-            whole = keys.shape[1] == span.length and layer.window is None
-            found = attend(
-                queries[None],
-                keys[None],
-                values[None],
-                attn_mask=None if whole else layer.mask(row),
-                is_causal=whole and span.length > 1,
-                scale=scaling,
-                enable_gqa=queries.shape[0] != keys.shape[0],
-            )
-            rows.append(found[0].transpose(0, 1))
+        rows = [
+            attend_row(attend, query, layer, row, scaling) for row in range(len(layer.step.spans))
+        ]
         return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
 
     return packed
+
+
+def attend_row(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    layer: PackedLayer,
+    row: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One sequence of a packed step through torch's function: `[its tokens, heads, head_dim]`."""
+    span = layer.step.spans[row]
+    keys, values = layer.gather(row)
+    queries = query[span.start : span.start + span.length].transpose(0, 1)
+    # A prompt from its first token on: causal without a mask, linear memory.
+    whole = keys.shape[1] == span.length and layer.window is None
+    found = attend(
+        queries[None],
+        keys[None],
+        values[None],
+        attn_mask=None if whole else layer.mask(row),
+        is_causal=whole and span.length > 1,
+        scale=scaling,
+        enable_gqa=queries.shape[0] != keys.shape[0],
+    )
+    return found[0].transpose(0, 1)
 
 
 def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
