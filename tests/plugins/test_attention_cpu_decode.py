@@ -278,9 +278,9 @@ def test_without_a_compiler_it_says_what_to_do(
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing is compiled yet, and the cache is an empty folder."""
-    monkeypatch.setenv("JACKFIELD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     building.library.cache_clear()
-    yield tmp_path / "cache"
+    yield tmp_path / "jackfield"
     building.library.cache_clear()
 
 
@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh.write_text("a file")
-    with pytest.raises(PlanError, match="set JACKFIELD_CACHE to a folder that can be written"):
+    with pytest.raises(PlanError, match="set XDG_CACHE_HOME to a folder that can be written"):
         building.library()
 
 

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 SOURCES = ("kernel.cpp", "vectors.h")
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
-CACHE = "JACKFIELD_CACHE"
+CACHE = "XDG_CACHE_HOME"
 SECONDS = 300
 
 
@@ -68,9 +68,7 @@ def built_with() -> str:
 
 
 def _folder() -> Path:
-    if named := os.environ.get(CACHE):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jackfield"
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield"
 
 
 def _key(command: list[str]) -> str:

@@ -93,7 +93,8 @@ inline void score(const C* query, const T* const* keys, Split<C> split, C* score
     }
     Vec<C> found = sums<C>(sum);
     each<heads>([&](auto h) ALWAYS_INLINE {
-        std::memcpy(scores + h * CHUNK, reinterpret_cast<C*>(&found) + h * count, count * sizeof(C));
+        auto* from = reinterpret_cast<const C*>(&found) + h * count;
+        std::memcpy(scores + h * CHUNK, from, count * sizeof(C));
     });
 }
 
@@ -103,7 +104,8 @@ inline void weigh(const C* weights, const T* const* values, int64_t count, Split
                   int64_t i, C* out) {
     Vec<C> sum[heads * parts];
     int64_t at[parts];
-    auto place = [&](int j) { return out + j / parts * split.padded + (i + j % parts) * split.lanes; };
+    out += i * split.lanes;
+    auto place = [&](int j) { return out + j / parts * split.padded + j % parts * split.lanes; };
     each<parts>([&](auto p) ALWAYS_INLINE { at[p] = split.at(i + p); });
     each<heads * parts>([&](auto j) ALWAYS_INLINE { sum[j] = load(place(j)); });
     for (int64_t k = 0; k < count; k++) {
@@ -188,14 +190,16 @@ class Decode {
     void run() {
         static thread_local Memory lists, sums;
         int64_t heads = call.rows * call.kv_heads, seen = 0;
-        rows = reinterpret_cast<Row*>(lists.hold((call.rows + 1) * sizeof *rows + heads * sizeof *left));
+        size_t bytes = (call.rows + 1) * sizeof *rows + heads * sizeof *left;
+        rows = reinterpret_cast<Row*>(lists.hold(bytes));
         left = reinterpret_cast<std::atomic<int64_t>*>(rows + call.rows + 1);
         for (int64_t i = 0; i < call.rows; i++) {
             rows[i] = find(i);
             rows[i].tasks = tasks;
             tasks += rows[i].chunks() * call.kv_heads;
             seen += rows[i].end - rows[i].begin;
-            for (int64_t h = 0; h < call.kv_heads; h++) left[i * call.kv_heads + h] = rows[i].chunks();
+            for (int64_t h = 0; h < call.kv_heads; h++)
+                left[i * call.kv_heads + h] = rows[i].chunks();
         }
         rows[call.rows].tasks = tasks;
         parts = reinterpret_cast<C*>(sums.hold(tasks * part_size() * sizeof *parts));
@@ -215,7 +219,8 @@ class Decode {
         if (call.table) {
             if (call.starts[i + 1] - call.starts[i] != 1) return {};
             int64_t end = call.lengths[i], begin = call.first[i];
-            return {call.window ? std::max(begin, end - call.window) : begin, end, call.starts[i], 0};
+            if (call.window) begin = std::max(begin, end - call.window);
+            return {begin, end, call.starts[i], 0};
         }
         int64_t begin = 0, end = call.keys;
         if (call.mask) {
@@ -281,12 +286,12 @@ class Decode {
                             (head * group + h) * call.query_head;
             C* to = desk.query + h * key_split.padded;
             if (key_split.narrow()) from = widened(desk.narrow_query, from, key_split.size);
-            for (int64_t v = 0; v < key_split.count; v++) {
+            for (int64_t v = 0; v < key_split.count; v++)
                 store(load(from + key_split.at(v)) * scale, to + v * lanes);
-            }
             int64_t last = (key_split.count - 1) * lanes;
             std::fill_n(to + last, last - key_split.at(key_split.count - 1), C{});
         }
+        std::fill(desk.query + group * key_split.padded, desk.query + room * key_split.padded, C{});
     }
 
     static const T* widened(T* to, const T* from, int64_t size) {
@@ -331,7 +336,8 @@ class Decode {
         C* all = parts + (rows[i].tasks + head * chunks) * size;
         for (int64_t h = 0; h < group; h++) {
             C largest = all[maxima + h], sum = all[totals + h], *out = all + h * value_split.padded;
-            for (int64_t c = 1; c < chunks; c++) largest = std::max(largest, all[c * size + maxima + h]);
+            for (int64_t c = 1; c < chunks; c++)
+                largest = std::max(largest, all[c * size + maxima + h]);
             if (chunks > 1) sum = scale(out, 0, out, std::exp2(all[maxima + h] - largest), sum);
             for (int64_t c = 1; c < chunks; c++) {
                 const C* part = all + c * size;
