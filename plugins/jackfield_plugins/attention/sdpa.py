@@ -122,23 +122,31 @@ def _packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        rows = []
-        for row, span in enumerate(layer.step.spans):
-            keys, values = layer.gather(row)
-            queries = query[span.start : span.start + span.length].transpose(0, 1)
-            # A prompt from its first token on: causal without a mask, linear memory.
-            whole = keys.shape[1] == span.length and layer.window is None
-            found = attend(
-                queries[None],
-                keys[None],
-                values[None],
-                attn_mask=None if whole else layer.mask(row),
-                is_causal=whole and span.length > 1,
-                scale=scaling,
-                enable_gqa=queries.shape[0] != keys.shape[0],
-            )
-            rows.append(found[0].transpose(0, 1))
-        return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
+        spans = layer.step.spans
+        queries = query.transpose(0, 1)[None]
+        if len(spans) == 1:
+            return one(queries, layer, 0, scaling)[0].contiguous()
+        parts = queries.split([span.length for span in spans], 2)
+        return torch.cat([one(q, layer, row, scaling) for row, q in enumerate(parts)], 1)[0]
+
+    def one(
+        queries: torch.Tensor, layer: PackedLayer, row: int, scaling: float | None
+    ) -> torch.Tensor:
+        """`[1, heads, queries, head_dim]` of one sequence to `[1, queries, heads, head_dim]`."""
+        keys, values = layer.gather(row)
+        length = queries.shape[2]
+        # A prompt from its first token on: causal without a mask, linear memory.
+        whole = length > 1 and keys.shape[1] == length and layer.window is None
+        found = attend(
+            queries,
+            keys[None],
+            values[None],
+            attn_mask=None if whole else layer.mask(row),
+            is_causal=whole,
+            scale=scaling,
+            enable_gqa=queries.shape[1] != keys.shape[0],
+        )
+        return found.transpose(1, 2)
 
     return packed
 
