@@ -78,14 +78,15 @@ class AttentionPort:
         else:
             guard = True
         self.source = bound.source
-        forward, mask = self._counted(bound.forward), bound.mask
-        if pages is not None:
-            forward, mask = self._packed(bound, pages), _no_mask
+        forward = self._counted(bound.forward) if pages is None else self._packed(bound, pages)
         if guard:
             forward = self._guarded(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
-        AttentionMaskInterface.register(self.key, mask)
+        # A packed attention reads what it may see off the layer. transformers makes no mask for a
+        # name without a mask function, and does not look for packed sequences in the positions.
+        if pages is None:
+            AttentionMaskInterface.register(self.key, bound.mask)
 
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.
@@ -232,10 +233,6 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
-
-
-def _no_mask(**kwargs: Any) -> None:
-    """For the packed layout, whose attentions read what they may see off the layer."""
 
 
 @functools.cache

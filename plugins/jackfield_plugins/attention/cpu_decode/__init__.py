@@ -69,9 +69,11 @@ class CpuDecodeAttention(Attention):
             if layer.step.max_query_length > 1:
                 for row, span in enumerate(layer.step.spans):
                     if span.length > 1:
-                        output[span.start : span.start + span.length] = attend_row(
-                            scaled_dot_product_attention, query, layer, row, scaling
-                        )
+                        at = slice(span.start, span.start + span.length)
+                        queries = query[at].transpose(0, 1)[None]
+                        output[at] = attend_row(
+                            scaled_dot_product_attention, queries, layer, row, scaling
+                        )[0]
             return output
 
         return BoundAttention(forward, sdpa.mask, packed, source=built_with())
