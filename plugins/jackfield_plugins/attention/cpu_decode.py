@@ -30,7 +30,7 @@ class CpuDecodeAttention(Attention):
     capabilities = AttentionCapabilities(
         layouts=SdpaAttention.capabilities.layouts,
         devices=frozenset({"cpu"}),
-        features=SdpaAttention.capabilities.features,
+        features=SdpaAttention.capabilities.features - {"own_mask"},  # takes boolean masks only
     )
 
     def bind(self, context: BindContext) -> BoundAttention:
