@@ -22,7 +22,7 @@ _NOT_IN_BATCHES = {
 }
 #: Model types that mask with float64's lowest number and then take a softmax in float32, where it
 #: is minus infinity: the rows of padding are not numbers, and spread.
-_NOT_IN_FLOAT64 = frozenset({"axk2", "deepseek_v32", "doge", "glm_moe_dsa", "mpt", "xglm"})
+_NOT_IN_FLOAT64 = frozenset({"axk2", "dbrx", "deepseek_v32", "doge", "glm_moe_dsa", "mpt", "xglm"})
 _NUMBERED = re.compile(r"Position(al)?Embedding")
 
 
