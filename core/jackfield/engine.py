@@ -86,10 +86,10 @@ def load(
         "decoding": decoding,
     }
     plan = decide(registry(), needs, selections)
-    if prefill_chunk_size is not None and "linear_attention" in needs.layer_types:
+    if prefill_chunk_size is not None and (reason := needs.whole_prompt):
         raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: the linear-attention layers of "
-            f"{needs.architecture} read a prompt in one piece; drop prefill_chunk_size"
+            f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
+            f"piece ({reason}); drop prefill_chunk_size"
         )
     if tokenizer is None:
         tokenizer = load_tokenizer(source)
@@ -302,9 +302,7 @@ class Engine:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
         if self._reached:
             return
-        layer_types = self.plan.requirements.layer_types
-        expected = {i for i, kind in enumerate(layer_types) if kind != "linear_attention"}
-        if missed := sorted(expected - self._port.tally.layers):
+        if missed := sorted(self._port.expected - self._port.tally.layers):
             raise ExecutionError(
                 f"{self.plan['attention'].registered} was not called by layers {missed}: the model "
                 "does not run what was chosen"

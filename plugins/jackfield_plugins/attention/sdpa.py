@@ -53,7 +53,16 @@ class SdpaAttention(Attention):
     auto_rank = 10
     capabilities = AttentionCapabilities(
         layouts=frozenset({"padded", "packed"}),
-        features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"}),
+        features=frozenset(
+            {
+                "bidirectional_prefix",
+                "chunked",
+                "grouped_query",
+                "mixed_head_sizes",
+                "own_mask",
+                "sliding_window",
+            }
+        ),
     )
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:

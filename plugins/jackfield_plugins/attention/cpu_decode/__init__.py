@@ -31,7 +31,7 @@ class CpuDecodeAttention(Attention):
     capabilities = AttentionCapabilities(
         layouts=SdpaAttention.capabilities.layouts,
         devices=frozenset({"cpu"}),
-        features=SdpaAttention.capabilities.features,
+        features=SdpaAttention.capabilities.features - {"own_mask"},  # takes boolean masks only
     )
 
     def available(self) -> list[str]:
