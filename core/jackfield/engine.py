@@ -100,10 +100,10 @@ def load(
         "scheduler": scheduler,
     }
     plan = decide(registry(), replace(needs, batch_invariant=deterministic), selections)
-    if prefill_chunk_size is not None and "linear_attention" in needs.layer_types:
+    if prefill_chunk_size is not None and (reason := needs.whole_prompt):
         raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: the linear-attention layers of "
-            f"{needs.architecture} read a prompt in one piece; drop prefill_chunk_size"
+            f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
+            f"piece ({reason}); drop prefill_chunk_size"
         )
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:

@@ -60,9 +60,7 @@ class Observer:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
         if self._reached or not self._loop.steps:
             return
-        layer_types = self._plan.requirements.layer_types
-        expected = {i for i, kind in enumerate(layer_types) if kind != "linear_attention"}
-        if missed := sorted(expected - self._port.tally.layers):
+        if missed := sorted(self._port.expected - self._port.tally.layers):
             raise ExecutionError(
                 f"{self._plan['attention'].registered} was not called by layers {missed}: the "
                 "model does not run what was chosen"

@@ -85,6 +85,7 @@ class Plan:
             "device": needs.device,
             "layout": needs.layout,
             "features": dict(needs.features),
+            "experts_implementation": needs.experts_implementation,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
@@ -97,6 +98,8 @@ class Plan:
         needs = self.requirements
         lines = [f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout"]
         lines += [f"  needs {name}: {evidence}" for name, evidence in needs.features.items()]
+        if needs.experts_implementation:
+            lines.append(f"  experts: {_experts(needs)}")
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
@@ -105,6 +108,13 @@ class Plan:
             for r in self.refusals
         ]
         return "\n".join(lines)
+
+
+def _experts(needs: Requirements) -> str:
+    return (
+        f"{needs.experts_implementation}, since transformers' grouped product takes no "
+        f"{needs.dtype}"
+    )
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
         elif choice.how != "named":
             logger.info("%s chose %s", choice.how, choice.registered)
+    if needs.experts_implementation:
+        logger.info("experts run as %s", _experts(needs))
     for refusal in plan.refusals:
         logger.info("passed over %s: %s", refusal.registered, "; ".join(refusal.reasons))
     return plan

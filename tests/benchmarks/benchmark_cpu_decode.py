@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from jackfield_plugins.attention.cpu_decode import attend_one
+from jackfield_plugins.attention.cpu_decode.call import Kernel
 
 CALLS = 40
 
@@ -17,12 +17,13 @@ CALLS = 40
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 8])
 def benchmark_one_query_token(batch: int, dtype: torch.dtype, keys: int, alternate: Any) -> None:
+    kernel = Kernel()
     torch.manual_seed(0)
     query = torch.randn(batch, 14, 1, 64, dtype=dtype)
     key, value = torch.randn(2, batch, 2, keys, 64, dtype=dtype)
 
     def ours() -> torch.Tensor:
-        return attend_one(query, key, value, None, None)
+        return kernel.padded(query, key, value)
 
     def theirs() -> torch.Tensor:
         return scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)

@@ -21,7 +21,6 @@ import torch
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, oracle, prompts
 
 import jackfield
-from jackfield.bridge.requirements import layer_types
 from jackfield.discovery import registry
 from jackfield.errors import JackfieldError, UsageError
 
@@ -90,9 +89,9 @@ def run(family: str, attention: str, cache: str) -> Cell:
 
 def modes(family: str, dtype: torch.dtype, chosen: dict[str, str]) -> Iterable[tuple[str, bool]]:
     model, wanted = model_of(family, dtype), expected(family, dtype)
-    linear = "linear_attention" in layer_types(model.config)
+    whole = jackfield.plan(model).requirements.whole_prompt
     for chunk in CHUNKS:
-        if linear and chunk is not None:  # such layers read a prompt in one piece
+        if whole and chunk is not None:
             with pytest.raises(UsageError, match="one piece"):
                 jackfield.load(model, prefill_chunk_size=chunk, **chosen)
             continue
@@ -130,7 +129,8 @@ def page(found: list[Cell]) -> str:
         "with lengths from window − 2 to 3 × window, and prefill in chunks of 1, 7 and all tokens;",
         "in float64, or in float32 (\\*) where the attention takes no float64. *Refused*: by name,",
         "with a reason, before weights load. There is no third outcome. Models with",
-        "linear-attention layers read a prompt in one piece; chunks are refused there.",
+        "linear-attention layers and prefix models read a prompt in one piece; chunks are refused",
+        "there.",
         "",
         "| attention | " + " | ".join(f"`{c}`" for c in caches) + " |",
         "|---" * (len(caches) + 1) + "|",

@@ -181,6 +181,34 @@ MORE_FAMILIES = {
             "linear_value_head_dim": 8,
         },
     ),
+    "diffllama": Family("DiffLlamaConfig", _GATED),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        {
+            **_GATED,
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "hrm-text": Family(
+        "HrmTextConfig",
+        {
+            **_COMMON,
+            "intermediate_size": 48,
+            "head_dim": 8,
+            "H_cycles": 1,
+            "L_cycles": 2,
+            "prefix_lm": True,
+        },
+    ),
     "bloom": Family("BloomConfig", {**_BARE, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
@@ -215,9 +243,10 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 def oracle(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """`count` greedy tokens from plain transformers, one sequence by itself."""
     ids = torch.tensor([prompt])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
+    kwargs = {"attention_mask": torch.ones_like(ids)}
+    if getattr(model.config, "prefix_lm", False):  # the whole prompt is the prefix
+        kwargs["token_type_ids"] = torch.ones_like(ids)
+    output = model.generate(ids, **kwargs, max_new_tokens=count, do_sample=False)
     return output[0, len(prompt) :].tolist()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LyingAttention(SdpaAttention):
-    """Declares windows, and attends to everything."""
+    """Declares windows and prefixes that are read in both directions, and knows neither."""
 
     name = "lying"
     auto_rank = None
@@ -56,7 +56,15 @@ def test_a_lying_attention_is_caught(lying: str) -> None:
     assert composition.run("llama", lying, "dynamic").outcome == "equal"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_an_attention_that_ignores_a_prefix_is_caught(lying: str) -> None:
+    for honest in ("eager", "sdpa", "cpu_decode", "flex_attention"):
+        assert composition.run("hrm-text", honest, "dynamic").outcome == "equal"
+    assert composition.run("hrm-text", lying, "dynamic").outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt-oss", "hrm-text", "gemma3n", "diffllama"]
+)
 def test_no_third_outcome(family: str) -> None:
     assert [c for c in composition.cells([family]) if c.outcome == "wrong"] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, WINDOW, build, oracle, prompts
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
 import jackfield
@@ -81,7 +89,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry().backends, "attention", [*known, mine])
 
 
-def from_folder(folder: Path, name: str) -> PreTrainedModel:
+def from_folder(folder: Path, name: str | dict[str, str]) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=name, dtype=torch.float64, experts_implementation="eager"
     )
@@ -290,3 +298,41 @@ def test_an_engine_gives_a_plugin_back_too() -> None:
     assert report(model)["attention"].calls == 0
     model(torch.tensor([[1, 2]]))
     assert report(model)["attention"].calls == 2
+
+
+def test_choosing_again_and_again_adds_no_keys() -> None:
+    model = build("llama")
+    model.set_attn_implementation("plugin:sdpa")
+    once = len(AttentionInterface._global_mapping)
+    for name in ("plugin:sdpa", "eager", "plugin:sdpa", "plugin:sdpa?kernel=math", "plugin:sdpa"):
+        model.set_attn_implementation(name)
+    assert len(AttentionInterface._global_mapping) == once + 1  # for the other kernel
+
+
+def test_keys_go_with_the_model() -> None:
+    before = internals()
+    model = build("llama")
+    model.set_attn_implementation("plugin:sdpa")
+    assert internals() != before
+    del model
+    gc.collect()
+    assert internals() == before
+
+
+def test_parts_of_a_live_model_are_not_selected_one_by_one() -> None:
+    with pytest.raises(UsageError, match=r"select one for all of it, .*'plugin:sdpa'"):
+        build("llama").set_attn_implementation({"": "plugin:sdpa"})
+
+
+def test_a_part_is_selected_while_a_model_loads(tmp_path: Path) -> None:
+    text = {**build("gemma3").config.to_diff_dict(), "num_hidden_layers": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).double().save_pretrained(tmp_path)
+    model = from_folder(tmp_path, {"text_config": "plugin:sdpa"})
+    model(torch.tensor([[1, 2]]))
+    assert report(model)["attention"].calls == 2
+    for name in ("plugin:sdpa", {"": "plugin:sdpa"}):
+        with pytest.raises(UsageError, match=r"give {'text_config': 'plugin:sdpa'}"):
+            from_folder(tmp_path, name)

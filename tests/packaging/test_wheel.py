@@ -42,7 +42,9 @@ def dist_info(wheel: Path, name: str) -> str:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_has_every_source_file(names: set[str], package: str) -> None:
-    sources = {path.relative_to(PACKAGES[package]) for path in PACKAGES[package].rglob("*.py")}
+    folder = PACKAGES[package]
+    kinds = ("*.py", "*.cpp", "*.h")
+    sources = {path.relative_to(folder) for kind in kinds for path in folder.rglob(kind)}
     assert f"{package}/__init__.py" in names
     assert {source.as_posix() for source in sources} <= names
 

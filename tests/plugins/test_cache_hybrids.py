@@ -51,7 +51,7 @@ def test_rows_that_end_early_leave_the_others_right(
 
 
 def test_chunks_and_pages_are_refused(hybrid: Any) -> None:
-    with pytest.raises(UsageError, match="read a prompt in one piece"):
+    with pytest.raises(UsageError, match="reads a prompt in one piece"):
         jackfield.load(hybrid, prefill_chunk_size=4)
     with pytest.raises(PlanError, match="does not hold linear_attention layers"):
         jackfield.load(hybrid, cache_implementation="paged")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -125,10 +127,63 @@ def test_pools_grow_and_keep_what_they_hold() -> None:
     store.commit(step, [400])
 
 
+def test_tables_are_made_anew_only_where_their_numbers_change() -> None:
+    store, a = cache(), sequence(1, 3)
+    store.commit(feed(store, (a, 3)), [3])
+    seen = []
+    for token in range(3, 6):
+        a.tokens.append(token)
+        step = feed(store, (a, 1))
+        tables = store.groups[None]._now
+        assert tables.block_table.tolist() == [tables.tables[0]]
+        assert stored(store, 0) == list(range(token + 1))
+        seen.append(tables.block_table)
+        store.commit(step, [1])
+    assert seen[0] is not seen[1]  # token 4 is the first of a page
+    assert seen[1] is seen[2]
+
+
 def test_bytes_are_exact() -> None:
     store, a = cache(num_tokens=40), sequence(1, 9)
     feed(store, (a, 9))
     assert store.num_bytes == 2 * 40 * 2 * 3 * 8  # keys and values, tokens, heads, size, float64
+
+
+def allocated(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each counted once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def test_64_ragged_rows_take_the_bytes_of_their_pages_and_less_than_padded(steps: Any) -> None:
+    lengths, page_size = [16 + 6 * i for i in range(64)], 32
+    batch = prompts(tuple(lengths))
+    used = {}
+    for name in ("paged", "dynamic"):
+        bound = {"max_batch_tokens": sum(lengths)} if name == "paged" else {}
+        with jackfield.load(
+            "demo", cache_implementation=name, attn_implementation="sdpa", max_batch_size=64, **bound
+        ) as engine:
+            running = steps(engine, batch, [4] * 64, min_new_tokens=4)
+            next(running), next(running)  # the prompts and one more token a row are cached
+            store: Any = engine._loop.cache
+            if name == "dynamic":
+                used[name] = allocated(t for x in store._past.layers for t in (x.keys, x.values))
+                continue
+            (group,) = store.groups.values()
+            pools = [t for layer in group.layers.values() for t in (layer.keys, layer.values)]
+            used[name] = allocated(pools)
+            assert store.num_bytes == used[name]
+            pages = group.allocator.capacity
+            held = pages - group.allocator.num_free
+            config = engine.model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert held == sum(-(-(length + 1) // page_size) for length in lengths)
+    assert pages == 512  # doubled from 64 as often as needed
+    assert used == {
+        "paged": pages * page_size * token,
+        "dynamic": 64 * (max(lengths) + 1) * token,
+    }
+    assert held * page_size * token < used["paged"] < used["dynamic"]
 
 
 def test_a_request_larger_than_the_cache_fails_by_name() -> None:
@@ -345,9 +400,9 @@ def test_layers_that_share_keys_and_values_are_refused_by_name() -> None:
         sliding_window=6,
         activation_sparsity_pattern=[0.0] * 4,
     )
-    model = transformers.Gemma3nForCausalLM(config)
-    with pytest.raises(PlanError, match=r"paged: Gemma3nForCausalLM has 4 layers .* for 2"):
-        jackfield.load(model, attn_implementation="sdpa", cache_implementation="paged")
+    with pytest.raises(PlanError, match="4 attention layers share the keys and values of 2"):
+        jackfield.plan(config, attn_implementation="sdpa", cache_implementation="paged")
+    assert jackfield.plan(config, attn_implementation="sdpa")
 
 
 def test_allocator_counts_holders() -> None:
@@ -371,6 +426,19 @@ def test_an_attention_that_is_no_function_cannot_read_pages() -> None:
     model.config.reorder_and_upcast_attn = True
     with pytest.raises(PlanError, match="GPT2LMHeadModel"):
         jackfield.load(model, attn_implementation="eager", cache_implementation="paged")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cpu_decode"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_long_prompts_go_in_blocks(
+    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jackfield_plugins.attention.sdpa.BLOCK", 5)
+    selection = {"attn_implementation": attention, "cache_implementation": "paged?page_size=4"}
+    for chunk in (None, 7):
+        with jackfield.load(model_of(family), prefill_chunk_size=chunk, **selection) as engine:
+            found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
+        assert [c.token_ids for c in found] == references(family, LENGTHS, COUNT)
 
 
 def test_a_mixed_step_counts_prefill_and_decode() -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
 from jackfield.contracts import (
     BindContext,
@@ -29,19 +30,12 @@ from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield.registry import Registered
 from jackfield.report import Tally
 
-#: Keyword arguments by which a model hands a feature to its attention function.
-FEATURE_KWARGS = {
-    "sliding_window": "sliding_window",
-    "softcap": "softcap",
-    "sinks": "s_aux",
-    "position_bias": "position_bias",
-}
-
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
 PLAIN_KWARGS = frozenset(
     {"cache_position", "dropout", "is_causal", "position_ids", "scaling", "use_cache"}
 )
 
+LINEAR = "linear_attention"
 KEY = "jackfield-"  # what our keys in transformers' tables begin with; means nothing to it
 _serial = itertools.count(1)
 
@@ -63,6 +57,9 @@ class AttentionPort:
         self.tally = Tally()
         self.source: str | None = None
         self._hooks: list[Any] = []
+        kinds = dict(enumerate(context.requirements.layer_types))
+        #: the layers that must have called by the end of a step
+        self.expected = {i for i, _ in attention_modules(like) if kinds.get(i) != LINEAR}
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
             own = _model_attention(like)
@@ -78,14 +75,15 @@ class AttentionPort:
         else:
             guard = True
         self.source = bound.source
-        forward, mask = self._counted(bound.forward), bound.mask
-        if pages is not None:
-            forward, mask = self._packed(bound, pages), _no_mask
+        forward = self._counted(bound.forward) if pages is None else self._packed(bound, pages)
         if guard:
             forward = self._guarded(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         AttentionInterface.register(self.key, forward)
-        AttentionMaskInterface.register(self.key, mask)
+        # A packed attention reads what it may see off the layer. transformers makes no mask for a
+        # name without a mask function, and does not look for packed sequences in the positions.
+        if pages is None:
+            AttentionMaskInterface.register(self.key, bound.mask)
 
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.
@@ -216,13 +214,14 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
         rows = []
         for row, span in enumerate(layer.step.spans):
             keys, values = layer.gather(row)
-            seen = layer.mask(row)
-            bias = None
-            if seen is not None:
-                bias = query.new_zeros(seen.shape).masked_fill(
+            bias = query.new_zeros(
+                1, keys.shape[1]
+            )  # some models add a mask without asking for one
+            if (seen := layer.mask(row)) is not None:
+                bias = bias.expand_as(seen).masked_fill(
                     ~seen, torch.finfo(_narrow(query.dtype)).min
                 )
-                bias = bias[None, None]
+            bias = bias[None, None]
             queries = query[span.start : span.start + span.length].transpose(0, 1)[None]
             rows.append(forward(module, queries, keys[None], values[None], bias, **kwargs)[0][0])
         return torch.cat(rows)
@@ -232,10 +231,6 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
-
-
-def _no_mask(**kwargs: Any) -> None:
-    """For the packed layout, whose attentions read what they may see off the layer."""
 
 
 @functools.cache

@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from jackfield.bridge.fixed_products import with_fixed_products
+from jackfield.bridge.requirements import is_prefix_model
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from jackfield.contracts import ModelInputs
@@ -27,9 +29,12 @@ def forward_of(
     """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
+    prefix = is_prefix_model(model)
 
     def forward(inputs: ModelInputs) -> torch.Tensor:
         kwargs = inputs.kwargs
+        if prefix:  # it looks at these in the first step only, which feeds whole prompts
+            kwargs = {**kwargs, "token_type_ids": torch.ones_like(kwargs["input_ids"])}
         keep = kwargs["logits_to_keep"]
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}

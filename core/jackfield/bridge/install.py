@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -22,6 +24,8 @@ _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation
 #: transformers' own methods, while ours stand in their place.
 _originals: dict[str, Callable[..., Any]] = {}
 _ports: dict[str, AttentionPort] = {}
+#: key -> what it was registered for: the same selection for the same model needs no other.
+_uses: dict[str, tuple[Any, ...]] = {}
 
 
 def install() -> None:
@@ -43,6 +47,7 @@ def install() -> None:
 
     @functools.wraps(change)
     def our_change(self: PreTrainedModel, name: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_parts(name)
         if _is_plugin(name) and not replaceable(self):  # transformers would only warn
             name = _plug_in(self, name, loading=False)
         return change(self, name, *args, **kwargs)
@@ -55,6 +60,15 @@ def _is_plugin(name: Any) -> TypeGuard[str]:
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
+def _refuse_parts(name: Any) -> None:
+    """transformers gives parts of a live model their own names without asking them."""
+    if isinstance(name, dict) and (plugins := [n for n in name.values() if _is_plugin(n)]):
+        raise UsageError(
+            f"set_attn_implementation({name!r}) selects plugins for parts of a model; select one "
+            f"for all of it, set_attn_implementation({plugins[0]!r}), or load it with the dict"
+        )
+
+
 def uninstall() -> None:
     """Put transformers back as it was: its methods, and its attention and mask tables.
 
@@ -64,9 +78,8 @@ def uninstall() -> None:
     for name, original in _originals.items():
         setattr(PreTrainedModel, name, original)
     _originals.clear()
-    for port in _ports.values():
-        port.remove()
-    _ports.clear()
+    for key in list(_ports):
+        _drop(key)
 
 
 def report(model: PreTrainedModel) -> Report:
@@ -88,6 +101,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
     options = make_options(registered.backend.options, selection.arguments, owner)
     if loading:
         # `model` is in the middle of its own __init__: ask a finished skeleton of the same class.
+        _check_part(model, name)
         shape = skeleton(model.config, type(model))
         dtype, device = torch.get_default_dtype(), None
     else:
@@ -101,10 +115,38 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
     context = BindContext(
         model=None if loading else model, config=model.config, requirements=needs, options=options
     )
+    used = (id(model.config), registered, context.requirements, options)
+    for key, before in list(_uses.items()):
+        if before == used:
+            return key
     port = AttentionPort(registered, context, shape)
     if not port.by_lookup:
         # Its classes may be chosen by transformers' own names while it is made.
         port.remove()
         return "eager"
-    _ports[port.key] = port
+    _ports[port.key], _uses[port.key] = port, used
+    # A key is written in a config and lives as long; must not refer to the config.
+    weakref.finalize(model.config, _drop, port.key).atexit = False
     return port.key
+
+
+def _check_part(model: PreTrainedModel, name: str) -> None:
+    """A name for a whole model reaches all its parts while they load; one for a part, that part."""
+    text = model.config.get_text_config(decoder=True)
+    if text is not model.config and text._attn_implementation != name:
+        raise UsageError(
+            f"attn_implementation gives {name!r} to {type(model).__name__} and "
+            f"{text._attn_implementation!r} to the text model in it, which is what attends; give "
+            f"{{'text_config': {name!r}}}"
+        )
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            f"attn_implementation={name!r} is for decoders, and {type(model).__name__} is none; "
+            f"give {{'text_config': {name!r}}}, and it keeps its own"
+        )
+
+
+def _drop(key: str) -> None:
+    _uses.pop(key, None)
+    if (port := _ports.pop(key, None)) is not None:
+        port.remove()

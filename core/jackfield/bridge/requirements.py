@@ -1,50 +1,63 @@
 """What a model needs of its backends, read off its config before a weight is loaded.
 
 A config does not say whether its attention has sinks, or is code that cannot be replaced. So the
-model is built on torch's meta device, where it has modules and shapes but no memory, and the
-attention modules themselves are asked.
+model is built on torch's meta device, where it has modules and shapes but no memory; the attention
+modules themselves are asked, and one step is rehearsed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 
+from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
+from jackfield.bridge.experts import check_experts, experts_of
+from jackfield.bridge.rehearsal import Call, irregular, rehearse, seen_features
 from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
-from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.errors import CheckpointError, JackfieldError, PlanError, UsageError
 from jackfield.selection import AUTO, nearest
 
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
 def requirements_of(source: ModelSource, *, dtype: str, device: str) -> Requirements:
-    """Derive the requirements of `source`. Raises CheckpointError or UsageError."""
+    """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
     model = source.live if source.live is not None else skeleton(source.config)
     name = dtype_name(dtype, source)
-    return describe(model, dtype=name, device=pick_device(device, source).type)
+    needs = describe(model, dtype=name, device=pick_device(device, source).type)
+    if source.live is not None:
+        check_experts(source.live, needs)
+    return needs
 
 
 def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requirements:
     """The requirements of a model that is there, if only as a skeleton."""
     config = model.config
     text = config.get_text_config(decoder=True)
-    _check_drivable(model, text)
-    heads = int(text.num_attention_heads)
     layers = list(attention_modules(model))
-    if layers and not any(getattr(m, "is_causal", True) for _, m in layers):
-        raise CheckpointError(
-            f"{type(model).__name__} of type {config.model_type!r} reads its text in both "
-            "directions, so it cannot continue it; give a decoder"
-        )
+    types = layer_types(config)
+    check_drivable(model, text, [module for _, module in layers], types)
+    check_dtype(model, text, dtype)
+    calls = _rehearsed(model)
+    check_calls(model, calls)
+    heads = int(text.num_attention_heads)
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
     return Requirements(
         architecture=type(model).__name__,
@@ -53,24 +66,23 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
         num_attention_heads=heads,
         num_key_value_heads=min(kv_heads),
         head_sizes=tuple(sorted({size for _, m in layers for size in _head_sizes(m, text)})),
-        layer_types=layer_types(config),
+        layer_types=types,
         windows=windows(config),
-        features=_features(model, text, layers, heads),
+        dynamic_only=_dynamic_only(text),
+        features=_features(model, text, layers, calls),
         model_declines=_declines(model),
         context_length=_context_length(text),
+        irregular=irregular(calls, windows(config)),
+        experts_implementation=experts_of(model, dtype),
     )
 
 
-def _check_drivable(model: PreTrainedModel, text: PreTrainedConfig) -> None:
-    """Refuse a model that does not take a cache: it would go on without what it has read."""
-    taken = inspect.signature(model.forward).parameters
-    missing = {"past_key_values", "attention_mask"} - set(taken)
-    if missing or not hasattr(text, "num_attention_heads"):
-        what = f"takes no {min(missing)}" if missing else "has no attention heads"
-        raise CheckpointError(
-            f"{type(model).__name__} {what}, so it does not generate with a KV cache; give a "
-            "transformer decoder that does"
-        )
+def _rehearsed(model: PreTrainedModel) -> list[Call]:
+    """How a step of `model` calls its attention; nothing where no copy of it can be made."""
+    try:
+        return rehearse(skeleton(model.config, type(model)))
+    except JackfieldError:
+        return []
 
 
 def _context_length(text: PreTrainedConfig) -> int | None:
@@ -120,7 +132,7 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
     named = [
         module
         for module in model.modules()
-        if "Attention" in type(module).__name__ and not getattr(module, "is_cross_attention", False)
+        if "Attention" in type(module).__name__ and not _is_cross(module)
     ]
     numbered = [m for m in named if isinstance(getattr(m, "layer_idx", None), int)]
     if numbered:
@@ -128,6 +140,11 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
         return
     inner = [m for m in named if not any(other in named for other in list(m.modules())[1:])]
     yield from enumerate(inner)
+
+
+def _is_cross(module: nn.Module) -> bool:
+    """Whether it attends to images or an encoder's text, which is not there."""
+    return bool(getattr(module, "is_cross_attention", "CrossAttention" in type(module).__name__))
 
 
 def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -152,6 +169,13 @@ def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 
 
+def _dynamic_only(text: PreTrainedConfig) -> tuple[str, ...]:
+    """Layer types with a cache of their own (compressed keys) that has no static form."""
+    known = getattr(cache_utils, "STATIC_LAYER_TYPE_MAPPING", None)
+    declared = set(getattr(text, "layer_types", None) or ())
+    return () if known is None else tuple(sorted(declared - set(known)))
+
+
 def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:
     """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
     own = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
@@ -161,10 +185,15 @@ def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:
 
 
 def _features(
-    model: PreTrainedModel, text: PreTrainedConfig, layers: list[tuple[int, nn.Module]], heads: int
+    model: PreTrainedModel,
+    text: PreTrainedConfig,
+    layers: list[tuple[int, nn.Module]],
+    calls: Sequence[Call],
 ) -> dict[str, str]:
     """feature -> evidence, for everything beyond plain causal attention."""
+    name = type(model).__name__
     found: dict[str, str] = {}
+    heads = int(text.num_attention_heads)
     groups = max((int(getattr(m, "num_key_value_groups", 1)) for _, m in layers), default=1)
     if groups > 1:
         found["grouped_query"] = f"{heads} query heads on {heads // groups} key/value heads"
@@ -181,8 +210,11 @@ def _features(
         found["sinks"] = "every head has a sink logit"
     if getattr(text, "alibi", False):
         found["position_bias"] = "alibi = True"
+    if is_prefix_model(model):
+        found["bidirectional_prefix"] = "prefix_lm = True"
+    for feature, evidence in seen_features(name, calls).items():
+        found.setdefault(feature, evidence)
     if not replaceable(model):
-        name = type(model).__name__
         found["own_attention"] = (
             f"{name} does not use transformers' AttentionInterface alone"
             if type(model)._can_set_attn_implementation()
@@ -191,17 +223,42 @@ def _features(
     return found
 
 
+def is_prefix_model(model: PreTrainedModel) -> bool:
+    """Whether a prompt's tokens are to see one another in both directions.
+
+    Such a model is told by token types which tokens these are (HRM-Text).
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return bool(getattr(model.config, "prefix_lm", False)) and "token_type_ids" in parameters
+
+
 def replaceable(model: PreTrainedModel) -> bool:
     """Whether the model calls its attention through AttentionInterface, whatever its name is.
 
     Some read the name too, and do something else for "eager" (a sparse mask in DeepSeek-V3.2).
+    Where a text model has a vision model beside it, only one of them may use the interface (GIT).
     """
     if not type(model)._can_set_attn_implementation():
+        return False
+    kinds = dict(enumerate(layer_types(model.config)))
+    attending = (m for i, m in attention_modules(model) if kinds.get(i) != "linear_attention")
+    classes: set[Any] = {type(module) for module in attending}
+    if not all(map(_looks_up, classes)):
         return False
     if hasattr(model.config, "reorder_and_upcast_attn"):  # GPT-2 reads it for this alone
         return not model.config.reorder_and_upcast_attn
     module = sys.modules.get(type(model).__module__)
     return module is None or not _READS_NAME.search(inspect.getsource(module))
+
+
+@functools.cache
+def _looks_up(cls: Any) -> bool:
+    """Whether an attention class, or one that it derives from, uses AttentionInterface."""
+    for base in cls.__mro__:
+        with contextlib.suppress(OSError, TypeError):  # written at a prompt, or not in Python
+            if issubclass(base, nn.Module) and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(base):
+                return True
+    return False
 
 
 def _declines(model: PreTrainedModel) -> frozenset[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from jackfield.bridge.experts import experts_implementation
 from jackfield.bridge.source import ModelSource, first_line, quiet
 from jackfield.errors import CheckpointError
 
@@ -97,6 +98,7 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
                 revision=source.revision,
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",  # the plan plugs in what was chosen
+                experts_implementation=experts_implementation(dtype),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and refused below with the names

@@ -6,7 +6,6 @@ A cache of this layout stores a layer's new keys and values itself and hands the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,8 +82,8 @@ class PageTables:
 
     def _run(self, row: int) -> tuple[int, int] | None:
         """The keys' first and last slot, where the pages lie in a row."""
-        pages = self.tables[row]
-        if any(b - a != 1 for a, b in itertools.pairwise(pages)):
+        pages = list(self.tables[row])
+        if pages != list(range(pages[0], pages[0] + len(pages))):
             return None
         begin, end = self.keys_of(row)
         return pages[0] * self.page_size + begin, pages[0] * self.page_size + end
@@ -97,7 +96,7 @@ class PackedLayer:
     in `tables`.
     """
 
-    __slots__ = ("flat_keys", "flat_values", "keys", "tables", "values")
+    __slots__ = ("_by_head", "flat_keys", "flat_values", "keys", "tables", "values")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tables: PageTables) -> None:
         self.tables = tables
@@ -107,6 +106,7 @@ class PackedLayer:
         """Use other pools. `flat_keys` and `flat_values` are views by slot, not by page."""
         self.keys, self.values = keys, values
         self.flat_keys, self.flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+        self._by_head = self.flat_keys.transpose(0, 1), self.flat_values.transpose(0, 1)
 
     @property
     def step(self) -> PackedStep:
@@ -135,12 +135,12 @@ class PackedLayer:
         """
         if (run := self.tables.runs[row]) is not None:
             begin, end = run
-            keys, values = self.flat_keys[begin:end], self.flat_values[begin:end]
-        else:
-            begin, end = self.tables.keys_of(row)
-            index = self.block_table[row, : len(self.tables.tables[row])]
-            keys = self.keys.index_select(0, index).flatten(0, 1)[begin:end]
-            values = self.values.index_select(0, index).flatten(0, 1)[begin:end]
+            keys, values = self._by_head
+            return keys.narrow(1, begin, end - begin), values.narrow(1, begin, end - begin)
+        begin, end = self.tables.keys_of(row)
+        index = self.block_table[row, : len(self.tables.tables[row])]
+        keys = self.keys.index_select(0, index).flatten(0, 1)[begin:end]
+        values = self.values.index_select(0, index).flatten(0, 1)[begin:end]
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def mask(self, row: int) -> torch.Tensor | None:
@@ -154,6 +154,9 @@ class PackedLayer:
         import torch
 
         at = torch.arange(self.tables.oldest(row), span.end, device=self.keys.device)
-        queries = at[-span.length :, None]
-        seen = at <= queries
-        return seen if self.window is None else seen & (at > queries - self.window)
+        return self.seen(at[-span.length :, None], at)
+
+    def seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which keys a query sees, both given as positions that broadcast."""
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)

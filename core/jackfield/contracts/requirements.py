@@ -17,6 +17,8 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "softcap": "scores squashed by cap * tanh(score / cap)",
         "sinks": "a learned logit per head that takes part in the softmax and in nothing else",
         "position_bias": "a tensor added to the scores",
+        "bidirectional_prefix": "a prompt whose tokens see one another in both directions",
+        "own_mask": "a mask that the model makes from the one it asked for",
         "own_attention": "attention that is part of the model's code and cannot be replaced",
     }
 )
@@ -32,9 +34,13 @@ class Requirements:
 
     `features` maps each needed feature to its evidence in the model ("attn_logit_softcapping =
     50.0"). `layer_types` and `windows` (in tokens, None where a layer sees everything) have one
-    entry per cached layer. `context_length` is in tokens, None where the model has no limit of its
-    own. `device` is a torch device type, None while transformers itself is loading the model and
-    has not said where. `layout` is what the chosen cache produces.
+    entry per cached layer; `dynamic_only` names those of the model's own layer types that
+    transformers' static caches do not know. `context_length` is in tokens, None where the model
+    has no limit of its own. `device` is a torch device type, None while transformers itself is
+    loading the model and has not said where. `layout` is what the chosen cache produces.
+    `irregular` is the evidence where an attention module is not one cached layer, called once a
+    step (layers that share keys and values, or run in cycles). `experts_implementation` is how
+    mixture-of-experts layers have to be computed, where transformers' default does not do.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
@@ -48,9 +54,19 @@ class Requirements:
     head_sizes: tuple[int, ...]
     layer_types: tuple[str, ...]
     windows: tuple[int | None, ...] = ()
+    dynamic_only: tuple[str, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
     model_declines: frozenset[str] = frozenset()
     context_length: int | None = None
+    irregular: str | None = None
+    experts_implementation: str | None = None
     layout: str = "padded"
     rollback: bool = False
     batch_invariant: bool = False
+
+    @property
+    def whole_prompt(self) -> str | None:
+        """Why a prompt cannot be fed in several steps; None: it can."""
+        if "linear_attention" in self.layer_types:
+            return "linear-attention layers"
+        return self.features.get("bidirectional_prefix")

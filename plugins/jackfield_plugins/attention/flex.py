@@ -60,6 +60,7 @@ class FlexAttention(Attention):
         devices=frozenset({"cpu", "cuda", "xpu"}),
         features=frozenset(
             {
+                "bidirectional_prefix",
                 "chunked",
                 "grouped_query",
                 "mixed_head_sizes",

@@ -42,6 +42,9 @@ _KERNELS = {
 }
 
 
+BLOCK = 512  # queries that share a mask
+
+
 class SdpaAttention(Attention):
     """Windows and chunks are in the mask; scores cannot be touched, so no softcap, no sinks."""
 
@@ -50,7 +53,16 @@ class SdpaAttention(Attention):
     auto_rank = 10
     capabilities = AttentionCapabilities(
         layouts=frozenset({"padded", "packed"}),
-        features=frozenset({"grouped_query", "mixed_head_sizes", "sliding_window", "chunked"}),
+        features=frozenset(
+            {
+                "bidirectional_prefix",
+                "chunked",
+                "grouped_query",
+                "mixed_head_sizes",
+                "own_mask",
+                "sliding_window",
+            }
+        ),
         batch_invariant=True,
     )
 
@@ -123,25 +135,55 @@ def _packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        rows = []
-        for row, span in enumerate(layer.step.spans):
-            keys, values = layer.gather(row)
-            queries = query[span.start : span.start + span.length].transpose(0, 1)
-            # A prompt from its first token on: causal without a mask, linear memory.
-            whole = keys.shape[1] == span.length and layer.window is None
-            found = attend(
-                queries[None],
-                keys[None],
-                values[None],
-                attn_mask=None if whole else layer.mask(row),
-                is_causal=whole and span.length > 1,
-                scale=scaling,
-                enable_gqa=queries.shape[0] != keys.shape[0],
-            )
-            rows.append(found[0].transpose(0, 1))
-        return torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
+        spans = layer.step.spans
+        queries = query.transpose(0, 1)[None]
+        if len(spans) == 1:
+            return attend_row(attend, queries, layer, 0, scaling)[0].contiguous()
+        parts = queries.split([span.length for span in spans], 2)
+        rows = [attend_row(attend, q, layer, row, scaling) for row, q in enumerate(parts)]
+        return torch.cat(rows, 1)[0]
 
     return packed
+
+
+def attend_row(
+    attend: Callable[..., torch.Tensor],
+    queries: torch.Tensor,
+    layer: PackedLayer,
+    row: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One sequence of a packed step through torch's function.
+
+    Queries `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`. Memory is linear in
+    the keys: where a mask is needed, the queries go in blocks, each with the keys that it sees.
+    """
+    import torch
+
+    keys, values = layer.gather(row)
+    length, cached = queries.shape[2], keys.shape[1]
+    grouped = queries.shape[1] != keys.shape[0]
+    # A prompt from its first token on: causal without a mask.
+    whole = length > 1 and cached == length and layer.window is None
+    if whole or length <= BLOCK:
+        mask = None if whole else layer.mask(row)
+        found = attend(
+            queries, keys[None], values[None],
+            attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=grouped,
+        )  # fmt: skip
+        return found.transpose(1, 2)
+    blocks: list[torch.Tensor] = []
+    for block in queries.split(BLOCK, 2):
+        end = cached - length + BLOCK * len(blocks) + block.shape[2]
+        begin = 0 if layer.window is None else max(0, end - block.shape[2] - layer.window + 1)
+        at = torch.arange(begin, end, device=keys.device)
+        mask = layer.seen(at[-block.shape[2] :, None], at)
+        found = attend(
+            block, keys[None, :, begin:end], values[None, :, begin:end],
+            attn_mask=mask, scale=scaling, enable_gqa=grouped,
+        )  # fmt: skip
+        blocks.append(found)
+    return torch.cat(blocks, 2).transpose(1, 2)
 
 
 def _pinned(kernel: str) -> Callable[..., torch.Tensor]:

@@ -59,6 +59,9 @@ class StaticCache(TransformersCache):
                 f"the model's own attention ({own}) may take the columns of a static cache that "
                 "are not written yet for tokens"
             )
+        if requirements.dynamic_only:
+            names = ", ".join(requirements.dynamic_only)
+            reasons.append(f"transformers keeps {names} layers in no fixed shape")
         return reasons
 
     def max_cache_len(self, options: Any) -> int | None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
-from jackfield.errors import PlanError
+
+#: What a model needs of its attention -> why pages do not go with it. The attention is told what
+#: each sequence holds, not what its mask is: causal, with or without a window.
+_NO_PAGES = {
+    "own_attention": "needs its own attention",
+    "own_mask": "has no place for a mask of the model's own",
+    "bidirectional_prefix": "has no place for a prefix that is read in both directions",
+}
 
 
 @dataclass(frozen=True)
@@ -46,22 +53,20 @@ class PagedCache(Cache):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        if "own_attention" in requirements.features:
-            reasons.append(f"needs its own attention ({requirements.features['own_attention']})")
+        for feature, problem in _NO_PAGES.items():
+            if evidence := requirements.features.get(feature):
+                reasons.append(f"{problem} ({evidence})")
+        if requirements.irregular:
+            reasons.append(
+                "stores one layer's keys and values for each call of an attention, and here "
+                f"{requirements.irregular}"
+            )
         return reasons
 
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
         assert context.model is not None
-        cached = len(context.requirements.windows)
-        layers = context.config.get_text_config(decoder=True).num_hidden_layers
-        if layers > cached:
-            raise PlanError(
-                f"paged: {context.requirements.architecture} has {layers} layers and caches keys "
-                f"and values for {cached}; the others share theirs (num_kv_shared_layers), which "
-                "this cache cannot do; select 'dynamic'"
-            )
         options, device = context.options, context.model.device
         return PagedKVCache(
             context.requirements.windows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,22 @@ class Saved:
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
+class Kept:
+    """A small int32 tensor that is made anew only where its numbers are not those of last time.
+
+    While all sequences decode, most of a step's tables are the ones of the step before.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[Any] | None = None
+
+    def __call__(self, numbers: list[Any], device: torch.device) -> torch.Tensor:
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._tensor = torch.tensor(numbers, dtype=torch.int32, device=device)
+        return self._tensor
+
+
 class LayerGroup:
     """Layers with one page table per sequence in common, each with a pool of its own.
 
@@ -46,7 +62,8 @@ class LayerGroup:
         self.tables: dict[int, Table] = {}
         self.layers: dict[int, PackedLayer] = {}
         self._now: PageTables  # this step's
-        self._targets: torch.Tensor  # the slots of this step's tokens, [tokens]
+        self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
+        self._block_table, self._first = Kept(), Kept()
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
         """For how many tokens a sequence that grows to `tokens` needs places at once.
@@ -81,6 +98,16 @@ class LayerGroup:
         if self.window is None:
             return 0
         return max(0, tokens + 1 - self.window) // self.page_size
+
+    def known(self, keys: Seq[bytes]) -> int:
+        """How many of the pages with these keys are there, up to the first that is needed and not.
+
+        A window needs the last ones only, so there it is all of them, until `find` says otherwise.
+        """
+        if self.window is not None:
+            return len(keys)
+        gone = (at for at, key in enumerate(keys) if self.allocator.find(key) is None)
+        return next(gone, len(keys))
 
     def find(self, keys: Seq[bytes]) -> list[int] | None:
         """The pages that a sequence sees of full pages with these keys; None where one is gone."""
@@ -154,8 +181,11 @@ class LayerGroup:
         self.allocator.release([page])
         return own
 
-    def lay_out(self, sequences: Seq[int], step: PackedStep, device: torch.device) -> None:
-        """Point every layer of the group at the pages of this step's sequences."""
+    def lay_out(self, sequences: Seq[int], step: PackedStep, device: torch.device) -> list[int]:
+        """Point every layer of the group at the pages of this step's sequences.
+
+        Returns the slots of the step's tokens, which the caller sets as `targets`.
+        """
         held = [self.tables[s] for s in sequences]
         longest = max(len(t.pages) for t in held)
         padded = [t.pages + [0] * (longest - len(t.pages)) for t in held]
@@ -164,17 +194,16 @@ class LayerGroup:
             step,
             self.window,
             self.page_size,
-            torch.tensor(padded, dtype=torch.int32, device=device),
-            torch.tensor(firsts, dtype=torch.int32, device=device),
+            self._block_table(padded, device),
+            self._first(firsts, device),
             [list(t.pages) for t in held],
             firsts,
         )
-        slots = [
-            slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
-        ]
-        self._targets = torch.tensor(slots, device=device)
         for layer in self.layers.values():
             layer.tables = self._now
+        return [
+            slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
+        ]
 
     def _slots(self, table: Table, span: Span) -> Iterator[int]:
         """Where the new tokens of one sequence go."""
@@ -187,8 +216,8 @@ class LayerGroup:
         layer = self.layers.get(index)
         if layer is None:
             layer = self.layers[index] = self._new_layer(keys, values)
-        layer.flat_keys.index_copy_(0, self._targets, keys)
-        layer.flat_values.index_copy_(0, self._targets, values)
+        layer.flat_keys.index_copy_(0, self.targets, keys)
+        layer.flat_values.index_copy_(0, self.targets, values)
         return layer
 
     def _new_layer(self, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

@@ -15,7 +15,7 @@ from jackfield.contracts import (
     Span,
 )
 from jackfield.errors import CacheFullError
-from jackfield_plugins.cache.paged.groups import LayerGroup, Saved
+from jackfield_plugins.cache.paged.groups import Kept, LayerGroup, Saved
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
 from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 
@@ -52,6 +52,7 @@ class PagedKVCache(PackedKVCache):
             for window in dict.fromkeys(windows)
         }
         self._group_of = [self.groups[window] for window in windows]
+        self._starts = Kept()
         self._running: dict[int, Sequence] = {}
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
         self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
@@ -84,10 +85,10 @@ class PagedKVCache(PackedKVCache):
         if self._keys is not None:
             whole = (len(sequence.tokens) - 1) // self.page_size
             keys = self._keys.of(sequence, whole)
-            for count in range(whole, 0, -1):
-                found = [pages for g in groups if (pages := g.find(keys[:count])) is not None]
-                if len(found) == len(groups):
-                    return count * self.page_size, found
+            whole = min(group.known(keys[:whole]) for group in groups)
+            while any(group.find(keys[:whole]) is None for group in groups):
+                whole -= 1  # ends at 0: nothing is found of nothing
+            return whole * self.page_size, [group.find(keys[:whole]) or [] for group in groups]
         return 0, [[] for _ in groups]
 
     def _has_room(self, sequence: Sequence, shared: Seq[list[int]]) -> bool:
@@ -190,17 +191,31 @@ class PagedKVCache(PackedKVCache):
             self._reserve(feed.sequence, feed.start, end)
         packed = self._packed_step(spans)
         numbers = [feed.sequence.id for feed in step.feeds]
-        for group in self.groups.values():
-            group.lay_out(numbers, packed, self._device)
+        groups = self.groups.values()
+        slots = [group.lay_out(numbers, packed, self._device) for group in groups]
+        # One tensor for all that changes with every step: a small one costs as much as its call.
+        table = torch.tensor([ids, positions, *slots], device=self._device)
+        for row, group in enumerate(groups):
+            group.targets = table[2 + row]
         keep = 1 + max(len(feed.drafts) for feed in step.feeds)
-        last = [s.start + s.length - keep + i for s in spans for i in range(keep)]
         kwargs: dict[str, Any] = {
-            "input_ids": torch.tensor([ids], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
+            "input_ids": table[:1],
+            "position_ids": table[1:2],
             "use_cache": False,
-            "logits_to_keep": torch.tensor(last, device=self._device).clamp_(min=0),
+            "logits_to_keep": self._wanted(spans, keep, len(ids)),
         }
         return ModelInputs(kwargs, rows=len(spans))
+
+    def _wanted(self, spans: list[Span], keep: int, tokens: int) -> int | torch.Tensor:
+        """Which logits to compute: of the last `keep` tokens of every sequence.
+
+        A number where these are the step's last tokens, as with one sequence and while all decode:
+        models slice by it, which is cheaper than picking rows.
+        """
+        if len(spans) == 1 or tokens == len(spans):
+            return keep * len(spans)
+        last = [max(0, s.start + s.length - keep + i) for s in spans for i in range(keep)]
+        return torch.tensor(last, device=self._device)
 
     def _reserve(self, sequence: Sequence, start: int, end: int) -> None:
         try:
@@ -216,7 +231,7 @@ class PagedKVCache(PackedKVCache):
         starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
         return PackedStep(
             spans,
-            torch.tensor(starts, dtype=torch.int32, device=self._device),
+            self._starts(starts, self._device),
             torch.tensor([s.end for s in spans], dtype=torch.int32, device=self._device),
             max(span.length for span in spans),
             max(span.end for span in spans),

@@ -1,0 +1,158 @@
+"""One forward call of a model's skeleton, to see how it calls its attention.
+
+What a config and its modules do not say shows in a call: a bias or a mask of the model's own, an
+attention called several times a layer, a mask without the window that the cache keeps. The skeleton
+is on torch's meta device, so nothing is computed: every attention returns an empty tensor, and so
+do experts, whose routing needs numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from jackfield.bridge.source import config_tree, first_line, quiet
+
+logger = logging.getLogger("jackfield")
+
+#: Keyword arguments by which a model hands a feature to its attention function.
+FEATURE_KWARGS = {
+    "sliding_window": "sliding_window",
+    "softcap": "softcap",
+    "sinks": "s_aux",
+    "position_bias": "position_bias",
+}
+
+_TOKENS = 3  # more than one: a prompt, for which there is a mask
+_serial = itertools.count(1)
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention: by which layer, and with which keyword arguments.
+
+    `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
+    there is no mask, or one (`own_mask`) that the attention's mask function did not return.
+    """
+
+    layer: int | None
+    kwargs: Mapping[str, Any]
+    mask: MaskFunction | None
+    own_mask: bool = False
+
+    def sees(self, query: int, key: int) -> bool:
+        """Whether its mask surely lets the token at position `query` see the one at `key`."""
+        if self.mask is None:
+            return False
+        zero, *at = (torch.tensor(i, device="cpu") for i in (0, query, key))
+        try:
+            return bool(self.mask(zero, zero, *at))
+        except (RuntimeError, IndexError):  # it looks things up in tensors of the step
+            return False
+
+
+def rehearse(skeleton: PreTrainedModel) -> list[Call]:
+    """The calls that one step makes; none where the skeleton's code needs numbers to run.
+
+    `skeleton` is on the meta device. It is changed, and of no use afterwards.
+    """
+    calls: list[Call] = []
+    try:
+        with quiet(), torch.no_grad(), torch.device("meta"), _listening(skeleton, calls):
+            skeleton.eval()(
+                input_ids=torch.zeros(1, _TOKENS, dtype=torch.long),
+                attention_mask=None,  # models ask one whether all of it is valid
+                past_key_values=DynamicCache(config=skeleton.config),
+                use_cache=True,
+            )
+    except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
+        logger.debug("no rehearsal of %s: %s", type(skeleton).__name__, first_line(error))
+        return []
+    return calls
+
+
+@contextlib.contextmanager
+def _listening(skeleton: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
+    """Have `skeleton` call stand-ins that note their arguments in `calls`."""
+    key = f"jackfield-rehearsal-{next(_serial)}"
+    masks: list[tuple[torch.Tensor, MaskFunction]] = []
+
+    def mask(
+        batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **kwargs: Any
+    ) -> torch.Tensor:
+        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool)
+        masks.append((made, mask_function))
+        return made
+
+    def attention(
+        module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        # A view is what is left of a mask that was cut to the number of keys.
+        base = getattr(attention_mask, "_base", None)
+        by = next((f for m, f in masks if m is attention_mask or m is base), None)
+        own = attention_mask is not None and by is None
+        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own))
+        batch, heads, length, _ = query.shape
+        return query.new_empty(batch, length, heads, value.shape[-1]), None
+
+    def experts(module: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.empty_like(hidden_states)
+
+    tables: tuple[tuple[Any, Any], ...] = (
+        (AttentionInterface, attention),
+        (AttentionMaskInterface, mask),
+        (ExpertsInterface, experts),
+    )
+    for config in config_tree(skeleton.config):
+        config._attn_implementation_internal = key
+        config._experts_implementation_internal = key
+    for table, function in tables:
+        table.register(key, function)
+    try:
+        yield
+    finally:
+        for table, _ in tables:
+            table._global_mapping.pop(key, None)
+
+
+def seen_features(architecture: str, calls: Sequence[Call]) -> dict[str, str]:
+    """feature -> evidence, for what a model hands to its attention.
+
+    Not the window: layers name one that the cache knows, or that is longer than any text.
+    """
+    found = {
+        feature: f"{architecture} hands its attention {kwarg!r}"
+        for feature, kwarg in FEATURE_KWARGS.items()
+        if feature != "sliding_window" and any(c.kwargs.get(kwarg) is not None for c in calls)
+    }
+    if any(call.own_mask for call in calls):
+        found["own_mask"] = f"{architecture} makes its attention's mask itself"
+    return found
+
+
+def irregular(calls: Sequence[Call], windows: Sequence[int | None]) -> str | None:
+    """Evidence that an attention module is not one cached layer, called once a step.
+
+    `windows` is what each cached layer keeps, in tokens; None where it keeps everything.
+    """
+    times = Counter(call.layer for call in calls)
+    for call in calls:
+        if call.layer is None or call.layer >= len(windows):
+            return f"{len(times)} attention layers share the keys and values of {len(windows)}"
+        window = windows[call.layer]
+        if window is not None and call.mask is not None and call.sees(window, 0):
+            return f"layer {call.layer} keeps {window} tokens, and its mask has no such window"
+    more = max(times.values(), default=1)
+    return f"a layer's attention is called {more} times a step" if more > 1 else None

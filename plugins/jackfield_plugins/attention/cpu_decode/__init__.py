@@ -1,0 +1,84 @@
+"""``cpu_decode``: one query token through a kernel written here, everything longer as sdpa.
+
+Decoding reads every key and value once, so the time to read them is the least there can be.
+torch's kernel reads them once for every query head; here all heads that share them read them
+together, in full vectors, in parts of a sequence side by side (`kernel.cpp`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import (
+    Attention,
+    AttentionCapabilities,
+    BindContext,
+    BoundAttention,
+    PackedLayer,
+)
+from jackfield_plugins.attention.cpu_decode.build import cannot_build
+from jackfield_plugins.attention.sdpa import SdpaAttention, attend_row, torch_attention
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuDecodeAttention(Attention):
+    """Prefill is torch's sdpa, decode is written here and compiled when it is first bound."""
+
+    name = "cpu_decode"
+    capabilities = AttentionCapabilities(
+        layouts=SdpaAttention.capabilities.layouts,
+        devices=frozenset({"cpu"}),
+        features=SdpaAttention.capabilities.features - {"own_mask"},  # takes boolean masks only
+    )
+
+    def available(self) -> list[str]:
+        return cannot_build()
+
+    def bind(self, context: BindContext) -> BoundAttention:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        from jackfield_plugins.attention.cpu_decode.build import built_with
+        from jackfield_plugins.attention.cpu_decode.call import Kernel
+
+        kernel, sdpa = Kernel(), torch_attention()
+        prefill = sdpa.forward
+
+        def forward(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, None]:
+            if query.shape[2] > 1:
+                return prefill(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+            return kernel.padded(query, key, value, attention_mask, kwargs.get("scaling")), None
+
+        def packed(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            layer: PackedLayer,
+            scaling: float | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            output = kernel.packed(query, layer, scaling)
+            if layer.step.max_query_length > 1:
+                for row, span in enumerate(layer.step.spans):
+                    if span.length > 1:
+                        at = slice(span.start, span.start + span.length)
+                        queries = query[at].transpose(0, 1)[None]
+                        output[at] = attend_row(
+                            scaled_dot_product_attention, queries, layer, row, scaling
+                        )[0]
+            return output
+
+        return BoundAttention(forward, sdpa.mask, packed, source=built_with())
+
+
+@hookimpl
+def jackfield_attention() -> list[Attention]:
+    return [CpuDecodeAttention()]

@@ -1,0 +1,168 @@
+// Vectors of the machine's width, from the compilers' own vector types; x86 intrinsics only where
+// compilers widen badly.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ALWAYS_INLINE __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64;  // bytes
+#elif defined(__AVX__)
+constexpr int WIDTH = 32;
+#else
+constexpr int WIDTH = 16;
+#endif
+
+typedef uint16_t Halves __attribute__((vector_size(WIDTH / 2)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH)));
+typedef int32_t Integers __attribute__((vector_size(WIDTH)));
+
+template <class T>
+struct Vector {
+    static constexpr int lanes = WIDTH / sizeof(T);
+    typedef T type __attribute__((vector_size(WIDTH)));
+};
+template <class T>
+using Vec = typename Vector<T>::type;
+
+struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
+
+// What a dtype is computed in.
+template <class T> struct Wide { using type = float; };
+template <> struct Wide<double> { using type = double; };
+
+template <class To, class From>
+inline To as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class V>
+inline V read(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline Vec<float> load(const float* from) { return read<Vec<float>>(from); }
+inline Vec<double> load(const double* from) { return read<Vec<double>>(from); }
+
+inline Words words(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return as<Words>(_mm512_cvtepu16_epi32(read<__m256i>(from)));
+#elif defined(__AVX2__)
+    return as<Words>(_mm256_cvtepu16_epi32(read<__m128i>(from)));
+#else
+    return __builtin_convertvector(read<Halves>(from), Words);
+#endif
+}
+
+inline Vec<float> load(const bfloat16* from) { return as<Vec<float>>(words(&from->bits) << 16); }
+
+inline Vec<float> load(const float16* from) {
+#if defined(__AVX512F__)
+    return as<Vec<float>>(_mm512_cvtph_ps(read<__m256i>(from)));
+#elif defined(__F16C__) && defined(__AVX__)
+    return as<Vec<float>>(_mm256_cvtph_ps(read<__m128i>(from)));
+#else
+    // The exponent is smaller by 112: a product moves it, also for subnormals.
+    Words bits = words(&from->bits), special = as<Words>((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    Vec<float> size = as<Vec<float>>((bits & 0x7fff) << 13) * 0x1p112f;
+    return as<Vec<float>>(as<Words>(size) | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void store(Vec<float> v, float* to) { std::memcpy(to, &v, sizeof v); }
+inline void store(Vec<double> v, double* to) { std::memcpy(to, &v, sizeof v); }
+
+inline void store(Words bits, void* to) {
+    Halves halves = __builtin_convertvector(bits, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+// To the nearest, ties to even.
+inline void store(Vec<float> v, bfloat16* to) {
+    Words bits = as<Words>(v), rounded = bits + 0x7fff + (bits >> 16 & 1);
+    store((v == v ? rounded : bits | 0x400000) >> 16, static_cast<void*>(to));
+}
+
+inline void store(Vec<float> v, float16* to) {
+    Words bits = as<Words>(v) & 0x7fffffff, sign = as<Words>(v) >> 16 & 0x8000;
+    Words normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+    Words small = as<Words>(as<Vec<float>>(bits) + 0.5f) - 0x3f000000;  // the sum rounds
+    Words half = bits < 0x38800000 ? small : normal;
+    half = bits >= 0x477ff000 ? Words{} + 0x7c00 : half;
+    half = bits > 0x7f800000 ? Words{} + 0x7e00 : half;
+    store(half | sign, static_cast<void*>(to));
+}
+
+// Calls what(0) to what(count - 1), with constants: arrays so indexed stay in registers.
+template <int... i, class What>
+inline ALWAYS_INLINE void each(std::integer_sequence<int, i...>, What what) {
+    (what(std::integral_constant<int, i>()), ...);
+}
+template <int count, class What>
+inline ALWAYS_INLINE void each(What what) {
+    each(std::make_integer_sequence<int, count>(), what);
+}
+
+// Lane i of the result is lane i ^ flip of y where i has the bit `step`, of x where it has not.
+template <int step, int flip, class V, int... lane>
+inline V pick(V x, V y, std::integer_sequence<int, lane...>) {
+    constexpr int lanes = sizeof...(lane);
+#if defined(__clang__)
+    return __builtin_shufflevector(x, y, ((lane ^ flip) + (lane & step ? lanes : 0))...);
+#else
+    typedef decltype(x < y) Index;
+    return __builtin_shuffle(x, y, Index{((lane ^ flip) + (lane & step ? lanes : 0))...});
+#endif
+}
+
+// Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one.
+template <class T, int step = 1>
+inline ALWAYS_INLINE Vec<T> sums(Vec<T>* v) {
+    constexpr int lanes = Vector<T>::lanes;
+    if constexpr (step == lanes) {
+        return v[0];
+    } else {
+        constexpr auto all = std::make_integer_sequence<int, lanes>();
+        each<lanes / step / 2>([&](auto i) ALWAYS_INLINE {
+            Vec<T> x = v[2 * i], y = v[2 * i + 1];
+            v[i] = pick<step, 0>(x, y, all) + pick<step, step>(x, y, all);
+        });
+        return sums<T, 2 * step>(v);
+    }
+}
+
+// 2 to the x, for x up to 0; 0 from where float32 ends.
+inline Vec<float> power_of_2(Vec<float> x) {
+    const Vec<float> lowest = Vec<float>{} - 126.0f, shift = Vec<float>{} + 0x1.8p23f;
+    auto none = x < lowest;
+    x = none ? lowest : x;
+    Vec<float> n = (x + shift) - shift, f = x - n;  // n the nearest integer
+    // Taylor's series: on [-1/2, 1/2] the next term is less than 1e-8.
+    Vec<float> p = f * 1.5252733804059841e-5f + 1.5403530393381608e-4f;
+    p = p * f + 1.3333558146428443e-3f;
+    p = p * f + 9.6181291076284772e-3f;
+    p = p * f + 5.5504108664821580e-2f;
+    p = p * f + 2.4022650695910072e-1f;
+    p = p * f + 6.9314718055994531e-1f;
+    p = p * f + 1.0f;
+    auto scale = (__builtin_convertvector(n, Integers) + 127) << 23;
+    return none ? Vec<float>{} : p * as<Vec<float>>(scale);
+}
+
+inline Vec<double> power_of_2(Vec<double> x) {
+    for (int i = 0; i < Vector<double>::lanes; i++) x[i] = std::exp2(x[i]);
+    return x;
+}

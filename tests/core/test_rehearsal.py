@@ -1,0 +1,150 @@
+"""What a model needs shows when its skeleton takes one step, before a weight is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, MORE_FAMILIES, VOCAB, config_of
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+import jackfield
+from jackfield.bridge.rehearsal import rehearse
+from jackfield.bridge.requirements import skeleton
+from jackfield.errors import CheckpointError, PlanError
+
+GATED = FAMILIES["llama"].arguments
+TABLES = (AttentionInterface, AttentionMaskInterface, ExpertsInterface)
+
+
+def irregular(config: Any) -> str | None:
+    return jackfield.plan(config).requirements.irregular
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_the_table_of_families_is_rehearsed_and_nothing_stays(family: str) -> None:
+    before = [dict(table._global_mapping) for table in TABLES]
+    calls = rehearse(skeleton(config_of(family)))
+    attends_itself = family in ("bloom", "falcon-alibi")
+    assert bool(calls) != attends_itself
+    assert not any(call.own_mask for call in calls)
+    assert [dict(table._global_mapping) for table in TABLES] == before
+
+
+def test_a_layer_is_called_once_and_caches_for_itself() -> None:
+    assert irregular(config_of("llama")) is None
+    assert irregular(config_of("mistral")) is None
+    assert "share the keys and values of 2" in str(irregular(config_of("gemma3n")))
+    assert irregular(config_of("diffllama")) == "a layer's attention is called 2 times a step"
+    assert "is called" in str(irregular(config_of("hrm-text")))
+
+
+def test_a_window_of_the_cache_that_the_mask_does_not_have() -> None:
+    config = transformers.MoshiConfig(
+        **{**GATED, "tie_word_embeddings": True}, sliding_window=8, num_codebooks=1
+    )
+    if "MoshiForCausalLM" not in jackfield.plan(config).requirements.architecture:
+        pytest.skip("another class for it")
+    with pytest.raises(PlanError, match="its mask has no such window"):
+        jackfield.plan(config, cache_implementation="paged")
+
+
+def test_a_mask_of_the_models_own() -> None:
+    config = transformers.DogeConfig(**GATED)
+    assert "own_mask" in jackfield.plan(config).requirements.features
+    assert jackfield.plan(config, attn_implementation="sdpa")
+    with pytest.raises(PlanError, match=r"does not support own_mask \(DogeForCausalLM makes"):
+        jackfield.plan(config, attn_implementation="flex_attention")
+    with pytest.raises(PlanError, match="no place for a mask of the model's own"):
+        jackfield.plan(config, cache_implementation="paged")
+
+
+@pytest.mark.parametrize("name", ["Bart", "MBart", "Pegasus", "Marian", "Whisper", "Blenderbot"])
+def test_positions_that_are_columns_are_refused(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=48, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="numbers tokens by their column") as caught:
+        jackfield.plan(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_own_code_mixes_dtypes_is_refused_in_float64() -> None:
+    config = transformers.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=1)
+    assert jackfield.plan(config, dtype="float32")
+    with pytest.raises(CheckpointError, match="load it in another dtype"):
+        jackfield.plan(config, dtype="float64")
+
+
+def test_bidirectional_configs_are_refused() -> None:
+    for config in (
+        transformers.LlamaConfig(**GATED, is_causal=False),
+        transformers.GemmaConfig(**GATED, head_dim=8, use_bidirectional_attention=True),
+        transformers.Gemma3TextConfig(
+            **GATED, head_dim=8, sliding_window=8, use_bidirectional_attention=True
+        ),
+    ):
+        with pytest.raises(CheckpointError, match="reads its text in both directions"):
+            jackfield.plan(config)
+
+
+def test_a_prefix_model_needs_an_attention_and_a_cache_that_can() -> None:
+    config = config_of("hrm-text")
+    plan = jackfield.plan(config)
+    assert plan.requirements.features["bidirectional_prefix"] == "prefix_lm = True"
+    with pytest.raises(PlanError, match="a prefix that is read in both directions"):
+        jackfield.plan(config, cache_implementation="paged")
+    config.prefix_lm = False
+    assert "bidirectional_prefix" not in jackfield.plan(config).requirements.features
+
+
+def test_a_state_beside_the_cache_is_refused() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, lru_width=32, attention_window_size=8,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="keeps what it has read in its modules"):
+        jackfield.plan(config)
+
+
+def test_a_text_model_beside_a_vision_model_has_attention_of_its_own() -> None:
+    with pytest.raises(CheckpointError, match="which a text does not have"):
+        jackfield.plan(transformers.GitConfig(vocab_size=VOCAB, num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match="a cache of its own class"):
+        jackfield.plan(transformers.MiniMaxConfig(**GATED))
+
+
+def test_a_model_that_cannot_be_rehearsed_is_planned_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("needs numbers")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
+    assert rehearse(skeleton(config_of("llama"))) == []
+
+
+def test_experts_in_float64(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("qwen3-moe")
+    config._experts_implementation = None
+    torch.manual_seed(0)
+    live = AutoModelForCausalLM.from_config(config).double()
+    live.save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match=r"call model.set_experts_implementation\('eager'\)"):
+        jackfield.plan(live)
+    caplog.set_level("INFO", "jackfield")
+    with jackfield.load(tmp_path, dtype="float64") as engine:
+        assert "experts: eager, since" in engine.explain()
+        assert engine.plan.to_dict()["experts_implementation"] == "eager"
+        found = engine.generate([[5, 6, 7]], max_new_tokens=3)
+    assert "experts run as eager" in caplog.text
+    live.set_experts_implementation("eager")
+    with jackfield.load(live) as engine:
+        assert engine.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids == found[0].token_ids
+    assert jackfield.plan(tmp_path, dtype="float32").requirements.experts_implementation is None
+    assert jackfield.plan("demo", dtype="float64").requirements.experts_implementation is None
