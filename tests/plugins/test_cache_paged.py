@@ -161,7 +161,11 @@ def test_64_ragged_rows_take_the_bytes_of_their_pages_and_less_than_padded(steps
     for name in ("paged", "dynamic"):
         bound = {"max_batch_tokens": sum(lengths)} if name == "paged" else {}
         with jackfield.load(
-            "demo", cache_implementation=name, attn_implementation="sdpa", max_batch_size=64, **bound
+            "demo",
+            cache_implementation=name,
+            attn_implementation="sdpa",
+            max_batch_size=64,
+            **bound,
         ) as engine:
             running = steps(engine, batch, [4] * 64, min_new_tokens=4)
             next(running), next(running)  # the prompts and one more token a row are cached
