@@ -194,7 +194,9 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     """
     registry.warn()
     selections = dict.fromkeys(ORDER, AUTO) | dict(selections)
-    candidates = {kind: list(_candidates(registry, kind, selections[kind])) for kind in ORDER}
+    candidates = {
+        kind: list(_candidates(registry, kind, selections[kind], needs)) for kind in ORDER
+    }
     found = _solve(ORDER, needs, candidates)
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
@@ -211,7 +213,9 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     return plan
 
 
-def _candidates(registry: Registry, kind: str, value: Selectable) -> Iterator[_Candidate]:
+def _candidates(
+    registry: Registry, kind: str, value: Selectable, needs: Requirements
+) -> Iterator[_Candidate]:
     parsed = parse_all(value)
     how = "named" if len(parsed) == 1 else "fallback"
     for item in parsed:
@@ -221,13 +225,23 @@ def _candidates(registry: Registry, kind: str, value: Selectable) -> Iterator[_C
             options = make_options(registered.backend.options, item.arguments, owner)
             yield _Candidate(registered, options, how)
         else:
-            yield from _automatic(registry, kind)
+            yield from _automatic(registry, kind, needs)
 
 
-def _automatic(registry: Registry, kind: str) -> Iterator[_Candidate]:
-    ranked = [r for r in registry.of_kind(kind) if r.backend.auto_rank is not None]
-    for r in sorted(ranked, key=lambda r: -(r.backend.auto_rank or 0)):
+def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[_Candidate]:
+    ranks = [(_rank(r.backend, needs), r) for r in registry.of_kind(kind)]
+    for _, r in sorted(
+        ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
+    ):
         yield _Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
+
+
+def _rank(backend: Backend, needs: Requirements) -> int | None:
+    """Its rank for this job; None, which is only by name, where its own check breaks."""
+    try:
+        return backend.rank(needs)
+    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
+        return None
 
 
 def _failure(
@@ -246,9 +260,9 @@ def _failure(
             "(see `jackfield doctor`)"
         )
     decided = []
-    while all(refusal.within for refusal in refusals):
+    while deeper := _to_blame(refusals, selections):
         decided.append(refusals[0].registered.kind)
-        refusals = tuple(r for refusal in refusals for r in refusal.within)
+        refusals = deeper
     kind = refusals[0].registered.kind
     given = [asked[k] for k in decided if selections[k] != AUTO]
     reasons = dict.fromkeys(map(str, refusals))
@@ -256,6 +270,19 @@ def _failure(
         f"{asked[kind]} cannot run {needs.architecture} here"
         f"{' with ' + ', '.join(given) if given else ''}: {', '.join(reasons)}; "
     ) + _advice(registry, kind, needs, candidates)
+
+
+def _to_blame(
+    refusals: tuple[Refusal, ...], selections: Mapping[str, Selectable]
+) -> tuple[Refusal, ...]:
+    """The refusals of the next kind, where these stand in the way only because of them.
+
+    Of backends that `auto` tried, one that would do but for the next kind is enough.
+    """
+    within = [refusal.within for refusal in refusals if refusal.within]
+    auto = selections[refusals[0].registered.kind] == AUTO
+    blamed = bool(within) if auto else len(within) == len(refusals)
+    return tuple(r for several in within for r in several) if blamed else ()
 
 
 def _advice(

@@ -25,7 +25,8 @@ def test_generate_shows_text_and_what_ran(cli: Cli) -> None:
     done = cli("generate", "--chat", "Hello!")
     assert (done.code, done.out) == (0, f"{HELLO}\n")
     assert done.err.count("\n") == 1
-    wanted = rf"attention \w+ \(jackfield {__version__}\) \d+ calls · cache .* · decoding .* · "
+    who = rf"\(jackfield {__version__}(, on [^)]+)?\)"
+    wanted = rf"attention \w+ {who} \d+ calls · cache .* · decoding .* · scheduler .* · "
     assert re.match(wanted, done.err)
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s\n", done.err)
 

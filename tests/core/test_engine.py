@@ -123,10 +123,12 @@ def test_a_request_that_forbids_every_token_errs_alone(engine) -> None:
     assert idle(engine)
 
 
-def test_logprobs_are_those_of_the_model(engine, model) -> None:
-    (found,) = engine.generate(
-        PROMPTS[1], max_new_tokens=6, logprobs=3, temperature=0.7, seed=1, repetition_penalty=1.5
-    )
+def test_logprobs_are_those_of_the_model(model) -> None:
+    with jackfield.load(model) as engine:
+        (found,) = engine.generate(
+            PROMPTS[1], max_new_tokens=6, logprobs=3, temperature=0.7, seed=1,
+            repetition_penalty=1.5,
+        )  # fmt: skip
     ids = torch.tensor([PROMPTS[1] + found.token_ids])
     with torch.inference_mode():
         expected = model(ids).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]

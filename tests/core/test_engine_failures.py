@@ -99,7 +99,9 @@ def test_a_stream_closed_inside_a_step_leaves_the_step_alone(model: Any) -> None
 
 
 def test_dropout_is_refused_rather_than_left_out(model: Any) -> None:
-    with jackfield.load(model, attn_implementation="sdpa") as engine:
+    with jackfield.load(
+        model, attn_implementation="sdpa", cache_implementation="dynamic"
+    ) as engine:
         attend = transformers.AttentionInterface._global_mapping[engine._port.key]
         layer = model.model.layers[0].self_attn
         states = [torch.ones(1, heads, 2, 8, dtype=torch.float64) for heads in (4, 2, 2)]

@@ -132,7 +132,7 @@ def test_a_closed_engine_says_so() -> None:
 
 
 def test_a_model_that_fails_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    with jackfield.load(build("llama")) as engine:
+    with jackfield.load(build("llama"), cache_implementation="dynamic") as engine:
         expected = [engine.generate(p, max_new_tokens=4)[0].token_ids for p in PROMPTS]
         done = engine.stream(PROMPTS[0], max_new_tokens=9)
         lost = engine.stream(PROMPTS[1], max_new_tokens=100)

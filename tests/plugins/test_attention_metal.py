@@ -200,10 +200,11 @@ def test_the_whole_way_but_for_the_device(
     here = dataclasses.replace(MetalFlashSdpa.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(MetalFlashSdpa, "capabilities", here)
     monkeypatch.setattr(MetalFlashSdpa, "available", lambda self: [])
+    monkeypatch.setattr(MetalFlashSdpa, "auto_rank", 100)
     model = tiny("llama", head_dim=32)
     with jackfield.load(model, attn_implementation="eager") as engine:
         expected = [c.token_ids for c in engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)]
-    with jackfield.load(model) as engine:
+    with jackfield.load(model, cache_implementation="dynamic") as engine:
         found = [c.token_ids for c in engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)]
         seen = engine.report()["attention"]
     assert found == expected

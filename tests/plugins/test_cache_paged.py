@@ -12,7 +12,7 @@ import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
 
 import jackfield
-from jackfield.errors import CacheFullError, PlanError
+from jackfield.errors import CacheFullError, ExecutionError, PlanError
 from jackfield.sequences import Feed, Sequence, Step
 from jackfield.settings import Settings
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
@@ -452,3 +452,11 @@ def test_a_mixed_step_counts_prefill_and_decode() -> None:
             engine._loop.step()
         seen = engine.report()["attention"]
     assert (seen.prefill[0], seen.decode[0]) == (2, 1)
+
+
+def test_a_model_that_somebody_else_calls_says_so() -> None:
+    with jackfield.load(model_of("llama"), cache_implementation="paged") as engine:
+        expected = engine.generate(prompts((4,)), max_new_tokens=3)[0].token_ids
+        with pytest.raises(ExecutionError, match="called with 5 tokens by somebody else"):
+            engine.model(torch.arange(5)[None])
+        assert engine.generate(prompts((4,)), max_new_tokens=3)[0].token_ids == expected

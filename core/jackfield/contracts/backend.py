@@ -53,6 +53,11 @@ class Backend(ABC):
     auto_rank: ClassVar[int | None] = None
     auto_notice: ClassVar[str | None] = None
 
+    def rank(self, requirements: Requirements) -> int | None:
+        """`auto_rank` for this job; override it where that depends on the job."""
+        del requirements
+        return self.auto_rank
+
     def available(self) -> list[str]:
         """Why this machine cannot run the backend (an empty list means that it can).
 

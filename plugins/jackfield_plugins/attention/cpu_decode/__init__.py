@@ -16,8 +16,9 @@ from jackfield.contracts import (
     BindContext,
     BoundAttention,
     PackedLayer,
+    Requirements,
 )
-from jackfield_plugins.attention.cpu_decode.build import cannot_build
+from jackfield_plugins.attention.cpu_decode.build import cannot_build, cannot_load
 from jackfield_plugins.attention.sdpa import SdpaAttention, attend_row, torch_attention
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class CpuDecodeAttention(Attention):
     """Prefill is torch's sdpa, decode is written here and compiled when it is first bound."""
 
     name = "cpu_decode"
+    auto_rank = 20  # before sdpa, which goes sequence by sequence
     capabilities = AttentionCapabilities(
         layouts=SdpaAttention.capabilities.layouts,
         devices=frozenset({"cpu"}),
@@ -36,6 +38,11 @@ class CpuDecodeAttention(Attention):
 
     def available(self) -> list[str]:
         return cannot_build()
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        """Compiles the kernel where all else is well, so that `auto` may rely on it."""
+        reasons = super().refuse(requirements, options)
+        return reasons or self.available() or cannot_load()
 
     def bind(self, context: BindContext) -> BoundAttention:
         from torch.nn.functional import scaled_dot_product_attention

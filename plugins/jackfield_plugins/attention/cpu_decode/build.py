@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -15,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 from jackfield.errors import PlanError
+
+logger = logging.getLogger("jackfield")
 
 FOLDER = Path(__file__).parent
 SOURCES = ("kernel.cpp", "vectors.h")
@@ -52,6 +55,7 @@ def library() -> ctypes.CDLL:
         raise PlanError(f"cpu_decode {cannot_build()[0]}")
     path = _folder() / f"cpu_decode-{_key(command)}.so"
     if not path.is_file():
+        logger.info("compiling the kernel of cpu_decode, once on this machine, with %s", command[0])
         _compile(command, path)
     try:
         return ctypes.CDLL(str(path))
@@ -60,6 +64,15 @@ def library() -> ctypes.CDLL:
             f"cpu_decode: the compiled kernel does not load ({error}); delete {path} to compile it "
             "anew, or choose 'sdpa'"
         ) from None
+
+
+def cannot_load() -> list[str]:
+    """Why the kernel that can be built cannot be had; compiles it if it never was before."""
+    try:
+        library()
+    except PlanError as error:
+        return [str(error).removeprefix("cpu_decode: ")]
+    return []
 
 
 def built_with() -> str:

@@ -14,7 +14,7 @@ from jackfield.contracts import (
     PackedStep,
     Span,
 )
-from jackfield.errors import CacheFullError
+from jackfield.errors import CacheFullError, ExecutionError
 from jackfield_plugins.cache.paged.groups import Kept, LayerGroup, Saved
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
 from jackfield_plugins.cache.paged.prefixes import PrefixKeys
@@ -53,6 +53,7 @@ class PagedKVCache(PackedKVCache):
         }
         self._group_of = [self.groups[window] for window in windows]
         self._starts = Kept()
+        self._expected = 0  # tokens of the step between `prepare` and `commit`
         self._running: dict[int, Sequence] = {}
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
         self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
@@ -204,6 +205,7 @@ class PagedKVCache(PackedKVCache):
             "use_cache": False,
             "logits_to_keep": self._wanted(spans, keep, len(ids)),
         }
+        self._expected = len(ids)
         return ModelInputs(kwargs, rows=len(spans))
 
     def _wanted(self, spans: list[Span], keep: int, tokens: int) -> int | torch.Tensor:
@@ -238,9 +240,15 @@ class PagedKVCache(PackedKVCache):
         )
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        if len(keys) != self._expected:
+            raise ExecutionError(
+                f"the model was called with {len(keys)} tokens by somebody else than its engine; "
+                "close the engine first, or load it with cache_implementation='dynamic'"
+            )
         return self._group_of[layer].write(layer, keys, values)
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
+        self._expected = 0
         for feed, count in zip(step.feeds, kept, strict=True):
             sequence = feed.sequence
             sequence.num_cached = feed.start + count
