@@ -21,6 +21,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.weights import load_model, load_tokenizer
+from jackfield.checked import CheckedSchedule
 from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
@@ -162,7 +163,8 @@ class Engine:
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
-        schedule = plan["scheduler"].registered.bind(self._context("scheduler"))
+        scheduler = plan["scheduler"].registered
+        schedule = CheckedSchedule(scheduler.bind(self._context("scheduler")), str(scheduler))
         self._port = AttentionPort(
             plan["attention"].registered,
             self._context("attention"),

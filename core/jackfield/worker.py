@@ -178,6 +178,7 @@ class Worker:
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             failed, self._open = list(self._open.values()), {}
+            self._commands, self._coming = [], 0  # else those would run with nobody to read them
         for _, request in failed:
             request.fail(error)
 
