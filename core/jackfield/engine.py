@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.bounds import Bounds, bounds_for, check_sizes
+from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
@@ -92,6 +92,7 @@ def load(
         prefill_chunk_size=prefill_chunk_size,
         max_waiting=max_waiting,
     )
+    check_seconds(stall_after=stall_after)
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map)
     selections = {
