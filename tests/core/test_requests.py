@@ -445,6 +445,35 @@ def test_a_processor_that_fails_ends_its_own_request(
     assert [c.token_ids for c in found] == [c.token_ids for i, c in enumerate(alone) if i != 3]
 
 
+def test_a_processor_that_asks_its_own_engine_does_not_hang(engine: Engine, alone: Any) -> None:
+    def asking(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.generate(PROMPTS[2], max_new_tokens=1)
+        return scores
+
+    found = engine.generate(
+        PROMPTS[:2], settings=[{}, {"logits_processor": asking}], max_new_tokens=COUNT
+    )
+    assert found[0].token_ids == alone[0].token_ids
+    assert found[1].finish_reason == "error"
+    assert "cannot be made from inside a step" in found[1].error
+
+
+def test_a_processor_may_cancel_its_request(engine: Engine, alone: Any) -> None:
+    requests: list[Any] = []
+
+    def leaving(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == len(PROMPTS[1]) + 2:
+            requests[0].cancel()
+        return scores
+
+    gate = Gate(engine)
+    requests.append(engine.submit(PROMPTS[1], max_new_tokens=COUNT, logits_processor=leaving))
+    gate.lift()
+    completion = requests[0].result(60)
+    assert completion.finish_reason == "cancelled"
+    assert completion.token_ids == alone[1].token_ids[:3]
+
+
 class Fussy:
     """A tokenizer that does not decode one token."""
 
