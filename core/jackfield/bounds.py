@@ -40,6 +40,13 @@ def check_sizes(**sizes: int | None) -> None:
             raise UsageError(f"{name} must be a whole number, at least 1, not {size!r}")
 
 
+def check_seconds(**times: object) -> None:
+    """Raise UsageError unless every time is a number, more than 0."""
+    for name, time in times.items():
+        if isinstance(time, bool) or not isinstance(time, int | float) or not time > 0:
+            raise UsageError(f"{name} must be a number of seconds, more than 0, not {time!r}")
+
+
 def bounds_for(
     plan: Plan, max_batch_size: int, max_batch_tokens: int | None, prefill_chunk_size: int | None
 ) -> Bounds:

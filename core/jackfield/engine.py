@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.bounds import Bounds, bounds_for, check_sizes
+from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.weights import load_model, load_tokenizer
+from jackfield.checked import CheckedSchedule
 from jackfield.contracts import BindContext, PackedKVCache
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
@@ -91,6 +92,7 @@ def load(
         prefill_chunk_size=prefill_chunk_size,
         max_waiting=max_waiting,
     )
+    check_seconds(stall_after=stall_after)
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map)
     selections = {
@@ -162,7 +164,8 @@ class Engine:
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
         strategy = plan["decoding"].registered.bind(self._context("decoding"))
-        schedule = plan["scheduler"].registered.bind(self._context("scheduler"))
+        scheduler = plan["scheduler"].registered
+        schedule = CheckedSchedule(scheduler.bind(self._context("scheduler")), str(scheduler))
         self._port = AttentionPort(
             plan["attention"].registered,
             self._context("attention"),

@@ -15,7 +15,7 @@ import torch
 
 from jackfield.bounds import UNLIMITED, Bounds
 from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule, Strategy
-from jackfield.errors import CacheFullError
+from jackfield.errors import CacheFullError, PluginError
 from jackfield.sequences import Feed, Sequence, Step
 from jackfield.statistics import Recorder
 
@@ -65,10 +65,14 @@ class Loop:
         """End a sequence wherever it is; nothing is computed for it from now on."""
         if sequence.finish_reason is not None:
             return None
-        sequence.finish_reason, sequence.error = "cancelled", why
+        sequence.finish_reason, sequence.error, text = "cancelled", why, ""
+        try:
+            text = sequence.flush()
+        except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+            sequence.undecodable(error)
         self.waiting.pop(sequence.id, None)
         self._retire([sequence])
-        return Event(sequence, [], sequence.flush())
+        return Event(sequence, [], text)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -140,6 +144,8 @@ class Loop:
             wanted = [
                 n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
             ]
+            if not any(wanted):
+                raise PluginError(f"{self.schedule}: portions gives nobody all that is pending")
         feeds = []
         for sequence, count in zip(
             self.running, self.cache.portions(self.running, wanted), strict=True
@@ -195,17 +201,19 @@ class Loop:
         """Give everything back after a failure; what was running or waiting is lost."""
         lost = [*self.running, *self.waiting.values()]
         self.running, self.waiting, self._full = [], {}, False
+        for sequence in lost:
+            sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt
         self._release(lost)
 
 
 def _told(sequence: Sequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
+    before = len(sequence.tokens)
     try:
         return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs))
     except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
-        sequence.finish_reason = "error"
-        sequence.error = f"its tokens do not decode: {type(error).__name__}: {error}"
-        return Event(sequence, [], "")
+        sequence.undecodable(error)
+        return Event(sequence, sequence.tokens[before:], "")
 
 
 def _kept(feed: Feed, gain: Accepted) -> int:

@@ -73,11 +73,7 @@ class Observer:
         return Delta(event.text, event.tokens, self._completion(sequence) if done else None)
 
     def _completion(self, sequence: Sequence) -> Completion:
-        text = None
-        if sequence.detokenizer is not None:
-            text = sequence.detokenizer.text
-        elif self._text.tokenizer is not None:
-            text = self._text.decode(sequence.new_tokens)
+        text = self._text_of(sequence)
         assert sequence.finish_reason is not None
         return Completion(
             text=text,
@@ -90,3 +86,15 @@ class Observer:
             logprobs=sequence.logprobs,
             error=sequence.error,
         )
+
+    def _text_of(self, sequence: Sequence) -> str | None:
+        """None where there is no tokenizer, and where it fails, which ends this request alone."""
+        if sequence.detokenizer is not None:
+            return sequence.detokenizer.text
+        if self._text.tokenizer is None:
+            return None
+        try:
+            return self._text.decode(sequence.new_tokens)
+        except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+            sequence.undecodable(error)
+            return None

@@ -72,6 +72,13 @@ def _precise(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def _one_row(found: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor returned; anything that broadcasts would otherwise become a wrong text."""
+    if found.shape != (1, scores.shape[1]):
+        raise ValueError(f"it must return [1, {scores.shape[1]}] scores, not {list(found.shape)}")
+    return found[0]
+
+
 def _accepted(settings: Settings, row: list[float], wanted: int | None) -> Accepted:
     """`row` is [token, its row's best score, its log-probability, top ids…, top logprobs…]."""
     token, best = int(row[0]), row[1]
@@ -206,7 +213,7 @@ class _Batch:
                 continue
             ids = torch.tensor([self.sequences[row].tokens], device=self.device)
             try:
-                scores[row] = processor(ids, scores[row : row + 1].clone())[0]
+                scores[row] = _one_row(processor(ids, scores[row : row + 1].clone()), scores)
             except Exception as error:  # noqa: BLE001 - a request must not harm another
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.failures[row] = f"its logits_processor failed: {what}"

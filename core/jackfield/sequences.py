@@ -108,6 +108,11 @@ class Sequence:
                 self.finish_reason = "stop"
         return taken, text
 
+    def undecodable(self, error: Exception) -> None:
+        """End it because its text cannot be made."""
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.finish_reason, self.error = "error", f"its tokens do not decode: {told}"
+
     def flush(self) -> str:
         """The text that was held back, of a sequence that ends early."""
         return "" if self.detokenizer is None else self.detokenizer.finish()

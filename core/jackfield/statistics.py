@@ -85,7 +85,7 @@ class Recorder:
         self.tokens_computed += sum(feed.count + len(feed.drafts) for feed in step.feeds)
         for event in events:
             self.tokens_out += len(event.tokens)
-            if event.sequence.first_token_at is None:
+            if event.tokens and event.sequence.first_token_at is None:
                 event.sequence.first_token_at = now
                 self._first.append(now - event.sequence.started)
 

@@ -77,6 +77,11 @@ class Worker:
 
         Where too many wait already: QueueFullError, or, with `wait`, wait until fewer do.
         """
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "a request cannot be made from inside a step, which would wait for itself; make it "
+                "before, or let a thread of its own make it"
+            )
         with self._changed:
             self._check_open()
             if not self._has_room(len(pairs)):
@@ -178,6 +183,7 @@ class Worker:
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             failed, self._open = list(self._open.values()), {}
+            self._commands, self._coming = [], 0  # else those would run with nobody to read them
         for _, request in failed:
             request.fail(error)
 

@@ -16,6 +16,7 @@ class Schedule(ABC):
     """A bound scheduler. The loop calls `order` when a request may enter, `portions` every step.
 
     `step` counts the steps of the loop; `sequence.arrival` is the step before which a request came.
+    What breaks the contract fails every request with a PluginError that names the scheduler.
     """
 
     @abstractmethod

@@ -42,10 +42,13 @@ class FifoSchedule(Schedule):
         self._patience = patience
 
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        return sorted(waiting, key=lambda s: (not self.overdue(s, step), *self.rank(s)))
+        return sorted(waiting, key=lambda s: self.place(s, step))
 
-    def overdue(self, sequence: Sequence, step: int) -> bool:
-        return step - sequence.arrival >= self._patience
+    def place(self, sequence: Sequence, step: int) -> tuple[int, ...]:
+        """Who is overdue goes first, by arrival alone: else they could overtake each other."""
+        if step - sequence.arrival >= self._patience:
+            return (0, sequence.arrival, sequence.id)
+        return (1, *self.rank(sequence))
 
     def rank(self, sequence: Sequence) -> tuple[int, ...]:
         """What orders the requests that are not overdue; smaller goes first."""

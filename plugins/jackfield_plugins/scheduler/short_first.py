@@ -35,9 +35,7 @@ class ShortFirstSchedule(FifoSchedule):
 
     def prompts(self, running: Seq[Sequence], pending: Seq[int], step: int) -> list[int]:
         rows = super().prompts(running, pending, step)
-        return sorted(
-            rows, key=lambda row: (not self.overdue(running[row], step), *self.rank(running[row]))
-        )
+        return sorted(rows, key=lambda row: self.place(running[row], step))
 
 
 @hookimpl

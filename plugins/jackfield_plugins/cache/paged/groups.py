@@ -254,7 +254,8 @@ class LayerGroup:
     @property
     def num_bytes(self) -> int:
         """Memory of the pools, in bytes."""
-        tensors = [t for layer in self.layers.values() for t in (layer.keys, layer.values)]
+        layers = list(self.layers.values())  # at once: another thread may ask in the first step
+        tensors = [t for layer in layers for t in (layer.keys, layer.values)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

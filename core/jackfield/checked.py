@@ -1,0 +1,64 @@
+"""A schedule held to its contract: what a plugin gets wrong must not become a wrong text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from operator import le
+from typing import TYPE_CHECKING, NoReturn
+
+from jackfield.bridge.source import first_line
+from jackfield.contracts import Schedule
+from jackfield.errors import PluginError
+
+if TYPE_CHECKING:
+    from jackfield.sequences import Sequence
+
+
+class CheckedSchedule(Schedule):
+    """`inner`, called `name` in errors. The checks take a few microseconds a step."""
+
+    def __init__(self, inner: Schedule, name: str) -> None:
+        self._inner = inner
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
+        try:
+            found = self._inner.order(waiting, step)
+            whole = len(found) == len(waiting) and set(found) == set(waiting)
+        except Exception as error:  # noqa: BLE001 - a plugin
+            self._raised("order", error)
+        if not whole:
+            raise PluginError(
+                f"{self}: order must return all {len(waiting)} requests that wait, each once; "
+                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those"
+            )
+        return found
+
+    def portions(
+        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    ) -> list[int]:
+        try:
+            found = self._inner.portions(running, pending, budget, step)
+            total = sum(found)
+            right = (
+                len(found) == len(pending)
+                and type(total) is int
+                and min(found) >= 0
+                and all(map(le, found, pending))
+                and 0 < total <= budget
+            )
+        except Exception as error:  # noqa: BLE001 - a plugin
+            self._raised("portions", error)
+        if not right:
+            raise PluginError(
+                f"{self}: portions must return {len(pending)} whole numbers from 0 to what is "
+                f"pending {list(pending)}, 1 to {budget} in sum; got {found}"
+            )
+        return found
+
+    def _raised(self, what: str, error: Exception) -> NoReturn:
+        told = f"{type(error).__name__}: {first_line(error)}"
+        raise PluginError(f"{self}: {what} raised {told}") from error

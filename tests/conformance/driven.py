@@ -1,0 +1,65 @@
+"""An engine whose steps a test takes itself, so that requests arrive between steps it names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from jackfield import Engine
+from jackfield.contracts import KVCache
+from jackfield.loop import Loop
+from jackfield.sequences import Sequence, Step
+
+
+class Arrival:
+    """A prompt that comes before step `at`, with settings of its own."""
+
+    def __init__(self, at: int, prompt: Seq[int], **settings: Any) -> None:
+        self.at = at
+        self.prompt = list(prompt)
+        self.settings: Mapping[str, Any] = settings
+
+
+def drive(
+    engine: Engine, arrivals: Seq[Arrival], after: Callable[[Loop], None] | None = None
+) -> list[list[Sequence]]:
+    """Run all to their end; the sequences of each arrival. `after` looks at every step."""
+    loop, worker = engine._loop, engine._worker
+    with worker._changed:  # its thread takes steps for as long as it lingers
+        assert worker._changed.wait_for(lambda: worker._thread is None, 60)
+    coming = sorted(range(len(arrivals)), key=lambda i: arrivals[i].at)
+    made: dict[int, list[Sequence]] = {}
+    for clock in itertools.count():
+        while coming and arrivals[coming[0]].at <= clock:
+            number = coming.pop(0)
+            one = arrivals[number]
+            made[number] = engine._sequences(one.prompt, one.settings, streams=False)
+            for sequence in made[number]:
+                loop.submit(sequence)
+        if loop.running or loop.waiting:
+            loop.step()
+            if after is not None:
+                after(loop)
+        elif not coming:
+            return [made[number] for number in range(len(arrivals))]
+    raise AssertionError
+
+
+def tokens(sequences: list[list[Sequence]]) -> list[list[int]]:
+    """The new tokens of arrivals that have one sequence each."""
+    return [sequence.new_tokens for (sequence,) in sequences]
+
+
+def recorded(cache: KVCache, monkeypatch: Any) -> list[Step]:
+    """Every step that the cache is asked to lay out from now on."""
+    steps: list[Step] = []
+    inner = cache.prepare
+
+    def prepare(step: Step) -> Any:
+        steps.append(step)
+        return inner(step)
+
+    monkeypatch.setattr(cache, "prepare", prepare)
+    return steps

@@ -1,0 +1,212 @@
+"""Requests of all kinds come, are cancelled and run late in a pool that is too small for them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+from driven import recorded
+from families import WINDOW, build, oracle, prompts
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jackfield
+from jackfield.sequences import Sequence, Step
+
+TEXTS = prompts(tuple(1 + n % (3 * WINDOW) for n in range(12))) + [
+    [*prompts((WINDOW,))[0], *end] for end in prompts((1, 3, 5))
+]  # the last three begin alike
+MOST = 12
+LONG = 100  # seconds: no deadline passes by itself
+
+model_of = functools.cache(build)
+plain = functools.cache(build)  # runs in no engine
+
+
+@functools.cache
+def alone(family: str, text: int) -> list[int]:
+    return oracle(plain(family), TEXTS[text], MOST)
+
+
+class Storm(RuleBasedStateMachine):
+    """The loop, stepped by hand; what a thread does with it is another test."""
+
+    @initialize(
+        family=st.sampled_from(["llama", "mistral", "gemma3"]),
+        chunk=st.sampled_from([None, 1, 5]),
+        swap=st.booleans(),
+        sharing=st.booleans(),
+        scheduler=st.sampled_from(["fifo?patience=3", "fifo", "short-first?patience=20"]),
+        size=st.sampled_from([2, 8]),
+        deterministic=st.booleans(),
+    )
+    def begin(self, family: str, chunk: int | None, swap: bool, sharing: bool, scheduler: str,
+              size: int, deterministic: bool) -> None:  # fmt: skip
+        self.family = family
+        self.budget = size + (chunk or 64) if deterministic else 16
+        self.engine = jackfield.load(
+            model_of(family),
+            cache_implementation=f"paged?page_size=3&num_tokens=42&swap={swap}"
+            f"&prefix_sharing={sharing}",
+            scheduler=scheduler,
+            prefill_chunk_size=chunk,
+            max_batch_size=size,
+            max_batch_tokens=self.budget,
+            deterministic=deterministic,
+        )
+        self.loop = self.engine._loop
+        self.patch = pytest.MonkeyPatch()
+        self.steps: list[Step] = recorded(self.loop.cache, self.patch)
+        self.open: dict[int, tuple[Sequence, int]] = {}
+        self.ended: set[int] = set()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            try:
+                self.finish()
+            finally:
+                self.patch.undo()
+                self.engine.close()
+
+    @rule(
+        text=st.integers(0, len(TEXTS) - 1),
+        count=st.integers(1, MOST),
+        priority=st.integers(-1, 1),
+        deadline=st.sampled_from([None, LONG]),
+    )
+    def submit(self, text: int, count: int, priority: int, deadline: float | None) -> None:
+        asked = {"max_new_tokens": count, "priority": priority, "deadline": deadline}
+        sequence = self.engine._sequence(TEXTS[text], asked, streams=False)
+        self.open[sequence.id] = (sequence, text)
+        self.loop.submit(sequence)
+
+    @rule(text=st.integers(0, len(TEXTS) - 1), count=st.integers(1, MOST))
+    def submit_samples(self, text: int, count: int) -> None:
+        """Samples that all take the best: three of one greedy text, the first reads for all."""
+        asked = {"max_new_tokens": count, "num_return_sequences": 3, "do_sample": True, "top_k": 1}
+        for sequence in self.engine._sequences(TEXTS[text], asked, streams=False):
+            self.open[sequence.id] = (sequence, text)
+            self.loop.submit(sequence)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        number = data.draw(st.sampled_from(sorted(self.open)))
+        event = self.loop.cancel(self.open[number][0])
+        assert event is not None
+        self.end(event.sequence)
+        assert self.loop.cancel(event.sequence) is None
+
+    @precondition(lambda self: any(s.deadline is not None for s, _ in self.open.values()))
+    @rule(data=st.data())
+    def let_a_deadline_pass(self, data: Any) -> None:
+        timed = sorted(n for n, (s, _) in self.open.items() if s.deadline is not None)
+        self.open[data.draw(st.sampled_from(timed))][0].started -= 2 * LONG
+
+    @precondition(lambda self: self.loop.running or self.loop.waiting)
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not (self.loop.running or self.loop.waiting):
+                return
+            before = len(self.steps)
+            cancelled = set(self.ended)
+            for event in self.loop.step():
+                if event.sequence.finish_reason is not None:
+                    self.end(event.sequence)
+                    if event.sequence.finish_reason == "cancelled":
+                        assert event.sequence.error == f"its deadline of {LONG} s passed"
+            for step in self.steps[before:]:
+                assert 0 < sum(feed.count for feed in step.feeds) <= self.budget
+                fed = {feed.sequence.id for feed in step.feeds}
+                assert not fed & cancelled
+
+    def end(self, sequence: Sequence) -> None:
+        _, text = self.open.pop(sequence.id)
+        self.ended.add(sequence.id)
+        expected = alone(self.family, text)
+        if sequence.finish_reason == "length":
+            assert sequence.new_tokens == expected[: sequence.settings.max_new_tokens]
+        else:
+            assert sequence.finish_reason == "cancelled"
+            assert sequence.new_tokens == expected[: sequence.num_new]
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not (self.loop.running or self.loop.waiting):
+                break
+            self.step(1)
+        assert not self.open, "somebody waits for ever"
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        held = {s.id for s in self.loop.running}
+        for group in self.loop.cache.groups.values():  # type: ignore[attr-defined]
+            assert set(group.tables) == held
+            if not held:
+                assert group.allocator.num_free == group.allocator.capacity
+        usage = self.loop.cache.usage()
+        assert usage is not None
+        waiting = {s.id for s in self.loop.waiting.values()}
+        assert set(self.loop.cache._swapped) <= waiting  # type: ignore[attr-defined]
+        assert held | waiting == set(self.open)
+        assert set(self.loop._timed) <= set(self.open)
+
+
+TestStorm = Storm.TestCase
+TestStorm.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_a_storm_through_the_thread_leaves_nothing_behind() -> None:
+    """Cancellations race with steps here; threads and pages must be back where they were."""
+    expected = [alone("gemma3", text) for text in range(len(TEXTS))]
+    before = threading.active_count()
+    with jackfield.load(
+        model_of("gemma3"), cache_implementation="paged?page_size=3&num_tokens=42&swap=True"
+    ) as engine:
+        wrong: list[Any] = []
+
+        def client(number: int) -> None:
+            for turn in range(12):
+                text = (5 * number + turn) % len(TEXTS)
+                request = engine.submit(TEXTS[text], max_new_tokens=MOST, priority=turn % 3)
+                if turn % 3 == 0:
+                    request.cancel()
+                elif turn % 3 == 1:
+                    next(iter(request))
+                    request.cancel()
+                found = request.result(120)
+                right = expected[text] if turn % 3 == 2 else expected[text][: len(found.token_ids)]
+                if found.token_ids != right:
+                    wrong.append((number, turn, found))
+
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert wrong == []
+        worker = engine._worker
+        with worker._changed:
+            assert worker._changed.wait_for(lambda: worker._thread is None, 60)
+        figures = engine.statistics()
+        assert (figures.running, figures.waiting, figures.cache.pages_used) == (0, 0, 0)
+        assert sum(figures.finished.values()) == 6 * 12
+        deadline = threading.Event()
+        for _ in range(200):  # its last lines run after it has said that it ends
+            if threading.active_count() <= before:
+                break
+            deadline.wait(0.01)
+        assert threading.active_count() == before

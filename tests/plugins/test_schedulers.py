@@ -1,0 +1,291 @@
+"""Schedulers: the budget is exact, decode never waits, nobody starves; outside ones are checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from statistics import mean
+from typing import Any
+
+import pytest
+from driven import Arrival, drive, recorded, tokens
+from families import build, oracle, prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jackfield
+from jackfield.contracts import Schedule
+from jackfield.errors import OptionError, PluginError
+from jackfield.loop import Loop
+from jackfield.sequences import Sequence, Step
+from jackfield.settings import Settings
+from jackfield_plugins.scheduler.fifo import FifoSchedule
+from jackfield_plugins.scheduler.short_first import ShortFirstSchedule
+
+SCHEDULES: dict[str, Callable[[int], FifoSchedule]] = {
+    "fifo": FifoSchedule,
+    "short-first": ShortFirstSchedule,
+}
+model_of = functools.cache(build)
+plain = functools.cache(build)  # runs in no engine
+
+
+def made(number: int, length: int = 1, priority: int = 0, arrival: int = 0) -> Sequence:
+    settings = Settings(max_new_tokens=8, priority=priority)
+    found = Sequence(number, [0] * length, settings, None)
+    found.arrival = arrival
+    return found
+
+
+def ids(sequences: list[Sequence]) -> list[int]:
+    return [sequence.id for sequence in sequences]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_priorities_first_then_what_the_name_says(name: str) -> None:
+    waiting = [made(0, 9), made(1, 3), made(2, 5, priority=1), made(3, 2, priority=-1), made(4, 1)]
+    found = SCHEDULES[name](100).order(waiting, 10)
+    assert ids(found) == {"fifo": [2, 0, 1, 4, 3], "short-first": [2, 4, 1, 0, 3]}[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_who_is_overdue_goes_before_all_and_in_order_of_arrival(name: str) -> None:
+    """Overdue requests of a higher priority do not overtake either, or they would for ever."""
+    old, later = made(7, 50, priority=-5, arrival=0), made(3, 1, priority=9, arrival=2)
+    fresh = made(9, 1, priority=9, arrival=11)
+    schedule = SCHEDULES[name](10)
+    assert ids(schedule.order([fresh, later, old], 9)) == [3, 9, 7]
+    assert ids(schedule.order([fresh, later, old], 12)) == [7, 3, 9]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 1), st.integers(0, 9)), min_size=1,
+                  max_size=12),
+    spare=st.integers(0, 40),
+    patience=st.sampled_from([1, 5, 100]),
+    name=st.sampled_from(sorted(SCHEDULES)),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_portions_spend_the_budget_and_not_more(
+    rows: list[tuple[int, int, int]], spare: int, patience: int, name: str
+) -> None:
+    running = [made(i, n, priority, at) for i, (n, priority, at) in enumerate(rows)]
+    pending = [n for n, _, _ in rows]
+    budget = len(rows) + spare
+    found = SCHEDULES[name](patience).portions(running, pending, budget, 10)
+    assert all(0 <= n <= p for n, p in zip(found, pending, strict=True))
+    assert sum(found) == min(budget, sum(pending))
+    assert all(n == 1 for n, p in zip(found, pending, strict=True) if p == 1)
+    cut = [n for n, p in zip(found, pending, strict=True) if 0 < n < p]
+    assert len(cut) <= 1  # one prompt after the other, not a bit of each
+
+
+def test_short_first_shares_a_step_by_what_is_left() -> None:
+    running, pending = [made(0, 20), made(1, 6), made(2, 1), made(3, 9)], [20, 6, 1, 9]
+    assert SCHEDULES["fifo"](100).portions(running, pending, 12, 0) == [11, 0, 1, 0]
+    assert SCHEDULES["short-first"](100).portions(running, pending, 12, 0) == [0, 6, 1, 5]
+    running[0].arrival = -200
+    assert SCHEDULES["short-first"](100).portions(running, pending, 12, 0) == [11, 0, 1, 0]
+
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, list[Step]]]]:
+    """An engine on pages, and the steps that it takes."""
+    engines: list[jackfield.Engine] = []
+
+    def make(scheduler: str, **more: Any) -> tuple[Any, list[Step]]:
+        engine = jackfield.load(
+            model_of("llama"),
+            cache_implementation="paged?page_size=4&prefix_sharing=False",
+            scheduler=scheduler,
+            **more,
+        )
+        engines.append(engine)
+        return engine, recorded(engine._loop.cache, monkeypatch)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_engine_keeps_the_budget_and_decode_never_waits(
+    load: Load, name: str, chunk: int | None
+) -> None:
+    budget = 9
+    engine, steps = load(name, max_batch_size=6, max_batch_tokens=budget, prefill_chunk_size=chunk)
+    texts = prompts((3, 30, 7, 1, 22, 14, 40, 2, 5, 11))
+    counts: list[list[int]] = []
+
+    def look(loop: Loop) -> None:
+        counts.append([feed.count for feed in steps[-1].feeds])
+
+    found = drive(
+        engine, [Arrival(2 * n, t, max_new_tokens=12) for n, t in enumerate(texts)], after=look
+    )
+    assert tokens(found) == [oracle(plain("llama"), t, 12) for t in texts]
+    assert max(map(sum, counts)) == budget
+    assert all(n <= (chunk or budget) for step in counts for n in step)
+    for (sequence,) in found:  # from its first token on, one in every step until it has ended
+        at = [i for i, s in enumerate(steps) if sequence.id in {f.sequence.id for f in s.feeds}]
+        assert at[-12:] == list(range(at[-1] - 11, at[-1] + 1))
+    mixed = [
+        step for step in steps
+        if any(f.start + f.count < f.sequence.prompt_length for f in step.feeds)
+        and any(f.start >= f.sequence.prompt_length for f in step.feeds)
+    ]  # fmt: skip
+    assert mixed  # a piece of a prompt beside tokens that decode
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("length", "priority"), [(40, 0), (3, -1), (40, -1)])
+def test_nobody_starves_under_an_endless_stream_of_others(
+    load: Load, name: str, length: int, priority: int
+) -> None:
+    """More come than can run, each of them preferred: the queue grows, and all are overdue."""
+    patience = 20
+    engine, _ = load(f"{name}?patience={patience}", max_batch_size=2, max_batch_tokens=8)
+    loop = engine._loop
+    favoured = [[5], [7]]
+
+    def submit(text: list[int], **asked: Any) -> Sequence:
+        sequence = engine._sequence(text, {"max_new_tokens": 3, **asked}, streams=False)
+        loop.submit(sequence)
+        return sequence
+
+    submit(favoured[0], priority=1)
+    (text,) = prompts((length,))
+    patient = submit(text, priority=priority)
+    for _ in range(patience + 60):
+        for prompt in favoured:
+            submit(prompt, priority=1)
+        loop.step()
+        if patient.finish_reason is not None:
+            break
+    assert patient.new_tokens == oracle(plain("llama"), text, 3)
+    assert len(loop.waiting) > patience
+    for sequence in [*loop.running, *loop.waiting.values()]:
+        loop.cancel(sequence)
+
+
+def test_short_first_lowers_the_mean_wait_for_the_first_token(load: Load) -> None:
+    texts = prompts((60, 50, 2, 3, 55, 4, 2, 48, 3, 5, 2, 58))
+    waits = {}
+    for name in SCHEDULES:
+        engine, steps = load(name, max_batch_size=4, max_batch_tokens=16)
+        found = drive(engine, [Arrival(0, text, max_new_tokens=4) for text in texts])
+        firsts = [
+            next(
+                i for i, step in enumerate(steps)
+                for feed in step.feeds
+                if feed.sequence is sequence and feed.start + feed.count >= sequence.prompt_length
+            )
+            for (sequence,) in found
+        ]  # fmt: skip
+        waits[name] = mean(firsts)
+        assert tokens(found) == [oracle(plain("llama"), t, 4) for t in texts]
+        engine.close()
+    assert waits["short-first"] < 0.8 * waits["fifo"], waits
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_they_order_batches_of_padded_caches_too(name: str, cache: str) -> None:
+    texts = prompts((9, 3, 5, 1))
+    with jackfield.load(
+        model_of("llama"), cache_implementation=cache, scheduler=name, max_batch_size=2
+    ) as engine:
+        found = drive(engine, [Arrival(0, text, max_new_tokens=3) for text in texts])
+        assert engine.report()["scheduler"].name == name
+    assert tokens(found) == [oracle(plain("llama"), text, 3) for text in texts]
+
+
+def test_patience_is_at_least_one_step() -> None:
+    with pytest.raises(OptionError, match="patience must be at least 1"):
+        jackfield.plan(model_of("llama"), scheduler="fifo?patience=0")
+
+
+class Outside(Schedule):
+    """Does as `fifo`, and then something to it."""
+
+    def __init__(self, order: Callable[..., Any], portions: Callable[..., Any]) -> None:
+        self._inner, self._order, self._portions = FifoSchedule(100), order, portions
+
+    def order(self, waiting: Any, step: int) -> Any:
+        return self._order(self._inner.order(waiting, step))
+
+    def portions(self, running: Any, pending: Any, budget: int, step: int) -> Any:
+        return self._portions(self._inner.portions(running, pending, budget, step), budget)
+
+
+def same(found: Any, budget: int = 0) -> Any:
+    return found
+
+
+ORDERS: dict[str, Callable[..., Any]] = {
+    "nothing": lambda found: [],
+    "one too few": lambda found: found[1:],
+    "one twice": lambda found: [*found[1:], found[1]],
+    "one too many": lambda found: [*found, found[0]],
+    "a stranger": lambda found: [made(99), *found[1:]],
+    "numbers": lambda found: list(range(len(found))),
+    "None": lambda found: None,
+    "an error": lambda found: 1 // 0,
+}
+PORTIONS: dict[str, Callable[..., Any]] = {
+    "wrong length": lambda found, budget: found[1:],
+    "too long": lambda found, budget: [*found, 0],
+    "more than pending": lambda found, budget: [found[0] + 1, *found[1:]],
+    "less than nothing": lambda found, budget: [*found[:-1], -1],
+    "all zeros": lambda found, budget: [0] * len(found),
+    "no whole numbers": lambda found, budget: [n / 2 for n in found],
+    "None": lambda found, budget: None,
+    "Nones": lambda found, budget: [None] * len(found),
+    "an error": lambda found, budget: 1 // 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "portions"),
+    [*((order, same) for order in ORDERS.values()), *((same, p) for p in PORTIONS.values())],
+    ids=[*(f"order {name}" for name in ORDERS), *(f"portions {name}" for name in PORTIONS)],
+)
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_a_scheduler_that_returns_nonsense_is_named(
+    order: Any, portions: Any, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = jackfield.plan(model_of("llama"))["scheduler"].backend
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "bind", lambda *_: Outside(order, portions))
+        engine = jackfield.load(model_of("llama"), cache_implementation=cache)
+    what = "order" if portions is same else "portions"
+    with engine, pytest.raises(PluginError, match=rf"^scheduler 'fifo' of jackfield .*: {what} "):
+        engine.generate(prompts((4, 5, 6)), max_new_tokens=3)
+
+
+def test_a_scheduler_that_spends_more_than_the_budget_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = jackfield.plan(model_of("llama"))["scheduler"].backend
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "bind", lambda *_: Outside(same, lambda found, budget: [4, 5]))
+        engine = jackfield.load(
+            model_of("llama"), cache_implementation="paged", max_batch_size=2, max_batch_tokens=8
+        )
+    with engine, pytest.raises(PluginError, match=r"1 to 8 in sum; got \[4, 5\]"):
+        engine.generate(prompts((4, 5)), max_new_tokens=3)
+
+
+def test_a_scheduler_that_cuts_prompts_is_named_where_pieces_must_be_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = jackfield.plan(model_of("llama"))["scheduler"].backend
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "bind", lambda *_: Outside(same, lambda found, budget: [2]))
+        engine = jackfield.load(model_of("llama"), cache_implementation="paged", deterministic=True)
+    with engine, pytest.raises(PluginError, match="gives nobody all that is pending"):
+        engine.generate(prompts((4,)), max_new_tokens=3)
