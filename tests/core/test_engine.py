@@ -124,14 +124,14 @@ def test_a_request_that_forbids_every_token_errs_alone(engine) -> None:
 
 
 def test_logprobs_are_those_of_the_model(model) -> None:
-    with jackfield.load(model) as engine:
+    with jackfield.load(model, cache_implementation="dynamic") as engine:
         (found,) = engine.generate(
             PROMPTS[1], max_new_tokens=6, logprobs=3, temperature=0.7, seed=1,
             repetition_penalty=1.5,
         )  # fmt: skip
-    ids = torch.tensor([PROMPTS[1] + found.token_ids])
-    with torch.inference_mode():
-        expected = model(ids).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
+        ids = torch.tensor([PROMPTS[1] + found.token_ids])
+        with torch.inference_mode():
+            expected = model(ids).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
     assert [p.token_id for p in found.logprobs] == found.token_ids
     for row, entry in zip(expected, found.logprobs, strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-9)
