@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.contracts import Backend, Requirements
 from jackfield.errors import JackfieldError, PlanError
+from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
 
@@ -77,8 +78,25 @@ class Plan:
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
 
+    def memory(self) -> CacheMemory | None:
+        """What keys and values cost and how much fits, by the memory that is free now.
+
+        None where nobody can tell before the model runs.
+        """
+        needs, choice = self.requirements, self.choices["cache"]
+        if choice.backend.request_bytes(needs, choice.options, 1) is None:
+            return None
+        available = choice.backend.pool_bytes(needs, choice.options)
+        if available is None:
+            available = max(0, free_bytes(needs.device) - needs.weight_bytes)
+
+        def request_bytes(tokens: int) -> int:
+            return choice.backend.request_bytes(needs, choice.options, tokens)  # type: ignore[no-any-return]
+
+        return CacheMemory(available, needs.context_length, request_bytes)
+
     def to_dict(self) -> dict[str, Any]:
-        needs = self.requirements
+        needs, memory = self.requirements, self.memory()
         return {
             "architecture": needs.architecture,
             "dtype": needs.dtype,
@@ -86,6 +104,7 @@ class Plan:
             "layout": needs.layout,
             "features": dict(needs.features),
             "experts_implementation": needs.experts_implementation,
+            "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
@@ -103,6 +122,8 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if memory := self.memory():
+            lines.append(f"  memory for keys and values: {memory}")
         lines += [
             f"  passed over: {r.registered.kind} {r.registered.name}: {'; '.join(r.reasons)}"
             for r in self.refusals

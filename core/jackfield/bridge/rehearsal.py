@@ -43,6 +43,8 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 class Call:
     """One call of the attention: by which layer, and with which keyword arguments.
 
+    `kv_numbers` is how many numbers the keys and values of one token are.
+
     `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
     there is no mask, or one (`own_mask`) that the attention's mask function did not return.
     """
@@ -51,6 +53,7 @@ class Call:
     kwargs: Mapping[str, Any]
     mask: MaskFunction | None
     own_mask: bool = False
+    kv_numbers: int = 0
 
     def sees(self, query: int, key: int) -> bool:
         """Whether its mask surely lets the token at position `query` see the one at `key`."""
@@ -63,24 +66,43 @@ class Call:
             return False
 
 
-def rehearse(skeleton: PreTrainedModel) -> list[Call]:
-    """The calls that one step makes; none where the skeleton's code needs numbers to run.
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one step does: the calls of its attention, and what its cache then holds.
+
+    `cached` says for each layer of transformers' cache how many numbers it keeps of a token; 0
+    where that is no keys and values. Both are empty where nothing could be seen.
+    """
+
+    calls: tuple[Call, ...] = ()
+    cached: tuple[int, ...] = ()
+
+
+def rehearse(skeleton: PreTrainedModel) -> Rehearsal:
+    """One step of a skeleton; nothing is seen where its code needs numbers to run.
 
     `skeleton` is on the meta device. It is changed, and of no use afterwards.
     """
     calls: list[Call] = []
+    cache = DynamicCache(config=skeleton.config)
     try:
         with quiet(), torch.no_grad(), torch.device("meta"), _listening(skeleton, calls):
             skeleton.eval()(
                 input_ids=torch.zeros(1, _TOKENS, dtype=torch.long),
                 attention_mask=None,  # models ask one whether all of it is valid
-                past_key_values=DynamicCache(config=skeleton.config),
+                past_key_values=cache,
                 use_cache=True,
             )
     except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
         logger.debug("no rehearsal of %s: %s", type(skeleton).__name__, first_line(error))
-        return []
-    return calls
+        return Rehearsal()
+    return Rehearsal(tuple(calls), tuple(map(_numbers, cache.layers)))
+
+
+def _numbers(layer: Any) -> int:
+    """How many numbers a layer keeps of a token."""
+    states = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(s.shape[1] * s.shape[3] for s in states if s is not None and s.dim() == 4)
 
 
 @contextlib.contextmanager
@@ -103,7 +125,8 @@ def _listening(skeleton: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
         base = getattr(attention_mask, "_base", None)
         by = next((f for m, f in masks if m is attention_mask or m is base), None)
         own = attention_mask is not None and by is None
-        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own))
+        numbers = sum(states.shape[1] * states.shape[3] for states in (key, value))
+        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own, numbers))
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 

@@ -28,9 +28,9 @@ from transformers import (
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
 from jackfield.bridge.experts import check_experts, experts_of
-from jackfield.bridge.rehearsal import Call, irregular, rehearse, seen_features
+from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
 from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
-from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, PlanError, UsageError
 from jackfield.selection import AUTO, nearest
 
@@ -55,7 +55,8 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
     types = layer_types(config)
     check_drivable(model, text, [module for _, module in layers], types)
     check_dtype(model, text, dtype)
-    calls = _rehearsed(model)
+    seen = _rehearsed(model)
+    calls = seen.calls
     check_calls(model, calls)
     heads = int(text.num_attention_heads)
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
@@ -72,17 +73,31 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
         features=_features(model, text, layers, calls),
         model_declines=_declines(model),
         context_length=_context_length(text),
+        kv_numbers=seen.cached,
+        packed_numbers=_packed_numbers(len(types), calls),
+        weight_bytes=_weight_bytes(model, dtype),
         irregular=irregular(calls, windows(config)),
         experts_implementation=experts_of(model, dtype),
     )
 
 
-def _rehearsed(model: PreTrainedModel) -> list[Call]:
+def _packed_numbers(layers: int, calls: Sequence[Call]) -> tuple[int, ...]:
+    """How many numbers the attention of each layer is handed as a token's keys and values."""
+    found = {call.layer: call.kv_numbers for call in calls}
+    return tuple(found.get(layer, 0) for layer in range(layers)) if found else ()
+
+
+def _weight_bytes(model: PreTrainedModel, dtype: str) -> int:
+    """What the weights will take; nothing more where they are there."""
+    return sum(p.numel() for p in model.parameters() if p.is_meta) * BYTES[dtype]
+
+
+def _rehearsed(model: PreTrainedModel) -> Rehearsal:
     """How a step of `model` calls its attention; nothing where no copy of it can be made."""
     try:
         return rehearse(skeleton(model.config, type(model)))
     except JackfieldError:
-        return []
+        return Rehearsal()
 
 
 def _context_length(text: PreTrainedConfig) -> int | None:

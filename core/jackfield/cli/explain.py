@@ -65,7 +65,7 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     if json:
         _print_json(plan, error, verdicts)
     else:
-        _print(plan.requirements if plan else needs, verdicts)
+        _print(plan.requirements if plan else needs, plan, verdicts)
     if error is not None:
         raise error
 
@@ -129,13 +129,15 @@ def _print_json(plan: Plan | None, error: PlanError | None, verdicts: list[Verdi
     )
 
 
-def _print(needs: Requirements, verdicts: list[Verdict]) -> None:
+def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> None:
     from rich.text import Text
 
     out = console()
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
+    if plan is not None and (memory := plan.memory()):
+        out.print(f"  memory for keys and values: {memory}")
     rows = table("kind", "backend", "verdict", "distribution", "why")
     for v in verdicts:
         state = Text(v.verdict, style=COLORS[v.verdict])

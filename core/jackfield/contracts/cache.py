@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
+from jackfield.memory import known, kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -189,6 +190,16 @@ class Cache(Backend):
         """Compare `requirements` with `capabilities`; extend it for what those cannot express."""
         del options
         return self.capabilities.lacks(requirements)
+
+    def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
+        """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
+        del options
+        return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
+
+    def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
+        """The memory that requests share, where `options` fix it; None: what is free."""
+        del requirements, options
+        return None
 
     def imply(self, requirements: Requirements) -> Requirements:
         return replace(requirements, layout=self.capabilities.layout)

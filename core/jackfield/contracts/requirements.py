@@ -24,7 +24,11 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 )
 
 LAYOUTS = ("padded", "packed")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+#: dtype -> bytes of a number
+BYTES: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+)
+DTYPES = tuple(BYTES)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -38,6 +42,10 @@ class Requirements:
     transformers' static caches do not know. `context_length` is in tokens, None where the model
     has no limit of its own. `device` is a torch device type, None while transformers itself is
     loading the model and has not said where. `layout` is what the chosen cache produces.
+    `kv_numbers` says for each cached layer how many numbers transformers' cache keeps of a token,
+    `packed_numbers` how many the attention is handed (more, where a cache keeps them compressed);
+    empty where nobody can tell.
+    `weight_bytes` what the weights will take; 0 where they are loaded already.
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
@@ -58,6 +66,9 @@ class Requirements:
     features: Mapping[str, str] = field(default_factory=dict)
     model_declines: frozenset[str] = frozenset()
     context_length: int | None = None
+    kv_numbers: tuple[int, ...] = ()
+    packed_numbers: tuple[int, ...] = ()
+    weight_bytes: int = 0
     irregular: str | None = None
     experts_implementation: str | None = None
     layout: str = "padded"

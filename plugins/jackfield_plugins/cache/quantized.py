@@ -79,6 +79,9 @@ class QuantizedCache(TransformersCache):
             reasons += _misfits(requirements, options)
         return reasons
 
+    def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
+        return None  # each library packs in its own way
+
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         from transformers import QuantizedCache
 

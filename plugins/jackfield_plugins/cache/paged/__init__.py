@@ -7,6 +7,9 @@ from typing import Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
+from jackfield.contracts.requirements import BYTES
+from jackfield.errors import CacheFullError, PlanError
+from jackfield.memory import free_bytes, in_units, known
 
 #: What a model needs of its attention -> why pages do not go with it. The attention is told what
 #: each sequence holds, not what its mask is: causal, with or without a window.
@@ -21,13 +24,16 @@ _NO_PAGES = {
 class PagedOptions:
     """How the pages are cut, and what becomes of those that nobody holds.
 
-    `page_size` in tokens. `num_tokens`: how many tokens fit at all; None: grows as needed.
+    `page_size` in tokens. `num_tokens`: how many tokens fit at all. `memory`: the same as a share
+    of what is free on the device once the weights are there; without either, 0.9 on a GPU, and on
+    the CPU the pools grow as needed.
     `prefix_sharing`: prompts that begin alike share pages. `swap`: an evicted sequence is copied to
     host memory instead of computed again; None: where the device is not the CPU.
     """
 
     page_size: int = 32
     num_tokens: int | None = None
+    memory: float | None = None
     prefix_sharing: bool = True
     swap: bool | None = None
 
@@ -38,6 +44,10 @@ class PagedOptions:
             raise ValueError(
                 f"num_tokens={self.num_tokens} is less than one page of {self.page_size} tokens"
             )
+        if self.memory is not None and not 0 < self.memory <= 1:
+            raise ValueError(f"memory must be a share above 0 and at most 1, not {self.memory}")
+        if self.memory is not None and self.num_tokens is not None:
+            raise ValueError("num_tokens and memory say the same; give one of them")
 
 
 class PagedCache(Cache):
@@ -67,6 +77,48 @@ class PagedCache(Cache):
             )
         return reasons
 
+    def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
+        if not known(requirements.packed_numbers):
+            return None
+        size = options.page_size
+        numbers = 0
+        for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
+            places = tokens if window is None else min(tokens, window + size - 1)
+            numbers += count * -(-places // size) * size
+        return numbers * BYTES[requirements.dtype]
+
+    def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
+        if options.num_tokens is None or not known(requirements.packed_numbers):
+            return None
+        pages: int = -(-options.num_tokens // options.page_size)
+        return pages * self._page_bytes(requirements, options)
+
+    def _page_bytes(self, requirements: Requirements, options: Any) -> int:
+        """One page in every layer."""
+        numbers = sum(requirements.packed_numbers) * BYTES[requirements.dtype]
+        return numbers * options.page_size  # type: ignore[no-any-return]
+
+    def _num_tokens(self, requirements: Requirements, options: Any) -> int | None:
+        """How many tokens the pools hold; the weights are loaded by now."""
+        share = options.memory
+        if share is None and requirements.device != "cpu":
+            share = 0.9
+        if options.num_tokens is not None or share is None:
+            return options.num_tokens  # type: ignore[no-any-return]
+        page = self._page_bytes(requirements, options)
+        if not page:
+            raise PlanError(
+                "paged: how much this model keeps of a token is not known before it runs; say how "
+                "many tokens the pools hold with 'paged?num_tokens=…'"
+            )
+        pages = int(share * free_bytes(requirements.device)) // page
+        if not pages:
+            raise CacheFullError(
+                f"paged: {share:g} of the free memory is less than one page of {in_units(page)}; "
+                "free some, or choose a smaller page_size"
+            )
+        return pages * options.page_size  # type: ignore[no-any-return]
+
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
@@ -75,7 +127,7 @@ class PagedCache(Cache):
         return PagedKVCache(
             context.requirements.windows,
             options.page_size,
-            options.num_tokens,
+            self._num_tokens(context.requirements, options),
             device,
             prefix_sharing=options.prefix_sharing and not context.requirements.batch_invariant,
             swap=device.type != "cpu" if options.swap is None else options.swap,
