@@ -86,7 +86,7 @@ def test_minutes_of_mixed_load_leave_nothing_behind() -> None:
     texts = [item.prompt for task in TASKS for item in heldout(task, 40, seed=2)]
     with jackfield.load(
         "demo",
-        cache_implementation="paged?page_size=4&num_tokens=480&swap=True",
+        cache_implementation="paged?page_size=4&num_tokens=320&swap=True",
         prefill_chunk_size=16,
         max_batch_size=8,
     ) as engine:
