@@ -33,7 +33,7 @@ def test_longrope_ends_where_its_positions_change() -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     (prompt,) = prompts((12,))
-    with jackfield.load(model) as engine:
+    with jackfield.load(model, cache_implementation="dynamic") as engine:
         assert engine.generate(prompt, max_new_tokens=4)[0].token_ids == oracle(model, prompt, 4)
         with pytest.raises(PromptError, match="context of 16"):
             engine.generate(prompt, max_new_tokens=5)
