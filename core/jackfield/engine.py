@@ -6,7 +6,6 @@ import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -94,14 +93,14 @@ def load(
     )
     check_seconds(stall_after=stall_after)
     source = find(model, revision)
-    needs = requirements_of(source, dtype=dtype, device=device_map)
+    needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
         "scheduler": scheduler,
     }
-    plan = decide(registry(), replace(needs, batch_invariant=deterministic), selections)
+    plan = decide(registry(), needs, selections)
     if prefill_chunk_size is not None and (reason := needs.whole_prompt):
         raise UsageError(
             f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "

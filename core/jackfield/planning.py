@@ -132,10 +132,8 @@ class Plan:
 
 
 def _experts(needs: Requirements) -> str:
-    return (
-        f"{needs.experts_implementation}, since transformers' grouped product takes no "
-        f"{needs.dtype}"
-    )
+    why = needs.no_grouped_experts
+    return f"{needs.experts_implementation}, since transformers' grouped product {why}"
 
 
 @dataclass(frozen=True)
@@ -332,6 +330,7 @@ def plan(
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
+    deterministic: bool = False,
 ) -> Plan:
     """Decide, without loading a weight, what `jackfield.load` would run with these arguments.
 
@@ -342,7 +341,8 @@ def plan(
     from jackfield.bridge.source import find
     from jackfield.discovery import registry
 
-    needs = requirements_of(find(model, revision), dtype=dtype, device=device_map)
+    source = find(model, revision)
+    needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,

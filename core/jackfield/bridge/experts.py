@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in a dtype that transformers' default way of computing them lacks."""
+"""Mixture-of-experts layers, where transformers' default way of computing them does not do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from jackfield.contracts.requirements import Requirements
 from jackfield.errors import PlanError
 
 
-def experts_implementation(dtype: str) -> str | None:
-    """What experts need in place of transformers' default, a grouped product without float64."""
-    return "eager" if dtype == "float64" else None
+def experts_implementation(dtype: str, *, batch_invariant: bool = False) -> str | None:
+    """What experts need in place of transformers' default, a grouped product.
+
+    It takes no float64, and its sums depend on how many tokens there are.
+    """
+    return "eager" if dtype == "float64" or batch_invariant else None
 
 
-def experts_of(model: PreTrainedModel, dtype: str) -> str | None:
+def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = False) -> str | None:
     """The same, where `model` has experts that can be computed in several ways."""
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     has_experts = any(part._can_set_experts_implementation() for part in parts)
-    return experts_implementation(dtype) if has_experts else None
+    return experts_implementation(dtype, batch_invariant=batch_invariant) if has_experts else None
 
 
 def check_experts(model: PreTrainedModel, needs: Requirements) -> None:
@@ -27,6 +30,6 @@ def check_experts(model: PreTrainedModel, needs: Requirements) -> None:
     chosen = [part._experts_implementation for part in config_tree(model.config)]
     if wanted is not None and "grouped_mm" in chosen:
         raise PlanError(
-            f"{needs.architecture} is in {needs.dtype}, which the grouped product of its experts "
-            f"does not take; call model.set_experts_implementation({wanted!r}) first"
+            f"{needs.architecture} computes its experts in a grouped product, which "
+            f"{needs.no_grouped_experts}; call model.set_experts_implementation({wanted!r}) first"
         )

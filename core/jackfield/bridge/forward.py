@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.bridge.fixed_products import with_fixed_products
+from jackfield.bridge.fixed_shapes import with_fixed_shapes
 from jackfield.bridge.requirements import is_prefix_model
 
 if TYPE_CHECKING:
@@ -44,4 +44,4 @@ def forward_of(
         logits = logits.view(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
 
-    return with_fixed_products(forward) if fixed_shapes else forward
+    return with_fixed_shapes(forward) if fixed_shapes else forward

@@ -37,17 +37,23 @@ from jackfield.selection import AUTO, nearest
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
-def requirements_of(source: ModelSource, *, dtype: str, device: str) -> Requirements:
+def requirements_of(
+    source: ModelSource, *, dtype: str, device: str, deterministic: bool = False
+) -> Requirements:
     """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
     model = source.live if source.live is not None else skeleton(source.config)
     name = dtype_name(dtype, source)
-    needs = describe(model, dtype=name, device=pick_device(device, source).type)
+    needs = describe(
+        model, dtype=name, device=pick_device(device, source).type, batch_invariant=deterministic
+    )
     if source.live is not None:
         check_experts(source.live, needs)
     return needs
 
 
-def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requirements:
+def describe(
+    model: PreTrainedModel, *, dtype: str, device: str | None, batch_invariant: bool = False
+) -> Requirements:
     """The requirements of a model that is there, if only as a skeleton."""
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -77,7 +83,8 @@ def describe(model: PreTrainedModel, *, dtype: str, device: str | None) -> Requi
         packed_numbers=_packed_numbers(len(types), calls),
         weight_bytes=_weight_bytes(model, dtype),
         irregular=irregular(calls, windows(config)),
-        experts_implementation=experts_of(model, dtype),
+        experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 

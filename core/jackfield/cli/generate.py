@@ -62,7 +62,7 @@ def generate(
     request: Any = [{"role": "user", "content": text}] if chat else text
     with load(model, backends) as engine:
         if json:
-            (completion,) = engine.generate([request], **asked)
+            completion = engine.submit(request, **asked).result()
             print_json(completion.to_dict() | {"plan": engine.plan.to_dict()})
         else:
             completion = show(engine, request, asked)

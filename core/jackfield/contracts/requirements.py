@@ -81,3 +81,10 @@ class Requirements:
         if "linear_attention" in self.layer_types:
             return "linear-attention layers"
         return self.features.get("bidirectional_prefix")
+
+    @property
+    def no_grouped_experts(self) -> str:
+        """What is wrong with the grouped product where `experts_implementation` is not None."""
+        return (
+            "takes no float64" if self.dtype == "float64" else "has sums that depend on the batch"
+        )

@@ -32,8 +32,8 @@ class Schedule(ABC):
     ) -> list[int]:
         """How many tokens each of `running` feeds in this step: at most `pending[i]`, at least 0.
 
-        `pending` is 1 for a sequence that decodes. The sum is at most `budget`, which is more than
-        the number of sequences that decode; it is at least 1.
+        `pending` is 1 for a sequence that decodes. The sum is at most `budget`, which is at
+        least the number of sequences that decode; it is at least 1.
         """
 
 

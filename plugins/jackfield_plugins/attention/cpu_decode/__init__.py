@@ -34,6 +34,7 @@ class CpuDecodeAttention(Attention):
         layouts=SdpaAttention.capabilities.layouts,
         devices=frozenset({"cpu"}),
         features=SdpaAttention.capabilities.features - {"own_mask"},  # takes boolean masks only
+        batch_invariant=True,  # chunks of keys are fixed
     )
 
     def available(self) -> list[str]:

@@ -27,14 +27,15 @@ class PagedOptions:
     `page_size` in tokens. `num_tokens`: how many tokens fit at all. `memory`: the same as a share
     of what is free on the device once the weights are there; without either, 0.9 on a GPU, and on
     the CPU the pools grow as needed.
-    `prefix_sharing`: prompts that begin alike share pages. `swap`: an evicted sequence is copied to
-    host memory instead of computed again; None: where the device is not the CPU.
+    `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: an
+    evicted sequence is copied to host memory instead of computed again; None: where the device is
+    not the CPU.
     """
 
     page_size: int = 32
     num_tokens: int | None = None
     memory: float | None = None
-    prefix_sharing: bool = True
+    prefix_sharing: bool | None = None
     swap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -62,11 +63,16 @@ class PagedCache(Cache):
     )
 
     def rank(self, requirements: Requirements) -> int | None:
-        """Before `dynamic` on the CPU; on a GPU it is as fast as its attention, so by name."""
-        return 20 if requirements.device == "cpu" else None
+        """Before `dynamic` on the CPU; on a GPU it is as fast as its attention, so by name.
+
+        And where no padded cache will do.
+        """
+        return 20 if requirements.device == "cpu" or requirements.batch_invariant else None
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
+        if requirements.batch_invariant and options.prefix_sharing:
+            reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
         for feature, problem in _NO_PAGES.items():
             if evidence := requirements.features.get(feature):
                 reasons.append(f"{problem} ({evidence})")
@@ -129,7 +135,11 @@ class PagedCache(Cache):
             options.page_size,
             self._num_tokens(context.requirements, options),
             device,
-            prefix_sharing=options.prefix_sharing and not context.requirements.batch_invariant,
+            prefix_sharing=(
+                not context.requirements.batch_invariant
+                if options.prefix_sharing is None
+                else options.prefix_sharing
+            ),
             swap=device.type != "cpu" if options.swap is None else options.swap,
         )
 
