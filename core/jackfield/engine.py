@@ -285,7 +285,7 @@ class Engine:
 
     def _start(self, sequence: Running) -> Request:
         sequence.started = time.perf_counter()
-        request = Request(sequence.id, self._worker.cancel, streams=True)
+        request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
         self._hand_over([(sequence, request)], wait=False)
         return request
 
@@ -350,7 +350,10 @@ class Engine:
         return self._worker.health()
 
     def close(self) -> None:
-        """End every request, give the model back as it was. A second call does nothing."""
+        """End every request, wait for the step that runs, give the model back as it was.
+
+        A second call does nothing.
+        """
         self._worker.close()
         self._give_back()
 

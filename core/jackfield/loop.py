@@ -49,7 +49,7 @@ class Loop:
         self.waiting: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
         self._timed: dict[int, Sequence] = {}  # those with a deadline
-        self._full = False  # the cache refused who is next, and nobody has left since
+        self._full = False  # the cache refused who is next, and holds no less since
         self.steps = 0
         self.recorder = Recorder()
 
@@ -88,6 +88,8 @@ class Loop:
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [_kept(f, a) for f, a in zip(step.feeds, accepted, strict=True)])
+        if any(feed.count > 1 for feed in step.feeds):  # a window holds less than its prompt did
+            self._full = False
         return late + self._emit(step, accepted)
 
     def _expire(self) -> list[Event]:
@@ -106,6 +108,8 @@ class Loop:
         ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
         for sequence in self.schedule.order(ready, self.steps)[:free]:
             if not self.cache.admit(sequence):
+                if not self.running:
+                    raise PluginError("the cache admits nobody although nothing runs in it")
                 self._full = True
                 break
             del self.waiting[sequence.id]
@@ -123,11 +127,17 @@ class Loop:
 
     def _fitting(self, drafts: Seq[list[int]]) -> Step:
         """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
-        proposed = dict(zip(self.running, drafts, strict=True))
+        proposed = {
+            s: guess[: max(0, s.settings.max_new_tokens - s.num_new - 1)]
+            for s, guess in zip(self.running, drafts, strict=True)
+        }
         while True:
             step = self._schedule(proposed)
             if self.cache.fits(step):
                 return step
+            if any(feed.drafts for feed in step.feeds):  # a guess is not worth an eviction
+                proposed = {s: [] for s in self.running}
+                continue
             if len(self.running) == 1:
                 raise CacheFullError(
                     f"the cache is too small for a sequence of {len(self.running[0].tokens)} "

@@ -15,8 +15,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def free_bytes(device: str | None) -> int:
-    """Memory that can be had on a torch device type now, in bytes. Imports torch for a GPU only."""
+def free_bytes(device: str | None) -> int | None:
+    """Memory that can be had on a torch device type now, in bytes; None where nobody tells.
+
+    Imports torch for a GPU only.
+    """
     if device in ("cuda", "xpu"):
         import torch
 
@@ -29,15 +32,17 @@ def free_bytes(device: str | None) -> int:
     return _free_host_bytes()
 
 
-def _free_host_bytes() -> int:
+def _free_host_bytes() -> int | None:
     """What the kernel says is available, and no more than the container may still have."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    found = []
+    if hasattr(os, "sysconf"):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if said := re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo"))):
         found.append(int(said[1]) * 1024)
     most, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if most.isdigit() and used.isdigit():
         found.append(max(0, int(most) - int(used)))
-    return min(found)
+    return min(found, default=None)
 
 
 def _read(path: Path) -> str:

@@ -84,15 +84,20 @@ class Plan:
         None where nobody can tell before the model runs.
         """
         needs, choice = self.requirements, self.choices["cache"]
-        if choice.backend.request_bytes(needs, choice.options, 1) is None:
-            return None
-        available = choice.backend.pool_bytes(needs, choice.options)
-        if available is None:
-            available = max(0, free_bytes(needs.device) - needs.weight_bytes)
 
         def request_bytes(tokens: int) -> int:
             return choice.backend.request_bytes(needs, choice.options, tokens)  # type: ignore[no-any-return]
 
+        try:
+            told = request_bytes(1) is not None
+            available = choice.backend.pool_bytes(needs, choice.options)
+        except Exception as error:  # noqa: BLE001 - a plugin must not break its host
+            logger.warning("%s does not say what it takes: %s", choice.registered, error)
+            return None
+        if available is None and (free := free_bytes(needs.device)) is not None:
+            available = max(0, free - needs.weight_bytes)
+        if not told or available is None:
+            return None
         return CacheMemory(available, needs.context_length, request_bytes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,8 +20,11 @@ class Request:
     call `result`, or ``await`` it, for its completion. Nothing of this cancels it: `cancel` does.
     """
 
-    def __init__(self, number: int, cancel: Callable[[Request], None], *, streams: bool) -> None:
+    def __init__(
+        self, number: int, cancel: Callable[[Request], None], *, streams: bool, engine: Any = None
+    ) -> None:
         self.id = number
+        self._engine = engine  # is not collected while the request is open
         self._cancel = cancel
         self._streams = streams
         self._changed = threading.Condition()
@@ -118,6 +121,8 @@ class Request:
             if self._streams:
                 self._deltas.append(delta)
             self._completion = delta.completion
+            if self.done:
+                self._engine = None
             if self._streams or self.done:
                 self._wake()
 
@@ -125,7 +130,7 @@ class Request:
         """Nothing more will come. Called by the worker; without effect on what has ended."""
         with self._changed:
             if not self.done:
-                self._failure = failure
+                self._failure, self._engine = failure, None
                 self._wake()
 
     def _wake(self) -> None:

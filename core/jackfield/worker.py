@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jackfield.errors import QueueFullError, UsageError
+from jackfield.errors import ExecutionError, QueueFullError, UsageError
 from jackfield.loop import Event, Loop
 from jackfield.requests import Request
 from jackfield.sequences import Delta, Sequence
@@ -67,6 +68,7 @@ class Worker:
         self._open: dict[int, tuple[Sequence, Request]] = {}
         self._coming = 0  # submitted, and not known to the loop yet
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._step_began: float | None = None
         self._failure: str | None = None
         self._last_logged = time.monotonic()
@@ -82,6 +84,8 @@ class Worker:
                 "a request cannot be made from inside a step, which would wait for itself; make it "
                 "before, or let a thread of its own make it"
             )
+        if os.getpid() != self._process:
+            raise UsageError("an engine does not survive a fork; load one in the child process")
         with self._changed:
             self._check_open()
             if not self._has_room(len(pairs)):
@@ -92,11 +96,11 @@ class Worker:
                     )
                 self._changed.wait_for(lambda: self.closed or self._has_room(len(pairs)))
                 self._check_open()
+            self._wake()
             for sequence, request in pairs:
                 self._open[sequence.id] = (sequence, request)
                 self._commands.append(lambda s=sequence: self._loop.submit(s))  # type: ignore[misc]
             self._coming += len(pairs)
-            self._wake()
 
     @property
     def _waiting(self) -> int:
@@ -110,9 +114,9 @@ class Worker:
     def cancel(self, request: Request) -> None:
         """End a request before the next step. Nothing happens to one that has ended."""
         with self._changed:
-            if request.id in self._open:
-                self._commands.append(lambda: self._cancel(request.id))
+            if request.id in self._open and os.getpid() == self._process:
                 self._wake()
+                self._commands.append(lambda: self._cancel(request.id))
 
     def _cancel(self, number: int) -> None:
         if number in self._open:
@@ -121,9 +125,14 @@ class Worker:
                 self._deliver([event])
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="jackfield", daemon=True)
-            self._thread.start()
+        """See that a thread is there. What it is to do may follow, as long as the lock is held."""
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._run, name="jackfield", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ExecutionError(f"no thread can be started for the engine: {error}") from error
+            self._thread = thread
         self._changed.notify_all()
 
     def _run(self) -> None:

@@ -81,6 +81,7 @@ def test_a_second_round_finds_its_prompts_and_says_the_same(family: str, chunk: 
         cache_implementation=paged(family, num_tokens=64 * 40),
         prefill_chunk_size=chunk,
     ) as engine:
+        engine._loop.cache._forgets = False  # as for a model that nobody else holds
         first = tokens(drive(engine, staggered(prompts(LENGTHS))))
         before = engine.statistics().cache.prefix_tokens
         again = drive(engine, staggered(prompts(LENGTHS)))
@@ -253,3 +254,24 @@ def test_two_hundred_demo_prompts_in_float32_equal_their_solo_runs() -> None:
         assert engine.statistics().evictions > 0
         parted = divergences(engine.model, texts, found, alone)
     print(f"{len(parted)} of {len(texts)} part", *parted, sep="\n")  # noqa: T201 - the report
+
+
+def test_drafts_of_one_sequence_evict_nobody() -> None:
+    """Guesses are given up before anybody goes, and never reach beyond the last token."""
+    model = build("llama")
+    (prompt,) = prompts((3,))
+    with jackfield.load(model, cache_implementation="paged?page_size=4&num_tokens=32") as engine:
+        expected = engine.generate(prompt, max_new_tokens=30)[0].token_ids
+        engine._loop.decoding.propose = lambda running: [[5] * 6 for _ in running]
+        engine._loop.decoding.accept = _first_only(engine._loop.decoding.accept)
+        assert engine.generate(prompt, max_new_tokens=30)[0].token_ids == expected
+
+
+def _first_only(accept: Any) -> Any:
+    """A strategy that rejects every guess: what follows the last own token is all it looks at."""
+
+    def accepting(step: Any, logits: Any) -> Any:
+        rows = [logits[i, logits.shape[1] - 1 - len(f.drafts)] for i, f in enumerate(step.feeds)]
+        return accept(step, torch.stack(rows)[:, None])
+
+    return accepting

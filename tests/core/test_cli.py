@@ -290,15 +290,14 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jackfield.engine import Engine
+    from jackfield.requests import Request
 
-    generate = Engine.generate
+    result = Request.result
 
-    def fail(self: Engine, *arguments: Any, **settings: Any) -> Any:
-        (done,) = generate(self, *arguments, **settings)
-        return [replace(done, finish_reason="error", error="it broke")]
+    def fail(self: Request) -> Any:
+        return replace(result(self), finish_reason="error", error="it broke")
 
-    monkeypatch.setattr(Engine, "generate", fail)
+    monkeypatch.setattr(Request, "result", fail)
     done = cli("generate", "hi", "--max-new-tokens", "1", "--json")
     assert (done.code, done.err) == (1, "error: it broke\n")
     assert done.json["finish_reason"] == "error"

@@ -17,7 +17,9 @@ from jackfield.hookspecs import HOOKS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/batching.md", "docs/caches.md", "docs/tutorial.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/batching.md", "docs/caches.md", "docs/tutorial.md"]
+)
 def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

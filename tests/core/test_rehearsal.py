@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import jackfield
-from jackfield.bridge.rehearsal import rehearse
+from jackfield.bridge.rehearsal import Rehearsal, rehearse
 from jackfield.bridge.requirements import skeleton
 from jackfield.errors import CheckpointError, PlanError
 
@@ -28,7 +28,7 @@ def irregular(config: Any) -> str | None:
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_the_table_of_families_is_rehearsed_and_nothing_stays(family: str) -> None:
     before = [dict(table._global_mapping) for table in TABLES]
-    calls = rehearse(skeleton(config_of(family)))
+    calls = rehearse(skeleton(config_of(family))).calls
     attends_itself = family in ("bloom", "falcon-alibi")
     assert bool(calls) != attends_itself
     assert not any(call.own_mask for call in calls)
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_rehearsed_is_planned_all_the_same(
         raise RuntimeError("needs numbers")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
-    assert rehearse(skeleton(config_of("llama"))) == []
+    assert rehearse(skeleton(config_of("llama"))) == Rehearsal()
 
 
 def test_experts_in_float64(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -661,3 +662,41 @@ def test_an_engine_closed_in_the_middle_of_a_step_is_stalled_and_not_alive(load:
     gate.lift()
     closing.join(60)
     assert not engine.health().stalled
+
+
+def test_a_thread_that_cannot_start_harms_nobody_after_it(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with jackfield.load(model) as engine:
+        with monkeypatch.context() as patch:
+
+            def full(_: Any) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", full)
+            with pytest.raises(ExecutionError, match="no thread can be started"):
+                engine.submit(PROMPTS[0], max_new_tokens=2)
+        assert engine.health().alive
+        assert len(engine.submit(PROMPTS[0], max_new_tokens=2).result(60).token_ids) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_an_engine_in_a_forked_child_says_so(model: Any) -> None:
+    with jackfield.load(model) as engine:
+        engine.generate(PROMPTS[0], max_new_tokens=2)
+        child = os.fork()
+        if not child:
+            try:
+                engine.submit(PROMPTS[0])
+            except UsageError as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert len(engine.generate(PROMPTS[0], max_new_tokens=2)[0].token_ids) == 2
+
+
+def test_an_engine_lives_as_long_as_its_requests() -> None:
+    request = jackfield.load(build("llama")).submit(PROMPTS[0], max_new_tokens=30)
+    gc.collect()
+    assert len(request.result(60).token_ids) == 30

@@ -50,7 +50,7 @@ class Storm(RuleBasedStateMachine):
         self.engine = jackfield.load(
             model_of(family),
             cache_implementation=f"paged?page_size=3&num_tokens=42&swap={swap}"
-            f"&prefix_sharing={sharing}",
+            f"&prefix_sharing={sharing and not deterministic}",
             scheduler=scheduler,
             prefill_chunk_size=chunk,
             max_batch_size=size,

@@ -343,3 +343,35 @@ def test_narrower_vectors_give_the_same(fresh: Path, flag: str) -> None:
         env=environ, capture_output=True, text=True,        timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_fails_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    fake = tmp_path / "cc"
+    fake.write_text(f"#!/bin/sh\necho x >> {calls}\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    monkeypatch.setenv(building.CACHE, str(tmp_path / "cache"))
+    building.library.cache_clear()
+    first = jackfield.plan("demo")
+    asked = calls.read_text()
+    assert first["attention"].registered.name == "sdpa"
+    assert any("cannot compile" in " ".join(r.reasons) for r in first.refusals)
+    jackfield.plan("demo")
+    assert calls.read_text() == asked
+    building.library.cache_clear()
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "cc"
+    fake.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path / 'child'}\nwait\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(building, "SECONDS", 1)
+    with pytest.raises(PlanError, match="does not run"):
+        building._run([str(fake)])
+    state = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"

@@ -460,3 +460,29 @@ def test_a_model_that_somebody_else_calls_says_so() -> None:
         with pytest.raises(ExecutionError, match="called with 5 tokens by somebody else"):
             engine.model(torch.arange(5)[None])
         assert engine.generate(prompts((4,)), max_new_tokens=3)[0].token_ids == expected
+
+
+def test_pages_of_a_live_model_do_not_outlive_its_weights() -> None:
+    model = build("llama")
+    (prompt,) = prompts((40,))
+    with jackfield.load(model, cache_implementation="paged?page_size=4") as engine:
+        both = engine.generate([prompt, prompt], max_new_tokens=2, settings=[{}, {"priority": -1}])
+        assert both[0].token_ids == both[1].token_ids
+        assert engine.statistics().cache.pages_kept == 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        found = engine.generate(prompt, max_new_tokens=3, logprobs=0)[0]
+    with jackfield.load(model, cache_implementation="dynamic") as engine:
+        assert found.token_ids == engine.generate(prompt, max_new_tokens=3)[0].token_ids
+
+
+def test_windows_let_in_who_fits_beside_what_they_hold() -> None:
+    model = model_of("mistral")
+    with jackfield.load(model, cache_implementation="paged?page_size=4&num_tokens=128") as engine:
+        loop = engine._loop
+        for prompt in prompts((30,) * 8):
+            loop.submit(engine._sequence(prompt, {"max_new_tokens": 60}, streams=False))
+        for _ in range(12):
+            loop.step()
+        assert len(loop.running) >= 6  # of three or four pages each, and 32 there are

@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,9 @@ SOURCES = ("kernel.cpp", "vectors.h")
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 CACHE = "XDG_CACHE_HOME"
-SECONDS = 300
+SECONDS = 60
+
+_failures: dict[tuple[str | None, str | None], list[str]] = {}
 
 
 def compiler() -> list[str] | None:
@@ -67,12 +70,17 @@ def library() -> ctypes.CDLL:
 
 
 def cannot_load() -> list[str]:
-    """Why the kernel that can be built cannot be had; compiles it if it never was before."""
-    try:
-        library()
-    except PlanError as error:
-        return [str(error).removeprefix("cpu_decode: ")]
-    return []
+    """Why the kernel that can be built cannot be had; compiles it if it never was before.
+
+    A failure is remembered while the process lives: a compiler may take long to fail.
+    """
+    where = (os.environ.get("CXX"), os.environ.get(CACHE))
+    if where not in _failures:
+        try:
+            library()
+        except PlanError as error:
+            _failures[where] = [str(error).removeprefix("cpu_decode: ")]
+    return _failures.get(where, [])
 
 
 def built_with() -> str:
@@ -81,7 +89,13 @@ def built_with() -> str:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield"
+    try:
+        return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield"
+    except RuntimeError:
+        raise PlanError(
+            f"cpu_decode: there is no home folder for its compiled kernel; set {CACHE} to a folder "
+            "that can be written"
+        ) from None
 
 
 def _key(command: list[str]) -> str:
@@ -127,18 +141,24 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    process = None
     try:
-        return subprocess.run(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=SECONDS,
-            check=False,
+            start_new_session=True,
         )
+        output = process.communicate(timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
+        if process is not None:  # a compiler has children, which would go on
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         raise PlanError(f"cpu_decode: {command[0]} does not run ({error}); set CXX") from None
+    return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def _first_error(stderr: str) -> str:

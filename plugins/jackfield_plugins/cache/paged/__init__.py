@@ -8,7 +8,7 @@ from typing import Any
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.contracts.requirements import BYTES
-from jackfield.errors import CacheFullError, PlanError
+from jackfield.errors import CacheFullError
 from jackfield.memory import free_bytes, in_units, known
 
 #: What a model needs of its attention -> why pages do not go with it. The attention is told what
@@ -67,10 +67,17 @@ class PagedCache(Cache):
 
         And where no padded cache will do.
         """
-        return 20 if requirements.device == "cpu" or requirements.batch_invariant else None
+        wanted = requirements.device == "cpu" or requirements.batch_invariant
+        return 20 if wanted and known(requirements.packed_numbers) else None
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
+        measured = options.memory is not None or requirements.device != "cpu"
+        if measured and options.num_tokens is None and not known(requirements.packed_numbers):
+            reasons.append(
+                "does not know before this model runs how much a token takes; say how many fit "
+                "with 'paged?num_tokens=…'"
+            )
         if requirements.batch_invariant and options.prefix_sharing:
             reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
         for feature, problem in _NO_PAGES.items():
@@ -112,12 +119,10 @@ class PagedCache(Cache):
         if options.num_tokens is not None or share is None:
             return options.num_tokens  # type: ignore[no-any-return]
         page = self._page_bytes(requirements, options)
-        if not page:
-            raise PlanError(
-                "paged: how much this model keeps of a token is not known before it runs; say how "
-                "many tokens the pools hold with 'paged?num_tokens=…'"
-            )
-        pages = int(share * free_bytes(requirements.device)) // page
+        free = free_bytes(requirements.device)
+        if free is None:
+            raise CacheFullError("paged: nobody tells how much memory is free; give it num_tokens")
+        pages = int(share * free) // page
         if not pages:
             raise CacheFullError(
                 f"paged: {share:g} of the free memory is less than one page of {in_units(page)}; "
@@ -140,6 +145,7 @@ class PagedCache(Cache):
                 if options.prefix_sharing is None
                 else options.prefix_sharing
             ),
+            forgets=context.requirements.weight_bytes == 0,  # a live model, which may be trained on
             swap=device.type != "cpu" if options.swap is None else options.swap,
         )
 

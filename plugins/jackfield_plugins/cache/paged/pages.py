@@ -60,10 +60,13 @@ class PageAllocator:
         return page
 
     def _make_room(self) -> None:
-        """Forget what some kept pages hold."""
         if not self._kept:
             raise OutOfPagesError
-        for page in list(self._kept)[:EXTENT]:
+        self.forget(EXTENT)
+
+    def forget(self, count: int | None = None) -> None:
+        """Free the `count` kept pages that were released first; None: all."""
+        for page in list(self._kept)[:count]:
             del self._kept[page]
             del self._page_of[self._key_of.pop(page)]
             self._taken[page] = 0

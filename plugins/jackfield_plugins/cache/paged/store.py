@@ -30,7 +30,8 @@ class PagedKVCache(PackedKVCache):
 
     `windows` has one entry per layer, its window or None. `num_tokens` fixes how many tokens the
     full-attention layers can hold; None lets the pools grow. With `prefix_sharing`, pages are
-    found by what they hold; with `swap`, an evicted sequence is copied to host memory and back.
+    found by what they hold; with `swap`, an evicted sequence is copied to host memory and back. One
+    that `forgets` keeps no pages once the last sequence has left: its weights may change then.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PagedKVCache(PackedKVCache):
         *,
         prefix_sharing: bool = False,
         swap: bool = False,
+        forgets: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
@@ -58,6 +60,7 @@ class PagedKVCache(PackedKVCache):
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
         self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
         self._swap = swap
+        self._forgets = forgets
         self._swapped: dict[int, tuple[int, list[Saved]]] = {}  # (tokens, what each group holds)
         self._prompt_tokens = self._prefix_tokens = 0
 
@@ -111,8 +114,9 @@ class PagedKVCache(PackedKVCache):
     def _owed(self, group: LayerGroup, sequence: Sequence) -> int:
         """The pages that a running sequence still needs for what it has, and one to grow into."""
         tokens = len(sequence.tokens)
+        missing = group.missing(sequence.id, sequence.num_cached, tokens)
         most = group.pages_for(tokens, tokens, self.max_portion)
-        return 1 + max(0, most - len(group.tables[sequence.id].pages))
+        return 1 + min(missing, max(0, most - len(group.tables[sequence.id].pages)))
 
     def _swap_in(self, sequence: Sequence) -> bool:
         tokens, saved = self._swapped[sequence.id]
@@ -285,6 +289,8 @@ class PagedKVCache(PackedKVCache):
             self._keys.drop(sequence)
         for group in self.groups.values():
             group.drop(sequence.id)
+            if self._forgets and not self._running:
+                group.allocator.forget()
 
     def usage(self) -> CacheUsage:
         pools = [group.allocator for group in self.groups.values()]
