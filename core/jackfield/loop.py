@@ -9,24 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from jackfield.bounds import UNLIMITED, Bounds
 from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule, Strategy
 from jackfield.errors import CacheFullError, PluginError
-from jackfield.sequences import Feed, Sequence, Step
+from jackfield.sequences import Event, Feed, Sequence, Step
 from jackfield.statistics import Recorder
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a step did to one sequence: the tokens it took, the text it may show."""
-
-    sequence: Sequence
-    tokens: list[int]
-    text: str
 
 
 class Loop:

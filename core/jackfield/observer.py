@@ -8,11 +8,11 @@ from typing import Any
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.errors import ExecutionError
-from jackfield.loop import Event, Loop
+from jackfield.loop import Loop
 from jackfield.planning import Plan
 from jackfield.prompts import Prompt, encode
 from jackfield.report import Report, observe
-from jackfield.sequences import Completion, Delta, Sequence, Usage
+from jackfield.sequences import Completion, Delta, Event, Sequence, Usage
 
 
 class Text:

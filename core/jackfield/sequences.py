@@ -152,6 +152,15 @@ class Step:
     feeds: Seq[Feed]
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a step did to one sequence: the tokens it took, the text it may show."""
+
+    sequence: Sequence
+    tokens: list[int]
+    text: str
+
+
 @dataclass(frozen=True)
 class Usage:
     """Token counts and wall time of one request, in seconds from submission to its last token."""

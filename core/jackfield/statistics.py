@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jackfield.contracts import CacheUsage
-    from jackfield.loop import Event
-    from jackfield.sequences import Sequence, Step
+    from jackfield.sequences import Event, Sequence, Step
 
 REMEMBERED = 1000  # requests whose times count
 

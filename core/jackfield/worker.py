@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jackfield.errors import ExecutionError, QueueFullError, UsageError
-from jackfield.loop import Event, Loop
+from jackfield.loop import Loop
 from jackfield.requests import Request
-from jackfield.sequences import Delta, Sequence
+from jackfield.sequences import Delta, Event, Sequence
 from jackfield.statistics import Statistics
 
 logger = logging.getLogger("jackfield.statistics")
