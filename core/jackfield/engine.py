@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -233,7 +233,9 @@ class Engine:
             size = max(1, self._max_waiting or len(pairs))
             for start in range(0, len(pairs), size):
                 self._hand_over(pairs[start : start + size], wait=True)
-            shown = track(pairs, "Generating", console=Console(stderr=True), disable=not progress)
+            shown: Iterable[tuple[Running, Request]] = pairs
+            if progress:
+                shown = track(pairs, "Generating", console=Console(stderr=True))
             return [request.result() for _, request in shown]
         finally:
             for _, request in pairs:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import build, config_of, prompts
+from transformers import cache_utils
 
 import jackfield
 from jackfield import memory
@@ -69,6 +70,9 @@ def test_a_fixed_pool_is_what_there_is() -> None:
     assert (found.requests(32), found.requests(33)) == (3, 1)
 
 
+@pytest.mark.skipif(
+    not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no fp8 cache"
+)
 def test_quantized_states_have_no_bytes_that_anybody_could_tell() -> None:
     plan = jackfield.plan("demo", cache_implementation="quantized?backend=fp8")
     assert plan.memory() is None
