@@ -37,7 +37,7 @@ def main(attention: str, cache: str, tokens: int) -> None:
         eos_token_id=None,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    # In one step, as in the padded layout: chunks after the first need masks, which the first does not.
+    # In one step, as in the padded layout: chunks after the first need masks.
     bound = {"max_batch_tokens": 8192} if cache.startswith("paged") else {}
     with jackfield.load(
         model, attn_implementation=attention, cache_implementation=cache, **bound

@@ -175,7 +175,7 @@ def irregular(calls: Sequence[Call], windows: Sequence[int | None]) -> str | Non
         if call.layer is None or call.layer >= len(windows):
             return f"{len(times)} attention layers share the keys and values of {len(windows)}"
         window = windows[call.layer]
-        if window is not None and call.mask is not None and call.sees(window, 0):
+        if window is not None and (call.mask is None or call.sees(window, 0)):
             return f"layer {call.layer} keeps {window} tokens, and its mask has no such window"
     more = max(times.values(), default=1)
     return f"a layer's attention is called {more} times a step" if more > 1 else None
