@@ -253,19 +253,23 @@ def _candidates(
 
 
 def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[_Candidate]:
-    ranks = [(_rank(r.backend, needs), r) for r in registry.of_kind(kind)]
+    ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind)]
     for _, r in sorted(
         ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
     ):
         yield _Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
 
 
-def _rank(backend: Backend, needs: Requirements) -> int | None:
-    """Its rank for this job; None, which is only by name, where its own check breaks."""
+def _rank(registered: Registered, needs: Requirements) -> int | None:
+    """Its rank for this job; None, only by name, and a warning, where its own code breaks."""
     try:
-        return backend.rank(needs)
-    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
-        return None
+        rank: Any = registered.backend.rank(needs)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
+        rank = f"an error, {type(error).__name__}: {error}"
+    if type(rank) in (int, type(None)):
+        return rank  # type: ignore[no-any-return]
+    logger.warning("auto passes over %s: its own rank() gave %s", registered, rank)
+    return None
 
 
 def _failure(

@@ -200,7 +200,10 @@ class Worker:
         now = time.monotonic()
         if now - self._last_logged >= LOG_EVERY and logger.isEnabledFor(logging.INFO):
             self._last_logged = now
-            logger.info("%s", self.statistics())
+            try:
+                logger.info("%s", self.statistics())
+            except Exception as error:  # noqa: BLE001 - of a cache; the thread must not end of it
+                logger.warning("no statistics: %s: %s", type(error).__name__, error)
 
     def statistics(self) -> Statistics:
         loop, recorder = self._loop, self._loop.recorder

@@ -408,3 +408,15 @@ def test_nothing_to_choose_from() -> None:
         "chosen by itself; the built-in ones come with `pip install jackfield` (see `jackfield "
         "doctor`)"
     )
+
+
+@pytest.mark.parametrize("answer", ["raises", "high"])
+def test_auto_says_that_it_passes_over_a_backend_whose_rank_breaks(
+    answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(self: Backend, requirements: Requirements) -> Any:
+        return 1 / 0 if answer == "raises" else answer
+
+    plan = choose(socket(fake("attention", "odd", auto_rank=50, rank=rank)))
+    assert chosen(plan) == ("sample", "grow", "plain")
+    assert "auto passes over attention 'odd'" in caplog.text

@@ -184,3 +184,17 @@ def test_they_are_logged_now_and_then(
     engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
     idle(engine)
     assert lines() == []
+
+
+def test_a_cache_that_cannot_tell_its_usage_ends_no_request(
+    engine: jackfield.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage() -> None:
+        raise RuntimeError("counts are gone")
+
+    monkeypatch.setattr("jackfield.worker.LOG_EVERY", 0.0)
+    monkeypatch.setattr(engine._loop.cache, "usage", usage)
+    with caplog.at_level("INFO", "jackfield.statistics"):
+        found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
+    assert {len(completion.token_ids) for completion in found} == {COUNT}
+    assert "no statistics: RuntimeError: counts are gone" in caplog.text
