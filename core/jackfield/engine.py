@@ -20,14 +20,15 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.weights import load_model, load_tokenizer
-from jackfield.checked import CheckedSchedule
+from jackfield.checked import CheckedSchedule, CheckedStrategy
 from jackfield.contracts import BindContext, PackedKVCache
+from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
 from jackfield.loop import Loop
 from jackfield.observer import Observer, Text
-from jackfield.planning import Plan, decide
+from jackfield.planning import Choice, Plan, decide
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
 from jackfield.requests import Request
@@ -36,6 +37,7 @@ from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
 from jackfield.statistics import Statistics
+from jackfield.strategies import Strategies, pick
 from jackfield.worker import Health, Worker
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def load(
     *,
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
-    decoding: Selectable = AUTO,
+    decoding: Strategies = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
@@ -94,7 +96,7 @@ def load(
     check_seconds(stall_after=stall_after)
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections = {
+    selections: dict[str, Strategies] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
@@ -162,7 +164,7 @@ class Engine:
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         # A backend that fails to bind must leave a live model as it was, so the plug comes last.
         cache = plan["cache"].registered.bind(self._context("cache"))
-        strategy = plan["decoding"].registered.bind(self._context("decoding"))
+        decoder = self._decoder()
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(self._context("scheduler")), str(scheduler))
         self._port = AttentionPort(
@@ -174,7 +176,7 @@ class Engine:
         unplug = self._port.plug(model)
         trained = [module for module in model.modules() if module.training]
         forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
-        self._loop = Loop(forward, cache, strategy, schedule, bounds)
+        self._loop = Loop(forward, cache, decoder, schedule, bounds)
         self._observer = Observer(plan, self._port, self._loop, self._text)
         self._worker = Worker(
             self._loop,
@@ -193,13 +195,23 @@ class Engine:
     def closed(self) -> bool:
         return self._worker.closed
 
-    def _context(self, kind: str) -> BindContext:
+    def _context(self, kind: str, choice: Choice | None = None) -> BindContext:
         return BindContext(
             model=self.model,
             config=self.model.config,
             requirements=self.plan.requirements,
-            options=self.plan[kind].options,
+            options=(choice or self.plan[kind]).options,
         )
+
+    def _decoder(self) -> Decoder:
+        """The strategies of the plan, bound and checked."""
+        bound, drafting = {}, set()
+        for name, choice in self.plan.decodings.items():
+            strategy = choice.registered.bind(self._context("decoding", choice))
+            bound[name] = CheckedStrategy(strategy, str(choice.registered), self._text.vocab_size)
+            if choice.backend.capabilities.rollback:
+                drafting.add(name)
+        return Decoder(bound, frozenset(drafting))
 
     def generate(
         self,
@@ -213,11 +225,11 @@ class Engine:
 
         `common` settings hold for all prompts, `settings[i]` overrides them for prompt i. They
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
-        `presence_penalty`, `frequency_penalty`, `logits_processor`, `priority`, `deadline` (in
-        seconds), `cache_salt`. Sampling is on when `do_sample`, `temperature`, `top_k`, `top_p` or
-        `min_p` asks for it. The `num_return_sequences` completions of a prompt stand together.
-        `progress` shows a bar on standard error. Raises SettingsError or PromptError before
-        anything is computed.
+        `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` (one of those that
+        the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`. Sampling is
+        on when `do_sample`, `temperature`, `top_k`, `top_p` or `min_p` asks for it. The
+        `num_return_sequences` completions of a prompt stand together. `progress` shows a bar on
+        standard error. Raises SettingsError or PromptError before anything is computed.
         """
         batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
         if settings is not None and len(settings) != len(batch):
@@ -311,7 +323,8 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         ids = self._text.encode(prompt)
-        settings = resolve(self.model.generation_config, asked, len(ids), self._limits)
+        decoding = pick(self.plan, asked.get("decoding"))
+        settings = resolve(self.model.generation_config, asked, len(ids), self._limits(decoding))
         if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
         made: list[Running] = []
@@ -323,14 +336,12 @@ class Engine:
             made.append(Running(next(self._ids), ids, settings, detokenizer, leader, sample))
         return made
 
-    @property
-    def _limits(self) -> Limits:
-        decoding = self.plan["decoding"]
+    def _limits(self, decoding: str) -> Limits:
         return Limits(
             vocab_size=self._text.vocab_size,
             context_length=self.plan.requirements.context_length,
-            honoured=decoding.backend.capabilities.settings,
-            decoding=decoding.registered.name,
+            honoured=self.plan.decodings[decoding].backend.capabilities.settings,
+            decoding=decoding,
             has_tokenizer=self.tokenizer is not None,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from jackfield.bridge.attention import AttentionPort
@@ -11,7 +12,7 @@ from jackfield.errors import ExecutionError
 from jackfield.loop import Loop
 from jackfield.planning import Plan
 from jackfield.prompts import Prompt, encode
-from jackfield.report import Report, observe
+from jackfield.report import Observation, Report, Speculation, observe, total
 from jackfield.sequences import Completion, Delta, Event, Sequence, Usage
 
 
@@ -48,13 +49,26 @@ class Observer:
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
         attention = self._plan["attention"].registered
-        others = ("cache", "decoding", "scheduler")
+        steps = self._loop.steps
         return Report(
             (
                 observe("attention", attention, self._port.tally, self._port.source),
-                *(observe(k, self._plan[k].registered, self._loop.steps) for k in others),
-            )
+                observe("cache", self._plan["cache"].registered, steps),
+                *map(self._decoding, self._plan.decodings),
+                observe("scheduler", self._plan["scheduler"].registered, steps),
+            ),
+            self._speculation(),
         )
+
+    def _decoding(self, name: str) -> Observation:
+        """The strategy that requests call `name`, and how many steps it took part in."""
+        registered = self._plan.decodings[name].registered
+        calls = self._loop.decoding.calls[name]
+        return replace(observe("decoding", registered, calls), name=name)
+
+    def _speculation(self) -> Speculation | None:
+        decoder = self._loop.decoding
+        return total([decoder.totals[name] for name in decoder.drafting])
 
     def check_reached(self) -> None:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
@@ -82,10 +96,17 @@ class Observer:
             usage=Usage(
                 sequence.prompt_length, sequence.num_new, time.perf_counter() - sequence.started
             ),
-            report=self.report().since(sequence.report_before),
+            report=self._report_of(sequence),
             logprobs=sequence.logprobs,
             error=sequence.error,
         )
+
+    def _report_of(self, sequence: Sequence) -> Report:
+        """What ran since the request came; of the decodings only its own."""
+        found = self.report().since(sequence.report_before)
+        name = sequence.settings.decoding
+        own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
+        return found.of_request(own, total([sequence.drafted]) or Speculation())
 
     def _text_of(self, sequence: Sequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jackfield.contracts import Backend, Requirements
-from jackfield.errors import JackfieldError, PlanError
+from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
+from jackfield.strategies import Strategies, chosen_beside, implied, offered, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -69,11 +70,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Plan:
-    """One backend per kind that fit together, with the reasons against the rest."""
+    """One backend per kind that fit together, with the reasons against the rest.
+
+    `decodings` are the strategies that requests can choose by name, the default first.
+    """
 
     requirements: Requirements
     choices: Mapping[str, Choice]
     refusals: tuple[Refusal, ...] = ()
+    decodings: Mapping[str, Choice] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -111,6 +116,7 @@ class Plan:
             "experts_implementation": needs.experts_implementation,
             "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
+            "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -127,6 +133,8 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if len(self.decodings) > 1:
+            lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
             lines.append(f"  memory for keys and values: {memory}")
         lines += [
@@ -142,7 +150,7 @@ def _experts(needs: Requirements) -> str:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     registered: Registered
     options: Any
     how: str
@@ -156,7 +164,7 @@ class _Solution:
 
 
 def _solve(
-    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[Candidate]]
 ) -> _Solution | tuple[Refusal, ...]:
     """The first choice for `kinds` that works, or a refusal of each candidate for the first kind.
 
@@ -209,7 +217,7 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
     return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
 
 
-def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Selectable]) -> Plan:
+def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Strategies]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
     A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
@@ -217,14 +225,18 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
-    selections = dict.fromkeys(ORDER, AUTO) | dict(selections)
+    default, first, others = split(selections.get("decoding", AUTO))
+    beside = chosen_beside(registry, needs, others)
+    needs = implied(needs, beside)
+    selections = _plain_selections({**selections, "decoding": first})
     candidates = {
-        kind: list(_candidates(registry, kind, selections[kind], needs)) for kind in ORDER
+        kind: list(candidates_of(registry, kind, selections[kind], needs)) for kind in ORDER
     }
     found = _solve(ORDER, needs, candidates)
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
+    plan = replace(plan, decodings=offered(registry, plan, default, beside))
     for choice in plan.choices.values():
         if choice.how == AUTO and choice.backend.auto_notice:
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
@@ -237,9 +249,16 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
     return plan
 
 
-def _candidates(
+def _plain_selections(given: Mapping[str, Strategies]) -> dict[str, Selectable]:
+    """One selection a kind, "auto" where none is given."""
+    if stray := [kind for kind, value in given.items() if isinstance(value, Mapping)]:
+        raise SelectionError(f"only decodings are offered by name, not one {stray[0]} of several")
+    return {kind: given.get(kind, AUTO) for kind in ORDER}  # type: ignore[misc]
+
+
+def candidates_of(
     registry: Registry, kind: str, value: Selectable, needs: Requirements
-) -> Iterator[_Candidate]:
+) -> Iterator[Candidate]:
     parsed = parse_all(value)
     how = "named" if len(parsed) == 1 else "fallback"
     for item in parsed:
@@ -247,17 +266,17 @@ def _candidates(
             registered = registry.find(kind, item)
             owner = f"{kind} {registered.name!r}"
             options = make_options(registered.backend.options, item.arguments, owner)
-            yield _Candidate(registered, options, how)
+            yield Candidate(registered, options, how)
         else:
             yield from _automatic(registry, kind, needs)
 
 
-def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[_Candidate]:
+def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[Candidate]:
     ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind)]
     for _, r in sorted(
         ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
     ):
-        yield _Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
+        yield Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
 
 
 def _rank(registered: Registered, needs: Requirements) -> int | None:
@@ -276,7 +295,7 @@ def _failure(
     refusals: tuple[Refusal, ...],
     registry: Registry,
     needs: Requirements,
-    candidates: Mapping[str, list[_Candidate]],
+    candidates: Mapping[str, list[Candidate]],
     selections: Mapping[str, Selectable],
 ) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
@@ -314,7 +333,7 @@ def _to_blame(
 
 
 def _advice(
-    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[Candidate]]
 ) -> str:
     """Which backends of `kind` would make a plan with all else as it was asked for."""
     fitting = []
@@ -323,7 +342,7 @@ def _advice(
             options = make_options(registered.backend.options, {}, registered.name)
         except JackfieldError:  # it needs an option, which we cannot know
             continue
-        instead = {**candidates, kind: [_Candidate(registered, options, "named")]}
+        instead = {**candidates, kind: [Candidate(registered, options, "named")]}
         if isinstance(_solve(ORDER, needs, instead), _Solution):
             fitting.append(registry.address(registered))
     return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"
@@ -334,7 +353,7 @@ def plan(
     *,
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
-    decoding: Selectable = AUTO,
+    decoding: Strategies = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
@@ -352,7 +371,7 @@ def plan(
 
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections = {
+    selections: dict[str, Strategies] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,

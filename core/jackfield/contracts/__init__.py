@@ -16,13 +16,20 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
-from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.decoding import (
+    SAMPLER_SETTINGS,
+    Accepted,
+    Decoding,
+    DecodingCapabilities,
+    Strategy,
+)
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.requirements import FEATURES, Requirements
 from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
     "FEATURES",
+    "SAMPLER_SETTINGS",
     "Accepted",
     "Attention",
     "AttentionCapabilities",
