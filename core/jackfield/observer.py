@@ -36,13 +36,19 @@ class Text:
 
 
 class Observer:
-    """Looks at what the loop did. Belongs to one engine and must not refer to it."""
+    """Looks at what the loop did. Belongs to one engine and must not refer to it.
 
-    def __init__(self, plan: Plan, port: AttentionPort, loop: Loop, text: Text) -> None:
+    `stored` says what the quantizer was found to have done to the weights.
+    """
+
+    def __init__(
+        self, plan: Plan, port: AttentionPort, loop: Loop, text: Text, stored: str | None
+    ) -> None:
         self._plan = plan
         self._port = port
         self._loop = loop
         self._text = text
+        self._stored = stored
         self._reached = False
 
     def report(self) -> Report:
@@ -53,6 +59,9 @@ class Observer:
             (
                 observe("attention", attention, self._port.tally, self._port.source),
                 *(observe(k, self._plan[k].registered, self._loop.steps) for k in others),
+                observe(
+                    "quantizer", self._plan["quantizer"].registered, self._loop.steps, self._stored
+                ),
             )
         )
 

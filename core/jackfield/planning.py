@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts import Backend, Requirements
+from jackfield.contracts import Backend, GivenConfig, Requirements
+from jackfield.contracts.quantizing import method
 from jackfield.errors import JackfieldError, PlanError
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
-from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
+from jackfield.selection import (
+    AUTO,
+    Quantizable,
+    Selectable,
+    Selection,
+    make_options,
+    parse_all,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("jackfield")
 
-#: The order in which kinds are decided: what one implies (rollback, layout) the next must meet.
-ORDER = ("scheduler", "decoding", "cache", "attention")
+#: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
+#: meet.
+ORDER = ("quantizer", "scheduler", "decoding", "cache", "attention")
 
 #: kind -> the argument of `jackfield.load` that selects it
 ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
     "decoding": "decoding",
+    "quantizer": "quantization",
     "scheduler": "scheduler",
 }
 
@@ -47,7 +57,9 @@ class Choice:
             "name": self.registered.name,
             "distribution": self.registered.distribution,
             "version": self.registered.version,
-            "options": asdict(self.options),
+            "options": self.options.to_dict()
+            if isinstance(self.options, GivenConfig)
+            else asdict(self.options),
             "how": self.how,
         }
 
@@ -186,7 +198,7 @@ def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirement
     if reasons := judge(backend, needs, options):
         return reasons
     try:
-        implied = backend.imply(needs)
+        implied = backend.imply(needs, options)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
         return [f"its own imply() raised {type(error).__name__}: {error}"]
     if isinstance(implied, Requirements):
@@ -209,7 +221,7 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
     return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
 
 
-def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Selectable]) -> Plan:
+def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Quantizable]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
     A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
@@ -238,8 +250,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Sel
 
 
 def _candidates(
-    registry: Registry, kind: str, value: Selectable, needs: Requirements
+    registry: Registry, kind: str, value: Any, needs: Requirements
 ) -> Iterator[_Candidate]:
+    if kind == "quantizer" and hasattr(value, "quant_method"):
+        yield _reader(registry, value, needs)
+        return
     parsed = parse_all(value)
     how = "named" if len(parsed) == 1 else "fallback"
     for item in parsed:
@@ -250,6 +265,18 @@ def _candidates(
             yield _Candidate(registered, options, how)
         else:
             yield from _automatic(registry, kind, needs)
+
+
+def _reader(registry: Registry, config: Any, needs: Requirements) -> _Candidate:
+    """The quantizer that a transformers config object belongs to."""
+    stored = config.to_dict()
+    for candidate in _automatic(registry, "quantizer", replace(needs, stored=stored)):
+        if candidate.registered.backend.reads(stored):  # type: ignore[attr-defined]
+            return _Candidate(candidate.registered, GivenConfig(config), "named")
+    raise PlanError(
+        f"no quantizer backend takes a {type(config).__name__} (method {method(stored)}); see "
+        "`jackfield plugins` for those that there are"
+    )
 
 
 def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[_Candidate]:
@@ -277,10 +304,10 @@ def _failure(
     registry: Registry,
     needs: Requirements,
     candidates: Mapping[str, list[_Candidate]],
-    selections: Mapping[str, Selectable],
+    selections: Mapping[str, Quantizable],
 ) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
-    asked = {kind: f"{ARGUMENTS[kind]}={selections[kind]!r}" for kind in ORDER}
+    asked = {kind: f"{ARGUMENTS[kind]}={_shown(selections[kind])}" for kind in ORDER}
     if empty := [kind for kind in ORDER if not candidates[kind]]:
         return (
             f"{asked[empty[0]]} finds no {empty[0]} backend: no plugin offers one that may be "
@@ -300,8 +327,12 @@ def _failure(
     ) + _advice(registry, kind, needs, candidates)
 
 
+def _shown(selected: Any) -> str:
+    return f"{type(selected).__name__}(…)" if hasattr(selected, "quant_method") else repr(selected)
+
+
 def _to_blame(
-    refusals: tuple[Refusal, ...], selections: Mapping[str, Selectable]
+    refusals: tuple[Refusal, ...], selections: Mapping[str, Quantizable]
 ) -> tuple[Refusal, ...]:
     """The refusals of the next kind, where these stand in the way only because of them.
 
@@ -334,6 +365,7 @@ def plan(
     *,
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
+    quantization: Quantizable = AUTO,
     decoding: Selectable = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
@@ -356,6 +388,7 @@ def plan(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "quantizer": quantization,
         "scheduler": scheduler,
     }
     return decide(registry(), needs, selections)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
@@ -71,7 +71,8 @@ class Decoding(Backend):
     bound: ClassVar[tuple[type, ...]] = (Strategy,)
     capabilities: ClassVar[DecodingCapabilities]
 
-    def imply(self, requirements: Requirements) -> Requirements:
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        del options
         return replace(requirements, rollback=self.capabilities.rollback)
 
     @abstractmethod
