@@ -1,4 +1,4 @@
-"""Plug any attention, KV cache or decoding strategy into any transformers model.
+"""Plug any attention, KV cache, quantizer or decoding strategy into any transformers model.
 
 Importing this module loads neither torch nor transformers; the names below are loaded when they
 are first used.
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     __version__: str
     from jackfield.bridge.cache import cache
     from jackfield.bridge.install import install, uninstall
+    from jackfield.bridge.quantization import quantization
     from jackfield.engine import Engine, load
     from jackfield.errors import JackfieldError
     from jackfield.planning import Plan, plan
@@ -33,6 +34,7 @@ __all__ = [
     "install",
     "load",
     "plan",
+    "quantization",
     "uninstall",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
     "plan": "jackfield.planning",
+    "quantization": "jackfield.bridge.quantization",
     "uninstall": "jackfield.bridge.install",
 }
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.attention import AttentionPort, decoder_configs
+from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.requirements import pick_device, requirements_of
 from jackfield.bridge.source import ModelSource, find
@@ -32,7 +33,7 @@ from jackfield.planning import Choice, Plan, decide
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
 from jackfield.requests import Request
-from jackfield.selection import AUTO, Selectable
+from jackfield.selection import AUTO, Quantizable, Selectable
 from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
@@ -54,6 +55,7 @@ def load(
     *,
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
+    quantization: Quantizable = AUTO,
     decoding: Strategies = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
@@ -72,7 +74,8 @@ def load(
     `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
     model, which is given back as it was when the engine is closed. Each selection is "auto",
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
-    these (declared fallbacks); a bare name means the same as ``plugin:name``. `dtype` is "auto"
+    these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
+    also be one of transformers' quantization config objects. `dtype` is "auto"
     or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
 
     `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
@@ -96,10 +99,11 @@ def load(
     check_seconds(stall_after=stall_after)
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections: dict[str, Strategies] = {
+    selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "quantizer": quantization,
         "scheduler": scheduler,
     }
     plan = decide(registry(), needs, selections)
@@ -117,7 +121,15 @@ def load(
 
 def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
     if source.live is None:
-        return load_model(source, plan.requirements.dtype, pick_device(device_map, source))
+        device = pick_device(device_map, source)
+        choice = plan["quantizer"]
+        context = BindContext(
+            model=None,
+            config=source.config,
+            requirements=plan.requirements,
+            options=choice.options,
+        )
+        return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(
             "this model, or one that shares its config, already runs in an engine; close that one "
@@ -177,7 +189,8 @@ class Engine:
         trained = [module for module in model.modules() if module.training]
         forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
         self._loop = Loop(forward, cache, decoder, schedule, bounds)
-        self._observer = Observer(plan, self._port, self._loop, self._text)
+        stored = stored_as(model, plan["quantizer"].registered)
+        self._observer = Observer(plan, self._port, self._loop, self._text, stored)
         self._worker = Worker(
             self._loop,
             self._observer.delta,

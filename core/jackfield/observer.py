@@ -37,13 +37,19 @@ class Text:
 
 
 class Observer:
-    """Looks at what the loop did. Belongs to one engine and must not refer to it."""
+    """Looks at what the loop did. Belongs to one engine and must not refer to it.
 
-    def __init__(self, plan: Plan, port: AttentionPort, loop: Loop, text: Text) -> None:
+    `stored` says what the quantizer was found to have done to the weights.
+    """
+
+    def __init__(
+        self, plan: Plan, port: AttentionPort, loop: Loop, text: Text, stored: str | None
+    ) -> None:
         self._plan = plan
         self._port = port
         self._loop = loop
         self._text = text
+        self._stored = stored
         self._reached = False
 
     def report(self) -> Report:
@@ -56,6 +62,7 @@ class Observer:
                 observe("cache", self._plan["cache"].registered, steps),
                 *map(self._decoding, self._plan.decodings),
                 observe("scheduler", self._plan["scheduler"].registered, steps),
+                observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
             ),
             self._speculation(),
         )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts import Backend, Requirements
+from jackfield.candidates import Candidate, candidates_of
+from jackfield.contracts import Backend, GivenConfig, Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
-from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
+from jackfield.selection import (
+    AUTO,
+    Quantizable,
+    Selectable,
+    make_options,
+)
 from jackfield.strategies import Strategies, chosen_beside, implied, offered, split
 
 if TYPE_CHECKING:
@@ -19,14 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jackfield")
 
-#: The order in which kinds are decided: what one implies (rollback, layout) the next must meet.
-ORDER = ("scheduler", "decoding", "cache", "attention")
+#: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
+#: meet.
+ORDER = ("quantizer", "scheduler", "decoding", "cache", "attention")
 
 #: kind -> the argument of `jackfield.load` that selects it
 ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
     "decoding": "decoding",
+    "quantizer": "quantization",
     "scheduler": "scheduler",
 }
 
@@ -48,7 +56,9 @@ class Choice:
             "name": self.registered.name,
             "distribution": self.registered.distribution,
             "version": self.registered.version,
-            "options": asdict(self.options),
+            "options": self.options.to_dict()
+            if isinstance(self.options, GivenConfig)
+            else asdict(self.options),
             "how": self.how,
         }
 
@@ -150,13 +160,6 @@ def _experts(needs: Requirements) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    registered: Registered
-    options: Any
-    how: str
-
-
-@dataclass(frozen=True)
 class _Solution:
     requirements: Requirements
     choices: dict[str, Choice]
@@ -194,7 +197,7 @@ def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirement
     if reasons := judge(backend, needs, options):
         return reasons
     try:
-        implied = backend.imply(needs)
+        implied = backend.imply(needs, options)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
         return [f"its own imply() raised {type(error).__name__}: {error}"]
     if isinstance(implied, Requirements):
@@ -217,7 +220,7 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
     return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
 
 
-def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Strategies]) -> Plan:
+def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
     A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
@@ -249,46 +252,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Str
     return plan
 
 
-def _plain_selections(given: Mapping[str, Strategies]) -> dict[str, Selectable]:
+def _plain_selections(given: Mapping[str, Any]) -> dict[str, Any]:
     """One selection a kind, "auto" where none is given."""
     if stray := [kind for kind, value in given.items() if isinstance(value, Mapping)]:
         raise SelectionError(f"only decodings are offered by name, not one {stray[0]} of several")
-    return {kind: given.get(kind, AUTO) for kind in ORDER}  # type: ignore[misc]
-
-
-def candidates_of(
-    registry: Registry, kind: str, value: Selectable, needs: Requirements
-) -> Iterator[Candidate]:
-    parsed = parse_all(value)
-    how = "named" if len(parsed) == 1 else "fallback"
-    for item in parsed:
-        if isinstance(item, Selection):
-            registered = registry.find(kind, item)
-            owner = f"{kind} {registered.name!r}"
-            options = make_options(registered.backend.options, item.arguments, owner)
-            yield Candidate(registered, options, how)
-        else:
-            yield from _automatic(registry, kind, needs)
-
-
-def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[Candidate]:
-    ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind)]
-    for _, r in sorted(
-        ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
-    ):
-        yield Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
-
-
-def _rank(registered: Registered, needs: Requirements) -> int | None:
-    """Its rank for this job; None, only by name, and a warning, where its own code breaks."""
-    try:
-        rank: Any = registered.backend.rank(needs)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
-        rank = f"an error, {type(error).__name__}: {error}"
-    if type(rank) in (int, type(None)):
-        return rank  # type: ignore[no-any-return]
-    logger.warning("auto passes over %s: its own rank() gave %s", registered, rank)
-    return None
+    return {kind: given.get(kind, AUTO) for kind in ORDER}
 
 
 def _failure(
@@ -296,10 +264,10 @@ def _failure(
     registry: Registry,
     needs: Requirements,
     candidates: Mapping[str, list[Candidate]],
-    selections: Mapping[str, Selectable],
+    selections: Mapping[str, Quantizable],
 ) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
-    asked = {kind: f"{ARGUMENTS[kind]}={selections[kind]!r}" for kind in ORDER}
+    asked = {kind: f"{ARGUMENTS[kind]}={_shown(selections[kind])}" for kind in ORDER}
     if empty := [kind for kind in ORDER if not candidates[kind]]:
         return (
             f"{asked[empty[0]]} finds no {empty[0]} backend: no plugin offers one that may be "
@@ -319,8 +287,12 @@ def _failure(
     ) + _advice(registry, kind, needs, candidates)
 
 
+def _shown(selected: Any) -> str:
+    return f"{type(selected).__name__}(…)" if hasattr(selected, "quant_method") else repr(selected)
+
+
 def _to_blame(
-    refusals: tuple[Refusal, ...], selections: Mapping[str, Selectable]
+    refusals: tuple[Refusal, ...], selections: Mapping[str, Quantizable]
 ) -> tuple[Refusal, ...]:
     """The refusals of the next kind, where these stand in the way only because of them.
 
@@ -353,6 +325,7 @@ def plan(
     *,
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
+    quantization: Quantizable = AUTO,
     decoding: Strategies = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
@@ -371,10 +344,11 @@ def plan(
 
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections: dict[str, Strategies] = {
+    selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "quantizer": quantization,
         "scheduler": scheduler,
     }
     return decide(registry(), needs, selections)

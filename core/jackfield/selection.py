@@ -20,6 +20,9 @@ PREFIX = "plugin:"
 #: What a caller may pass for a kind: "auto", one name, or a list of names (declared fallbacks).
 Selectable = str | Sequence[str]
 
+#: What a caller may pass for the quantizer: also one of transformers' quantization config objects.
+Quantizable = Selectable | Any
+
 _NAME = re.compile(r"(?:(?P<distribution>[A-Za-z0-9._-]+)/)?(?P<name>[A-Za-z0-9._-]+)")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from jackfield.candidates import candidates_of
 from jackfield.errors import PlanError, SelectionError, SettingsError
-from jackfield.selection import Selectable, nearest
+from jackfield.selection import AUTO, Selectable, nearest
 
 if TYPE_CHECKING:
     from jackfield.contracts import Requirements
@@ -38,7 +39,7 @@ def chosen_beside(
 
 
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
-    from jackfield.planning import Choice, candidates_of, judge
+    from jackfield.planning import Choice, judge
 
     reasons = []
     for candidate in candidates_of(registry, "decoding", value, needs):
@@ -55,7 +56,7 @@ def _first(registry: Registry, needs: Requirements, value: Selectable, name: str
 def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
     """`needs`, and what each of `choices` demands of the kinds decided later."""
     for choice in choices.values():
-        needs = choice.backend.imply(needs)
+        needs = choice.backend.imply(needs, choice.options)
     return needs
 
 
@@ -77,8 +78,7 @@ def offered(
 
 def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
     """The decoding without drafts that "auto" takes, if any plugin has one."""
-    from jackfield.planning import Choice, candidates_of, judge
-    from jackfield.selection import AUTO
+    from jackfield.planning import Choice, judge
 
     for candidate in candidates_of(registry, "decoding", AUTO, needs):
         backend = candidate.registered.backend

@@ -267,7 +267,9 @@ def test_usage_and_report_are_those_of_the_request(engine) -> None:
     assert (seen.prefill, seen.decode) == ({0: 1, 1: 1}, {0: 4, 1: 4})
     assert engine.report()["attention"].calls == 2 * (3 + 5)
     assert {o.distribution for o in found.report.observations} == {"jackfield"}
-    assert set(found.to_dict()["report"]) == {"attention", "cache", "decoding", "scheduler"}
+    assert set(found.to_dict()["report"]) == {
+        "attention", "cache", "decoding", "quantizer", "scheduler",
+    }  # fmt: skip
 
 
 def test_the_model_may_have_no_tokenizer(tmp_path: Path) -> None:

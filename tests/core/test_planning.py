@@ -16,6 +16,8 @@ from jackfield.contracts import (
     CacheCapabilities,
     Decoding,
     DecodingCapabilities,
+    Quantizer,
+    QuantizerCapabilities,
     Requirements,
     Scheduler,
 )
@@ -53,6 +55,18 @@ class FakeDecoding(Decoding):
     def bind(self, context: Any) -> Any: ...
 
 
+class FakeQuantizer(Quantizer):
+    capabilities = QuantizerCapabilities()
+
+    def rank(self, requirements: Requirements) -> int | None:
+        return self.auto_rank
+
+    def make_config(self, context: Any) -> Any: ...
+
+    def converted(self, module: Any) -> bool:
+        return False
+
+
 class FakeScheduler(Scheduler):
     def bind(self, context: Any) -> Any: ...
 
@@ -61,6 +75,7 @@ BASES: dict[str, type[Backend]] = {
     "attention": FakeAttention,
     "cache": FakeCache,
     "decoding": FakeDecoding,
+    "quantizer": FakeQuantizer,
     "scheduler": FakeScheduler,
 }
 
@@ -74,6 +89,7 @@ PLAIN = (
     fake("attention", "plain"),
     fake("cache", "grow"),
     fake("decoding", "sample"),
+    fake("quantizer", "none"),
     fake("scheduler", "fifo"),
 )
 
@@ -146,6 +162,7 @@ def test_a_named_backend_is_not_logged_as_a_choice(caplog: pytest.LogCaptureFixt
             attention="plain",
             cache=["grow"],
             decoding="plugin:sample",
+            quantizer="none",
             scheduler="fifo",
         )
     assert {choice.how for choice in plan.choices.values()} == {"named"}
@@ -377,11 +394,11 @@ def exits(*args: Any) -> Any:
          "its own refuse() returned 'no GPU' where a list of reasons was due"),
         ("refuse", lambda self, needs, options: [OSError("x")],
          "its own refuse() returned [OSError('x')] where a list of reasons was due"),
-        ("imply", lambda self, needs: None,
+        ("imply", lambda self, needs, options: None,
          "its own imply() returned None where Requirements were due"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["attention", "cache", "decoding"])
+@pytest.mark.parametrize("kind", ["attention", "cache", "decoding", "quantizer"])
 def test_a_backend_whose_check_breaks_is_refused_with_the_error(
     kind: str, member: str, value: Any, reason: str
 ) -> None:

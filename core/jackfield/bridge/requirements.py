@@ -28,10 +28,11 @@ from transformers import (
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
 from jackfield.bridge.experts import check_experts, experts_of
+from jackfield.bridge.footprint import stored_quantization, weights_of
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
 from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
-from jackfield.errors import CheckpointError, JackfieldError, PlanError, UsageError
+from jackfield.errors import CheckpointError, JackfieldError, UsageError
 from jackfield.selection import AUTO, nearest
 
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
@@ -44,7 +45,11 @@ def requirements_of(
     model = source.live if source.live is not None else skeleton(source.config)
     name = dtype_name(dtype, source)
     needs = describe(
-        model, dtype=name, device=pick_device(device, source).type, batch_invariant=deterministic
+        model,
+        dtype=name,
+        device=pick_device(device, source).type,
+        batch_invariant=deterministic,
+        dtype_named=dtype != AUTO,
     )
     if source.live is not None:
         check_experts(source.live, needs)
@@ -52,10 +57,17 @@ def requirements_of(
 
 
 def describe(
-    model: PreTrainedModel, *, dtype: str, device: str | None, batch_invariant: bool = False
+    model: PreTrainedModel,
+    *,
+    dtype: str,
+    device: str | None,
+    batch_invariant: bool = False,
+    dtype_named: bool = True,
 ) -> Requirements:
     """The requirements of a model that is there, if only as a skeleton."""
     config = model.config
+    live = model.device.type != "meta"
+    weights = () if live else weights_of(model)
     text = config.get_text_config(decoder=True)
     layers = list(attention_modules(model))
     types = layer_types(config)
@@ -81,7 +93,11 @@ def describe(
         context_length=_context_length(text),
         kv_numbers=seen.cached,
         packed_numbers=_packed_numbers(len(types), calls),
-        weight_bytes=_weight_bytes(model, dtype),
+        weights=weights,
+        weight_bytes=sum(w.numbers * BYTES[w.dtype or dtype] for w in weights),
+        stored=stored_quantization(config),
+        live=live,
+        dtype_named=dtype_named,
         irregular=irregular(calls, windows(config)),
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
@@ -92,11 +108,6 @@ def _packed_numbers(layers: int, calls: Sequence[Call]) -> tuple[int, ...]:
     """How many numbers the attention of each layer is handed as a token's keys and values."""
     found = {call.layer: call.kv_numbers for call in calls}
     return tuple(found.get(layer, 0) for layer in range(layers)) if found else ()
-
-
-def _weight_bytes(model: PreTrainedModel, dtype: str) -> int:
-    """What the weights will take; nothing more where they are there."""
-    return sum(p.numel() for p in model.parameters() if p.is_meta) * BYTES[dtype]
 
 
 def _rehearsed(model: PreTrainedModel) -> Rehearsal:
@@ -128,12 +139,6 @@ def skeleton(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None)
     config = copy.deepcopy(config)
     for part in config_tree(config):
         part._attn_implementation_internal = "eager"
-    if getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method", "an unknown method")
-        raise PlanError(
-            f"the checkpoint's weights are quantized ({method}) and no quantizer backend is "
-            "installed; give the unquantized checkpoint (it is never loaded as if it were plain)"
-        )
     try:
         with quiet(), torch.device("meta"):
             build = AutoModelForCausalLM.from_config if cls is None else cls

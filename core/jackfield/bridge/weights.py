@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jackfield.bridge.experts import experts_implementation
+from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.source import ModelSource, first_line, quiet
+from jackfield.contracts import Quantization
 from jackfield.errors import CheckpointError
 
 logger = logging.getLogger("jackfield")
@@ -83,13 +85,18 @@ def _check_safetensors(file: Path) -> None:
         )
 
 
-def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrainedModel:
+def load_model(
+    source: ModelSource, dtype: str, device: torch.device, quantization: Quantization
+) -> PreTrainedModel:
     """Load the weights of `source` in `dtype` onto `device`. Raises CheckpointError.
 
     A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
         check_files(source.folder)
+    stored = stored_quantization(source.config) is not None
+    # A quantizer puts weights where they belong as it makes them.
+    placed = (stored or quantization.config is not None) and device.type != "cpu"
     try:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -99,6 +106,8 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",  # the plan plugs in what was chosen
                 experts_implementation=experts_implementation(dtype),
+                quantization_config=quantization.config,
+                device_map={"": device} if placed else None,
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and refused below with the names
@@ -108,7 +117,8 @@ def load_model(source: ModelSource, dtype: str, device: torch.device) -> PreTrai
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
+    if not placed:
+        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
     return model
 

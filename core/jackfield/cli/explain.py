@@ -86,7 +86,8 @@ class _Judge:
             for registered in self.registry.of_kind(kind):
                 yield self._verdict(registered, needs)
             if self.plan is not None:
-                needs = self.plan[kind].backend.imply(needs)
+                choice = self.plan[kind]
+                needs = choice.backend.imply(needs, choice.options)
 
     def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
         kind = registered.kind

@@ -41,6 +41,7 @@ class Backends:
         list[str] | None, _backend("attention", "--attention", "--attn-implementation")
     ] = None
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
+    quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"

@@ -24,7 +24,13 @@ from jackfield.contracts.decoding import (
     Strategy,
 )
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
-from jackfield.contracts.requirements import FEATURES, Requirements
+from jackfield.contracts.quantizing import (
+    GivenConfig,
+    Quantization,
+    Quantizer,
+    QuantizerCapabilities,
+)
+from jackfield.contracts.requirements import FEATURES, Requirements, Weight
 from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "CacheUsage",
     "Decoding",
     "DecodingCapabilities",
+    "GivenConfig",
     "KVCache",
     "ModelAttention",
     "ModelInputs",
@@ -49,12 +56,16 @@ __all__ = [
     "PackedLayer",
     "PackedStep",
     "PageTables",
+    "Quantization",
+    "Quantizer",
+    "QuantizerCapabilities",
     "Requirements",
     "Schedule",
     "Scheduler",
     "Span",
     "Strategy",
     "TransformersCache",
+    "Weight",
 ]
 
 #: kind -> the base class that its backends derive from
@@ -62,5 +73,6 @@ CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
     "decoding": Decoding,
+    "quantizer": Quantizer,
     "scheduler": Scheduler,
 }

@@ -27,7 +27,8 @@ class NoOptions:
 class BindContext:
     """What a backend is bound to. `options` is an instance of the backend's own `options` class.
 
-    `model` is None where transformers itself is still loading it (attention only).
+    `model` is None where transformers itself is still loading it (attention), and where it is
+    loaded with what is bound (quantizer).
     """
 
     model: PreTrainedModel | None
@@ -70,8 +71,9 @@ class Backend(ABC):
         del requirements, options
         return []
 
-    def imply(self, requirements: Requirements) -> Requirements:
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """What the kinds that are decided later must meet, once this backend is chosen."""
+        del options
         return requirements
 
     def bind(self, context: BindContext) -> Any:

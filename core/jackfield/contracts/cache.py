@@ -201,7 +201,8 @@ class Cache(Backend):
         del requirements, options
         return None
 
-    def imply(self, requirements: Requirements) -> Requirements:
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        del options
         return replace(requirements, layout=self.capabilities.layout)
 
     @abstractmethod

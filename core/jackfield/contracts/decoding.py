@@ -93,7 +93,8 @@ class Decoding(Backend):
             return [f"{why} (deterministic=True)"]
         return []
 
-    def imply(self, requirements: Requirements) -> Requirements:
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        del options
         return replace(requirements, rollback=requirements.rollback or self.capabilities.rollback)
 
     @abstractmethod

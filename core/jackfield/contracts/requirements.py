@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 #: What a model may need of its attention beyond causal softmax(QKᵀ)V, in one sentence each.
 #: A backend that does not declare a feature does not have it.
@@ -32,6 +33,21 @@ DTYPES = tuple(BYTES)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model, before it is loaded; tied ones are one.
+
+    `linear` is `(out_features, in_features)` where it is the matrix of a linear layer that
+    quantizers may store in their own way, which the output head is not. `dtype` is the one that it
+    keeps whatever the model's is, None where it keeps none.
+    """
+
+    name: str
+    numbers: int
+    linear: tuple[int, int] | None = None
+    dtype: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
     """One job, as backends see it when they accept or refuse it.
@@ -45,7 +61,10 @@ class Requirements:
     `kv_numbers` says for each cached layer how many numbers transformers' cache keeps of a token,
     `packed_numbers` how many the attention is handed (more, where a cache keeps them compressed);
     empty where nobody can tell.
-    `weight_bytes` what the weights will take; 0 where they are loaded already.
+    `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
+    already), and `weight_bytes` what they will take as they are stored. `stored` is the
+    `quantization_config` of a checkpoint, or of a live model, that is quantized already.
+    `dtype_named`: the caller named the dtype, so nobody may choose another.
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
@@ -68,7 +87,11 @@ class Requirements:
     context_length: int | None = None
     kv_numbers: tuple[int, ...] = ()
     packed_numbers: tuple[int, ...] = ()
+    weights: tuple[Weight, ...] = ()
     weight_bytes: int = 0
+    stored: Mapping[str, Any] | None = None
+    live: bool = False
+    dtype_named: bool = False
     irregular: str | None = None
     experts_implementation: str | None = None
     layout: str = "padded"

@@ -145,7 +145,7 @@ class PagedCache(Cache):
                 if options.prefix_sharing is None
                 else options.prefix_sharing
             ),
-            forgets=context.requirements.weight_bytes == 0,  # a live model, which may be trained on
+            forgets=context.requirements.live,  # a live model, which may be trained on
             swap=device.type != "cpu" if options.swap is None else options.swap,
         )
 

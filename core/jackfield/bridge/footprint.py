@@ -1,0 +1,108 @@
+"""What the weights of a model are: planned, from a skeleton, and measured, once they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from jackfield.contracts.requirements import Weight
+from jackfield.errors import ExecutionError
+from jackfield.registry import Registered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
+    """Every parameter of a model on the meta device, each once, however often it is used.
+
+    Which linear layers stay as they are (the output head, what is tied) is transformers' own
+    choice, which the quantizers in it follow.
+    """
+    kept = tuple(get_keys_to_not_convert(skeleton))
+    wide = tuple(getattr(skeleton, "_keep_in_fp32_modules_strict", None) or ())
+    found = []
+    for name, parameter in skeleton.named_parameters():
+        path, _, own = name.rpartition(".")
+        linear = None
+        if own == "weight" and not _is_kept(path, kept):
+            linear = _linear_shape(skeleton.get_submodule(path))
+        dtype = "float32" if any(part in name for part in wide) else None
+        found.append(Weight(name, parameter.numel(), linear, dtype))
+    return tuple(found)
+
+
+def _is_kept(path: str, kept: tuple[str, ...]) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in kept)
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    if type(module) is nn.Linear:
+        return module.out_features, module.in_features
+    if isinstance(module, Conv1D):
+        return module.nf, module.nx
+    return None
+
+
+def loaded_bytes(model: PreTrainedModel) -> int:
+    """What the weights of a loaded model take in memory, scales and tables of quantizers included.
+
+    Tensors that share memory count once; what lies on disk counts nothing.
+    """
+    # Not by storage: what transformers reads without a copy is a view into the whole file.
+    held = {(t.data_ptr(), t.nbytes) for t in _tensors(model) if t.device.type != "meta"}
+    return sum(size for _, size in held)
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    transient = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in transient:
+            yield from _parts(tensor)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor is made of: one that is a class of its own holds its numbers in others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+        return
+    yield tensor
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:  # bitsandbytes' scales, which are no buffers
+        held = (*vars(state).values(), *vars(getattr(state, "state2", None) or object).values())
+        yield from (part for part in held if isinstance(part, torch.Tensor))
+
+
+def stored_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The `quantization_config` of what is quantized already; None: it is not."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if (found := getattr(part, "quantization_config", None)) is not None:
+            return dict(found) if isinstance(found, dict) else dict(found.to_dict())
+    return None
+
+
+def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
+    """What `quantizer` was found to have done to a loaded model; None for one as it always was.
+
+    Raises ExecutionError where it did nothing.
+    """
+    if stored_quantization(model.config) is None:
+        return None
+    converted = {id(m) for m in model.modules() if quantizer.backend.converted(m)}  # type: ignore[attr-defined]
+    linear = {id(m) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)}
+    if not converted:
+        raise ExecutionError(
+            f"{quantizer} converted none of the {len(linear)} linear layers of "
+            f"{type(model).__name__}; load it without quantization"
+        )
+    return f"{len(converted)} of {len(linear | converted)} linear layers"

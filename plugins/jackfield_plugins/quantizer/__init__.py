@@ -1,0 +1,1 @@
+"""Built-in quantizers: one file a backend."""

@@ -1,0 +1,71 @@
+"""``transformers``: every method that transformers itself knows, where nothing better is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import (
+    BindContext,
+    GivenConfig,
+    Quantizer,
+    QuantizerCapabilities,
+    Requirements,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+
+class KnownQuantizer(Quantizer):
+    """A checkpoint, or a config object, of a method that has no backend of its own here.
+
+    transformers' own quantizer for it says what this machine lacks.
+    """
+
+    name = "transformers"
+    capabilities = QuantizerCapabilities()
+
+    def reads(self, stored: Mapping[str, Any]) -> bool:
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        try:
+            return bool(AutoHfQuantizer.supports_quant_method(stored))
+        except ValueError:  # it names no method
+            return False
+
+    def rank(self, requirements: Requirements) -> int | None:
+        """After the backends that are made for one method."""
+        return None if super().rank(requirements) is None else 1
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if reasons:
+            return reasons
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        given: Any = options.config if isinstance(options, GivenConfig) else requirements.stored
+        if given is None:
+            return ["has no method of its own; give a transformers quantization config object"]
+        try:
+            stored = requirements.stored is not None
+            quantizer = AutoHfQuantizer.from_config(given, pre_quantized=stored)
+            quantizer.validate_environment(device_map={"": requirements.device or "cpu"})
+        except Exception as error:  # noqa: BLE001 - whatever a library says is the reason
+            return [str(error).strip().partition("\n")[0] or type(error).__name__]
+        return []
+
+    def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:
+        return None  # refused before, unless the checkpoint or the caller has one
+
+    def converted(self, module: nn.Module) -> bool:
+        from torch import nn
+
+        return hasattr(module, "in_features") and type(module) is not nn.Linear
+
+
+@hookimpl
+def jackfield_quantizer() -> list[Quantizer]:
+    return [KnownQuantizer()]
