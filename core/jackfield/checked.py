@@ -93,6 +93,9 @@ class CheckedStrategy(Strategy):
             )
         return found
 
+    def refuse(self, prompt_length: int) -> str | None:
+        return self._inner.refuse(prompt_length)
+
     def _is_token(self, token: object) -> bool:
         return type(token) is int and 0 <= token < self._vocab_size
 

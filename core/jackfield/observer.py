@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
-from typing import Any
 
-from jackfield.bridge.attention import AttentionPort
+from jackfield.assistant import DraftModel
+from jackfield.bound import BoundModel
 from jackfield.errors import ExecutionError
 from jackfield.loop import Loop
 from jackfield.planning import Plan
-from jackfield.prompts import Prompt, encode
 from jackfield.report import Observation, Report, Speculation, observe, total
 from jackfield.sequences import Completion, Delta, Event, Sequence, Usage
-
-
-class Text:
-    """A tokenizer that several threads may use; None: there is none."""
-
-    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self._lock = threading.Lock()  # a fast tokenizer refuses to be used by two at a time
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        with self._lock:
-            return encode(prompt, self.tokenizer, self.vocab_size)
-
-    def decode(self, ids: list[int]) -> str:
-        with self._lock:
-            text: str = self.tokenizer.decode(  # type: ignore[union-attr]
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        return text
+from jackfield.texts import Text
 
 
 class Observer:
     """Looks at what the loop did. Belongs to one engine and must not refer to it.
 
-    `stored` says what the quantizer was found to have done to the weights.
+    `draft` is the model that proposes, where there is one.
     """
 
     def __init__(
-        self, plan: Plan, port: AttentionPort, loop: Loop, text: Text, stored: str | None
+        self, plan: Plan, bound: BoundModel, loop: Loop, text: Text, draft: DraftModel | None
     ) -> None:
         self._plan = plan
-        self._port = port
+        self._port = bound.port
         self._loop = loop
         self._text = text
-        self._stored = stored
+        self._stored = bound.stored
+        self._draft = draft
         self._reached = False
 
     def report(self) -> Report:
@@ -63,6 +43,7 @@ class Observer:
                 *map(self._decoding, self._plan.decodings),
                 observe("scheduler", self._plan["scheduler"].registered, steps),
                 observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
+                *(self._draft.observations() if self._draft else ()),
             ),
             self._speculation(),
         )

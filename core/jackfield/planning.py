@@ -23,6 +23,8 @@ from jackfield.strategies import Strategies, chosen_beside, implied, offered, sp
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from jackfield.assistance import Model
+
 logger = logging.getLogger("jackfield")
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
@@ -82,13 +84,15 @@ class Refusal:
 class Plan:
     """One backend per kind that fit together, with the reasons against the rest.
 
-    `decodings` are the strategies that requests can choose by name, the default first.
+    `decodings` are the strategies that requests can choose by name, the default first; `assistant`
+    is the plan of their draft model.
     """
 
     requirements: Requirements
     choices: Mapping[str, Choice]
     refusals: tuple[Refusal, ...] = ()
     decodings: Mapping[str, Choice] = field(default_factory=dict)
+    assistant: Plan | None = None
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -127,6 +131,7 @@ class Plan:
             "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
+            "assistant": self.assistant.to_dict() if self.assistant else None,
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -151,6 +156,8 @@ class Plan:
             f"  passed over: {r.registered.kind} {r.registered.name}: {'; '.join(r.reasons)}"
             for r in self.refusals
         ]
+        if self.assistant is not None:
+            lines += [f"  assistant: {line.strip()}" for line in str(self.assistant).splitlines()]
         return "\n".join(lines)
 
 
@@ -327,6 +334,8 @@ def plan(
     cache_implementation: Selectable = AUTO,
     quantization: Quantizable = AUTO,
     decoding: Strategies = AUTO,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
@@ -338,6 +347,7 @@ def plan(
     `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
     `load` would raise.
     """
+    from jackfield.assistance import find_assistant
     from jackfield.bridge.requirements import requirements_of
     from jackfield.bridge.source import find
     from jackfield.discovery import registry
@@ -351,4 +361,6 @@ def plan(
         "quantizer": quantization,
         "scheduler": scheduler,
     }
-    return decide(registry(), needs, selections)
+    plan = decide(registry(), needs, selections)
+    helper = find_assistant(plan, assistant_model, assistant, device_map)
+    return plan if helper is None else replace(plan, assistant=helper.plan)

@@ -19,6 +19,7 @@ from jackfield.contracts.cache import (
 from jackfield.contracts.decoding import (
     SAMPLER_SETTINGS,
     Accepted,
+    Assistant,
     Decoding,
     DecodingCapabilities,
     Strategy,
@@ -37,6 +38,7 @@ __all__ = [
     "FEATURES",
     "SAMPLER_SETTINGS",
     "Accepted",
+    "Assistant",
     "Attention",
     "AttentionCapabilities",
     "Backend",

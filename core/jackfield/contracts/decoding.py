@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
@@ -53,6 +53,25 @@ class Accepted:
     error: str | None = None
 
 
+class Assistant(Protocol):
+    """A draft model, bound to a plan of its own."""
+
+    #: how many tokens it can read at most; None: any number
+    context_length: int | None
+
+    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
+        """Go on with copies of `sequences`: drafts for each, at most `most[i]`.
+
+        A draft that its own model gives less than the probability `sure[i]` is the last. Drawn by
+        the random numbers that the sampler will use at the same positions.
+        """
+        ...
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Forget these sequences; unknown ones are ignored."""
+        ...
+
+
 class Strategy(ABC):
     """A bound decoding strategy: it guesses, and the loop's sampler decides.
 
@@ -73,6 +92,14 @@ class Strategy(ABC):
         `sequences` are those that decode now and chose this strategy. Nothing of them may be
         changed. Called in the loop's thread, once a step at most.
         """
+
+    def refuse(self, prompt_length: int) -> str | None:
+        """Why it can never propose anything for a request; None: it can.
+
+        Asked of requests that name the strategy; one that has it by default goes without drafts.
+        """
+        del prompt_length
+        return None
 
     def release(self, sequences: Seq[Sequence]) -> None:  # noqa: B027 - optional
         """Forget what is kept for these sequences; unknown ones are ignored."""

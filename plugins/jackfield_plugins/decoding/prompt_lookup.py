@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LookupOptions:
-    """`num_tokens` drafts at most, after the longest n-gram of 2 to `ngram` tokens that is found.
+    """Drafts at most, and the longest n-gram that is looked for (down to 2 tokens).
 
-    `worth`: the share of them that must be right, or a request does without for a while.
+    Requests override both by the settings of these names. `worth`: the share of the drafts that
+    must be right, or a request does without for a while.
     """
 
-    num_tokens: int = 10
-    ngram: int = 3
+    prompt_lookup_num_tokens: int = 10
+    max_matching_ngram_size: int = 3
     worth: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "ngram"):
+        for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.worth <= 1:
@@ -100,13 +101,13 @@ class PromptLookupStrategy(Strategy):
         asked, tokens = sequence.settings.drafts, sequence.tokens
         index = self._indexes.get(sequence.id)
         if index is None:
-            longest = asked.max_matching_ngram_size or self._options.ngram
+            longest = asked.max_matching_ngram_size or self._options.max_matching_ngram_size
             index = self._indexes[sequence.id] = Index(range(min(2, longest), longest + 1))
         index.grow(tokens)
         at = index.after(tokens)
         if at is None:
             return []
-        count = min(room, asked.prompt_lookup_num_tokens or self._options.num_tokens)
+        count = min(room, asked.prompt_lookup_num_tokens or self._options.prompt_lookup_num_tokens)
         return _continued(tokens, at, count)
 
     def release(self, sequences: Seq[Sequence]) -> None:
