@@ -13,6 +13,7 @@ import torch
 
 from jackfield.contracts import Accepted, Strategy
 from jackfield.drafted import Drafted
+from jackfield.report import Speculation, total
 from jackfield.sampling import Sampler
 from jackfield.sequences import Feed, Sequence, Step
 from jackfield.structured import Structures
@@ -92,6 +93,10 @@ class Decoder:
                 "request %d: %s was right in %d of its last %d drafts and rests for %d tokens",
                 sequence.id, name, *judged, sequence.drafted.resting,
             )  # fmt: skip
+
+    def speculation(self) -> Speculation | None:
+        """What the drafts of all strategies did; None where none drafts."""
+        return total([self.totals[name] for name in self.drafting])
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for name in self.drafting:

@@ -153,6 +153,7 @@ class Report:
             f"{o.kind} {o.name} ({o.distribution} {o.version}"
             f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
             for o in self.observations
+            if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
         return f"{told}; {self.speculation}" if self.speculation else told
 
