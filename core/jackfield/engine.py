@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,16 +18,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
+from jackfield.beam_settings import check_width
 from jackfield.bound import BoundModel, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.requirements import requirements_of
 from jackfield.bridge.source import find
 from jackfield.bridge.weights import load_tokenizer
-from jackfield.checked import CheckedSchedule, CheckedStrategy
+from jackfield.checked import CheckedSchedule, checked
 from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
+from jackfield.groups import Group
 from jackfield.loop import Loop
 from jackfield.observer import Observer
 from jackfield.planning import Plan, decide
@@ -36,9 +39,9 @@ from jackfield.requests import Request
 from jackfield.selection import AUTO, Quantizable, Selectable
 from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
-from jackfield.settings import Limits, resolve
+from jackfield.settings import Limits, Settings, normalized, resolve
 from jackfield.statistics import Statistics
-from jackfield.strategies import Strategies, pick
+from jackfield.strategies import Strategies, elsewhere, pick
 from jackfield.structured import Structures
 from jackfield.texts import Text, bridge
 from jackfield.worker import Health, Worker
@@ -200,7 +203,7 @@ class Engine:
         for name, choice in self.plan.decodings.items():
             context = replace(self._bound.context("decoding", choice), assistant=assistant)
             strategy = choice.registered.bind(context)
-            bound[name] = CheckedStrategy(strategy, str(choice.registered), self._text.vocab_size)
+            bound[name] = checked(strategy, str(choice.registered), self._text.vocab_size)
             if choice.backend.capabilities.rollback:
                 drafting.add(name)
         return Decoder(bound, frozenset(drafting), self._structures)
@@ -315,24 +318,48 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         ids = self._text.encode(prompt)
-        decoding = pick(self.plan, asked.get("decoding"))
-        settings = resolve(self.model.generation_config, asked, len(ids), self._limits(decoding))
+        asked, defaults = normalized(asked), self.model.generation_config
+        beams = asked.get(
+            "num_beams", defaults.num_beams if (defaults.num_beams or 1) > 1 else None
+        )
+        decoding = pick(self.plan, asked.get("decoding"), beams)
+        settings = resolve(defaults, asked, len(ids), self._limits(decoding))
         if "decoding" in asked and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
         ):
             raise SettingsError(f"decoding={decoding!r}: {reason}")
-        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
+        width = self._loop.decoding.width(settings)
+        copies = () if width is None else (width,)
+        if width is not None:
+            places = self._loop.bounds.max_batch_size
+            check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
+        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
+        if width is not None:
+            return self._group(ids, settings, width, streams=streams)
         made: list[Running] = []
         for sample in range(settings.num_return_sequences):
-            detokenizer = None
-            if self.tokenizer is not None and (streams or settings.stop_strings):
-                detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
+            detokenizer = self._detokenizer(settings, streams=streams)
             leader = made[0] if made else None
             running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
             running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
             made.append(running)
         return made
+
+    def _group(
+        self, ids: list[int], settings: Settings, width: int, *, streams: bool
+    ) -> list[Running]:
+        """The sequences that are answered of a request that is searched with `width` beams."""
+        members = [Running(next(self._ids), ids, settings, None) for _ in range(width)]
+        start = self._structures.start(settings.structure, settings.eos_token_ids)
+        members[0].constraint = start
+        detokenizer = self._detokenizer(settings, streams=streams)
+        return Group(members, settings.num_return_sequences, detokenizer).answers
+
+    def _detokenizer(self, settings: Settings, *, streams: bool) -> Detokenizer | None:
+        if self.tokenizer is None or not (streams or settings.stop_strings):
+            return None
+        return Detokenizer(self._text.decode, settings.stop_strings)
 
     def _limits(self, decoding: str) -> Limits:
         return Limits(
@@ -341,6 +368,7 @@ class Engine:
             honoured=self.plan.decodings[decoding].backend.capabilities.settings,
             decoding=decoding,
             has_tokenizer=self.tokenizer is not None,
+            elsewhere=partial(elsewhere, registry(), self.plan),
         )
 
     def explain(self) -> str:

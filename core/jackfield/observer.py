@@ -83,6 +83,7 @@ class Observer:
             report=self._report_of(sequence),
             logprobs=sequence.logprobs,
             error=sequence.error,
+            score=sequence.score,
         )
 
     def _report_of(self, sequence: Sequence) -> Report:

@@ -273,6 +273,11 @@ class Batch:
         """Tokens `[rows]`, and the best processed score of each row, NaN if any score is."""
         return self._chosen(self.processed(logits), slice(None))
 
+    def confined(self, logits: torch.Tensor) -> torch.Tensor:
+        """`processed`, and -inf where a constraint forbids a token."""
+        scores = self.processed(logits)
+        return scores if self._forbidden is None else scores.masked_fill(self._forbidden, NEVER)
+
     def _chosen(self, scores: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         if self._forbidden is not None:
             scores = scores.masked_fill(self._forbidden[rows], NEVER)

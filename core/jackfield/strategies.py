@@ -88,9 +88,17 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
             return
 
 
-def pick(plan: Plan, asked: object) -> str:
-    """The name of the decoding that a request asks for; None: the default. Raises SettingsError."""
+def pick(plan: Plan, asked: object, num_beams: object = None) -> str:
+    """The name of the decoding that a request asks for; None: the default. Raises SettingsError.
+
+    A request for beams that names none gets the first that has them, and one for a single beam the
+    first that has not; where there is none of the kind, the default says so.
+    """
     names = list(plan.decodings)
+    if asked is None and num_beams is not None:
+        several = num_beams != 1
+        fitting = (name for name in names if ("num_beams" in _honoured(plan, name)) == several)
+        return next(fitting, names[0])
     if asked is None:
         return names[0]
     if not isinstance(asked, str) or asked not in plan.decodings:
@@ -100,3 +108,22 @@ def pick(plan: Plan, asked: object) -> str:
             "; offer it with jackfield.load(decoding={'name': 'plugin:…'})"
         )
     return asked
+
+
+def _honoured(plan: Plan, name: str) -> frozenset[str]:
+    found: frozenset[str] = plan.decodings[name].backend.capabilities.settings
+    return found
+
+
+def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
+    """Which decoding honours a setting, and how to have it; "": none that is known."""
+    here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
+    if here:
+        return f": decoding={' or '.join(here)}"
+    for registered in registry.of_kind("decoding"):
+        if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
+            offers = ", ".join(
+                f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
+            )
+            return f": jackfield.load(decoding={{{offers}}}) offers one"
+    return ""

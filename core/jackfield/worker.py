@@ -121,8 +121,7 @@ class Worker:
     def _cancel(self, number: int) -> None:
         if number in self._open:
             sequence, _ = self._open[number]
-            if (event := self._loop.cancel(sequence)) is not None:
-                self._deliver([event])
+            self._deliver(self._loop.cancel(sequence))
 
     def _wake(self) -> None:
         """See that a thread is there. What it is to do may follow, as long as the lock is held."""

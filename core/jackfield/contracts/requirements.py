@@ -68,6 +68,7 @@ class Requirements:
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
+    `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
@@ -96,6 +97,7 @@ class Requirements:
     experts_implementation: str | None = None
     layout: str = "padded"
     rollback: bool = False
+    forks: bool = False
     batch_invariant: bool = False
 
     @property

@@ -11,7 +11,7 @@ from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 from jackfield_plugins.cache.paged.pages import PageAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from collections.abc import Sequence as Seq
 
 
@@ -87,6 +87,24 @@ class LayerGroup:
         kept = table.pages[(start - table.first) // self.page_size :]
         shared = sum(map(self.allocator.is_shared, kept))
         return shared + max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
+
+    def missing_to(self, parts: Iterable[tuple[int, int, int]]) -> int:
+        """How many pages `reserve` will take for (sequence, start, end) of each of `parts`.
+
+        Of a page that some share all who write take a copy, but for the last one if nobody else
+        holds it then.
+        """
+        count = 0
+        writers: dict[int, int] = {}
+        for sequence, start, end in parts:
+            table = self.tables.get(sequence, _EMPTY)
+            count += max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
+            for page in table.pages[(start - table.first) // self.page_size :]:
+                if self.allocator.is_shared(page):
+                    writers[page] = writers.get(page, 0) + 1
+        return count + sum(
+            min(writing, self.allocator.holders(page) - 1) for page, writing in writers.items()
+        )
 
     def largest(self, sequence: int, cached: int) -> int:
         """How many tokens can follow `cached` ones in one step, with the whole pool to itself."""
