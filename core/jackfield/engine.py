@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -15,20 +16,22 @@ from rich.progress import track
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
+from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import pick_device, requirements_of
-from jackfield.bridge.source import ModelSource, find
+from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model, load_tokenizer
 from jackfield.checked import CheckedSchedule
 from jackfield.contracts import BindContext, PackedKVCache
+from jackfield.deciding import Job, understand
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
 from jackfield.loop import Loop
 from jackfield.observer import Observer, Text
-from jackfield.planning import Plan, decide
+from jackfield.placement import DeviceMap
+from jackfield.planning import Plan
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
 from jackfield.requests import Request
@@ -57,7 +60,11 @@ def load(
     decoding: Selectable = AUTO,
     scheduler: Selectable = AUTO,
     dtype: str = AUTO,
-    device_map: str = AUTO,
+    device_map: DeviceMap = AUTO,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
     revision: str | None = None,
     tokenizer: Any | None = None,
     max_batch_size: int = 32,
@@ -74,7 +81,15 @@ def load(
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
     also be one of transformers' quantization config objects. `dtype` is "auto"
-    or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
+    or a name such as "bfloat16".
+
+    `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
+    the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
+    dict of module -> device or "disk". `max_memory` bounds what weights take of each device
+    (``{"cpu": "4GB", 0: "10GB"}``). What transformers has to write for weights on disk goes into a
+    folder of its own in `offload_folder`, or among the temporary ones, until the engine is closed.
+    `adapter` is a folder or hub id of a PEFT adapter; with `merge_adapter` it is added into the
+    weights.
 
     `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
     one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
@@ -95,8 +110,17 @@ def load(
         max_waiting=max_waiting,
     )
     check_seconds(stall_after=stall_after)
-    source = find(model, revision)
-    needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
+    job = understand(
+        model,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        revision=revision,
+        deterministic=deterministic,
+    )
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,
@@ -104,22 +128,27 @@ def load(
         "quantizer": quantization,
         "scheduler": scheduler,
     }
-    plan = decide(registry(), needs, selections)
-    if prefill_chunk_size is not None and (reason := needs.whole_prompt):
+    plan = job.decide(registry(), selections)
+    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
         raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
-            f"piece ({reason}); drop prefill_chunk_size"
+            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
+            f"one piece ({reason}); drop prefill_chunk_size"
         )
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:
-        tokenizer = load_tokenizer(source)
-    model = _weights(source, plan, device_map)
-    return Engine(model, plan, tokenizer, bounds, max_waiting=max_waiting, stall_after=stall_after)
+        tokenizer = load_tokenizer(job.source)
+    with contextlib.ExitStack() as files:
+        model = _weights(job, plan, files.enter_context(folder_for(plan.placement, job.asked)))
+        engine = Engine(
+            model, plan, tokenizer, bounds, max_waiting=max_waiting, stall_after=stall_after
+        )
+        engine.when_closed(files.pop_all().close)
+    return engine
 
 
-def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
+def _weights(job: Job, plan: Plan, folder: Path | None) -> PreTrainedModel:
+    source = job.source
     if source.live is None:
-        device = pick_device(device_map, source)
         choice = plan["quantizer"]
         context = BindContext(
             model=None,
@@ -127,7 +156,10 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
             requirements=plan.requirements,
             options=choice.options,
         )
-        return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
+        assert plan.placement is not None
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
+        return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(
             "this model, or one that shares its config, already runs in an engine; close that one "
@@ -142,10 +174,10 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
 
 
 def _give_back(
-    worker: Worker, model: PreTrainedModel, unplug: Callable[[], None], trained: list[Module]
+    worker: Worker, model: PreTrainedModel, undo: contextlib.ExitStack, trained: list[Module]
 ) -> None:
     worker.close(timeout=STOP_WITHIN)
-    unplug()
+    undo.close()
     for module in trained:
         module.training = True
     _in_use.difference_update(map(id, decoder_configs(model)))
@@ -183,12 +215,16 @@ class Engine:
             model,
             cache if isinstance(cache, PackedKVCache) else None,
         )
-        unplug = self._port.plug(model)
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self._port.plug(model))
+        self._adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        if self._adapter is not None:
+            self._undo.callback(self._adapter.restore)
         trained = [module for module in model.modules() if module.training]
         forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
         self._loop = Loop(forward, cache, strategy, schedule, bounds)
         stored = stored_as(model, plan["quantizer"].registered)
-        self._observer = Observer(plan, self._port, self._loop, self._text, stored)
+        self._observer = Observer(plan, self._port, self._loop, self._text, stored, self._adapter)
         self._worker = Worker(
             self._loop,
             self._observer.delta,
@@ -198,13 +234,45 @@ class Engine:
         )
         self._max_waiting = max_waiting
         # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._give_back = weakref.finalize(self, _give_back, self._worker, model, unplug, trained)
+        self._give_back = weakref.finalize(
+            self, _give_back, self._worker, model, self._undo, trained
+        )
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
     @property
     def closed(self) -> bool:
         return self._worker.closed
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Have `act`, which must not refer to the engine, called after it was closed or dropped."""
+        self._undo.callback(act)
+
+    def enable_adapter(self) -> None:
+        """Run with the adapter again. Raises UsageError while requests are open."""
+        self._switch_adapter(on=True)
+
+    def disable_adapter(self) -> None:
+        """Run without the adapter. Raises UsageError while requests are open, or where it is
+        merged.
+
+        A request runs with it or without it from its first token to its last, and nothing that was
+        cached with it is read without it.
+        """
+        self._switch_adapter(on=False)
+
+    def _switch_adapter(self, *, on: bool) -> None:
+        switch = self._adapter
+        if switch is None:
+            raise UsageError("the engine has no adapter to switch; load it with adapter=…")
+        if switch.adapter.merged:
+            raise UsageError("the adapter is merged into the weights; load without merge_adapter")
+
+        def act() -> None:
+            switch.switch(on=on)
+            self._loop.cache.forget()
+
+        self._worker.while_idle(act)
 
     def _context(self, kind: str) -> BindContext:
         return BindContext(

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from jackfield.bridge.adapters import AdapterSwitch
 from jackfield.bridge.attention import AttentionPort
 from jackfield.errors import ExecutionError
 from jackfield.loop import Loop
@@ -38,17 +39,25 @@ class Text:
 class Observer:
     """Looks at what the loop did. Belongs to one engine and must not refer to it.
 
-    `stored` says what the quantizer was found to have done to the weights.
+    `stored` says what the quantizer was found to have done to the weights, `adapter` is the switch
+    of what is on top of them.
     """
 
     def __init__(
-        self, plan: Plan, port: AttentionPort, loop: Loop, text: Text, stored: str | None
+        self,
+        plan: Plan,
+        port: AttentionPort,
+        loop: Loop,
+        text: Text,
+        stored: str | None,
+        adapter: AdapterSwitch | None = None,
     ) -> None:
         self._plan = plan
         self._port = port
         self._loop = loop
         self._text = text
         self._stored = stored
+        self._adapter = adapter
         self._reached = False
 
     def report(self) -> Report:
@@ -62,7 +71,8 @@ class Observer:
                 observe(
                     "quantizer", self._plan["quantizer"].registered, self._loop.steps, self._stored
                 ),
-            )
+            ),
+            self._adapter.use() if self._adapter else None,
         )
 
     def check_reached(self) -> None:

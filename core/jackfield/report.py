@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jackfield.adapter import AdapterUse
 from jackfield.registry import Registered
 
 
@@ -67,9 +68,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Report:
-    """Which backend, of which distribution and version, was called how often."""
+    """Which backend, of which distribution and version, was called how often.
+
+    `adapter` is what was found in the modules: None where they have none.
+    """
 
     observations: tuple[Observation, ...]
+    adapter: AdapterUse | None = None
 
     def __getitem__(self, kind: str) -> Observation:
         for observation in self.observations:
@@ -81,17 +86,19 @@ class Report:
         """What was observed after `before` (None: from the start)."""
         if before is None:
             return self
-        return Report(tuple(o.since(before[o.kind]) for o in self.observations))
+        return replace(self, observations=tuple(o.since(before[o.kind]) for o in self.observations))
 
     def to_dict(self) -> dict[str, Any]:
-        return {o.kind: o.to_dict() for o in self.observations}
+        rows = {o.kind: o.to_dict() for o in self.observations}
+        return rows | ({"adapter": self.adapter.to_dict()} if self.adapter else {})
 
     def __str__(self) -> str:
-        return "; ".join(
+        told = [
             f"{o.kind} {o.name} ({o.distribution} {o.version}"
             f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
             for o in self.observations
-        )
+        ]
+        return "; ".join([*told, *([str(self.adapter)] if self.adapter else [])])
 
 
 def observe(

@@ -65,11 +65,12 @@ def note(text: str) -> None:
 
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
-    return " · ".join(
+    told = [
         f"{o.kind} {o.name} ({o.distribution} {o.version}"
         f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
         for o in report.observations
-    )
+    ]
+    return " · ".join([*told, *([str(report.adapter)] if report.adapter else [])])
 
 
 class _Lines(logging.Handler):

@@ -13,6 +13,7 @@ from jackfield.contracts.requirements import Requirements
 from jackfield.selection import option_flaws
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
@@ -35,6 +36,17 @@ class BindContext:
     config: PreTrainedConfig
     requirements: Requirements
     options: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where a step's inputs belong; a model that is spread may have its first weight on disk.
+
+        Other layers may compute elsewhere: `requirements.execution_devices`.
+        """
+        from jackfield.bridge.source import input_device
+
+        assert self.model is not None
+        return input_device(self.model)
 
 
 class Backend(ABC):
