@@ -43,13 +43,17 @@ class Job:
         """
         needs, plan, tried = self.needs, decide(registry, self.needs, selections), []
         while (where := self._placed(registry, plan)).spread:
-            spread = {"execution_devices": where.execution_devices, "offloaded": where.offloaded}
             quantizer = plan["quantizer"].registered
             if quantizer in tried:
                 break
             tried.append(quantizer)
-            device = where.device.partition(":")[0]
-            plan = decide(registry, replace(needs, device=device, **spread), selections)
+            spread = replace(
+                needs,
+                device=where.device.partition(":")[0],
+                execution_devices=where.execution_devices,
+                offloaded=where.offloaded,
+            )
+            plan = decide(registry, spread, selections)
             if plan["quantizer"].registered is quantizer:
                 break
         return replace(plan, placement=where, adapter=self._adapter())

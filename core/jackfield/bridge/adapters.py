@@ -73,8 +73,9 @@ def find_adapter(
     location: str | Path, model: PreTrainedModel, *, merge: bool = False
 ) -> FoundAdapter:
     """Check an adapter against a skeleton, which is changed. Raises CheckpointError, UsageError."""
-    if not isinstance(location, str | Path) or not str(location):
-        raise UsageError(f"adapter must be a folder or a hub id, not {location!r}")
+    given: Any = location
+    if not isinstance(given, str | Path) or not str(given):
+        raise UsageError(f"adapter must be a folder or a hub id, not {given!r}")
     folder = _folder(str(location))
     config = _read_config(folder)
     if not has_peft():
@@ -346,8 +347,10 @@ class AdapterSwitch:
         return AdapterUse(self.adapter, "off" if off == {True} else "on")
 
     def switch(self, *, on: bool) -> None:
-        """Have every module use its adapter, or none. transformers' own forgets some (T#, saved
-        modules stay off), so each is told."""
+        """Have every module use its adapter, or none.
+
+        transformers' `enable_adapters` leaves out the modules that an adapter saved whole.
+        """
         for layer in self._layers:
             layer.enable_adapters(on)
         self._keep_gradients()

@@ -48,7 +48,7 @@ class Backends:
     device: Annotated[
         str,
         _flag(
-            "--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,… (=DEVICE: rest)."
+            "--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."
         ),
     ] = "auto"
     max_memory: Annotated[
