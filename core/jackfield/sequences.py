@@ -11,7 +11,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from jackfield.drafted import Drafted
+
 if TYPE_CHECKING:
+    from jackfield.contracts import Accepted
     from jackfield.detokenize import Detokenizer
     from jackfield.report import Report
     from jackfield.settings import Settings
@@ -41,9 +44,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "detokenizer", "error", "evictions", "finish_reason", "first_token_at", "id",
-        "leader", "logprobs", "num_cached", "prompt_length", "report_before", "sample", "settings",
-        "started", "tokens",
+        "arrival", "detokenizer", "drafted", "error", "evictions", "finish_reason",
+        "first_token_at", "id", "leader", "logprobs", "num_cached", "prompt_length",
+        "report_before", "sample", "settings", "started", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +63,7 @@ class Sequence:
         self.sample = sample
         self.arrival = 0
         self.evictions = 0
+        self.drafted = Drafted()
         self.first_token_at: float | None = None
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
@@ -143,6 +147,10 @@ class Feed:
     def samples(self) -> bool:
         """Whether the feed reaches the end of its sequence, so that a next token is wanted."""
         return self.start + self.count == len(self.sequence.tokens)
+
+    def kept(self, gain: Accepted) -> int:
+        """How many of the fed tokens stay: its own, and the drafts that were accepted."""
+        return self.count + max(0, min(len(self.drafts), len(gain.tokens) - 1))
 
 
 @dataclass(frozen=True, slots=True)

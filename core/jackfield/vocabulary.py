@@ -8,7 +8,7 @@ from typing import Any
 #: Settings that transformers has no name for.
 OWN = frozenset(
     {
-        "cache_salt", "deadline", "frequency_penalty", "logits_processor", "logprobs",
+        "cache_salt", "deadline", "decoding", "frequency_penalty", "logits_processor", "logprobs",
         "presence_penalty", "priority", "seed",
     }
 )  # fmt: skip
@@ -16,7 +16,7 @@ OWN = frozenset(
 #: Honoured by the loop itself, whatever the decoding strategy.
 LOOP = frozenset(
     {
-        "cache_salt", "deadline", "eos_token_id", "max_length", "max_new_tokens",
+        "cache_salt", "deadline", "decoding", "eos_token_id", "max_length", "max_new_tokens",
         "num_return_sequences", "priority", "stop_strings",
     }
 )  # fmt: skip

@@ -347,10 +347,15 @@ class AdapterSwitch:
         return AdapterUse(self.adapter, "off" if off == {True} else "on")
 
     def switch(self, *, on: bool) -> None:
-        """Have every module use its adapter, or none.
+        """Have every module use its adapter, or none. Raises UsageError for one that is merged.
 
         transformers' `enable_adapters` leaves out the modules that an adapter saved whole.
         """
+        if self.adapter.merged:
+            raise UsageError(
+                "the adapter is merged into the weights and cannot be switched; load without "
+                "merge_adapter"
+            )
         for layer in self._layers:
             layer.enable_adapters(on)
         self._keep_gradients()

@@ -82,7 +82,10 @@ def place(asked: Asked, source: ModelSource, needs: Requirements, weigh: Weigh) 
     device = str(first_device(asked, source))
     if isinstance(asked.device_map, Mapping):
         model = skeleton(source.config)
-        return _laid_out(model, _resolved(asked.device_map, model), needs, weigh)
+        made = _laid_out(model, _resolved(asked.device_map, model), needs, weigh)
+        if made.spread:
+            _need_accelerate(asked, "it names several places, or disk")
+        return made
     total = needs.weight_bytes
     if not asked.is_strategy:
         _check_bound(device, total, asked)

@@ -47,9 +47,7 @@ class Backends:
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[
         str,
-        _flag(
-            "--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."
-        ),
+        _flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
     ] = "auto"
     max_memory: Annotated[
         str | None, _flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")

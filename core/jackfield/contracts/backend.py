@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from jackfield.contracts.decoding import Assistant
+
 NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 
 
@@ -29,13 +31,15 @@ class BindContext:
     """What a backend is bound to. `options` is an instance of the backend's own `options` class.
 
     `model` is None where transformers itself is still loading it (attention), and where it is
-    loaded with what is bound (quantizer).
+    loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
+    declares one.
     """
 
     model: PreTrainedModel | None
     config: PreTrainedConfig
     requirements: Requirements
     options: Any
+    assistant: Assistant | None = None
 
     @property
     def device(self) -> torch.device:
