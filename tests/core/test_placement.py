@@ -402,7 +402,7 @@ before = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
 with jackfield.load(sys.argv[1], dtype="float32", device_map=sys.argv[2],
-                    attn_implementation="sdpa") as engine:
+                    attn_implementation="sdpa", cache_implementation="dynamic") as engine:
     ids = engine.generate([1, 2, 3], max_new_tokens=3)[0].token_ids
 done = True
 thread.join()
@@ -421,11 +421,12 @@ def test_peak_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     found = {}
+    freeing = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back
     for place in ("cpu", "disk"):
         done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), place],
-                              capture_output=True, text=True, env={**os.environ})  # fmt: skip
+                              capture_output=True, text=True, env=freeing)  # fmt: skip
         assert done.returncode == 0, done.stderr
         found[place] = json.loads(f"[{done.stdout.strip().replace(' ', ',')}]")
     assert found["cpu"][1:] == found["disk"][1:]
     assert found["cpu"][0] > 130e6
-    assert found["disk"][0] < 0.2 * found["cpu"][0], found
+    assert found["disk"][0] < 0.15 * found["cpu"][0], found
