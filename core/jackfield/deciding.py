@@ -47,13 +47,7 @@ class Job:
             if quantizer in tried:
                 break
             tried.append(quantizer)
-            spread = replace(
-                needs,
-                device=where.device.partition(":")[0],
-                execution_devices=where.execution_devices,
-                offloaded=where.offloaded,
-            )
-            plan = decide(registry, spread, selections)
+            plan = decide(registry, _spread_over(needs, where), selections)
             if plan["quantizer"].registered is quantizer:
                 break
         return replace(plan, placement=where, adapter=self._adapter())
@@ -65,7 +59,7 @@ class Job:
         if self.source.live is not None:
             return placed_live(self.source.live)
         where = place(self.asked, self.source, plan.requirements, _scale(plan))
-        if where.spread and self.found and not self.found.offloads and where.offloaded:
+        if where.offloaded and self.found and self.found.reads_weights:
             raise UsageError(
                 f"the adapter {self.found.adapter.location} reads the weights below it when it is "
                 "merged, or as DoRA; they cannot be offloaded: name one device"
@@ -73,6 +67,16 @@ class Job:
         if not where.spread:
             _check_size(registry, plan, self.asked, where)
         return where
+
+
+def _spread_over(needs: Requirements, where: Placement) -> Requirements:
+    """`needs` where weights go to several places, or to disk."""
+    return replace(
+        needs,
+        device=where.device.partition(":")[0],
+        execution_devices=where.execution_devices,
+        offloaded=where.offloaded,
+    )
 
 
 def _scale(plan: Plan) -> Any:
@@ -160,6 +164,9 @@ def understand(
     if source.live is not None:
         device = AUTO
     needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
+    if isinstance(said.device_map, Mapping):
+        where = Placement(device, said.device_map, {})
+        needs = _spread_over(needs, where) if where.spread else needs
     if merge_adapter and adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
     if adapter is None:

@@ -49,7 +49,8 @@ class FoundAdapter:
     folder: Path
     adapter: Adapter
     weights: tuple[Weight, ...] = field(repr=False)
-    offloads: bool = True  # whether the weights below it may be out of memory between two steps
+    #: whether it reads the weights below it, as DoRA does, which therefore stay in memory
+    reads_weights: bool = False
 
 
 def has_peft() -> bool:
@@ -89,8 +90,8 @@ def find_adapter(
         if name in names
     ]
     adapter = _told(str(location), found, len(_layers(model)), merged=merge)
-    dora = bool(config.get("use_dora"))
-    return FoundAdapter(folder, adapter, () if merge else tuple(weights), not dora and not merge)
+    reads = merge or bool(config.get("use_dora"))
+    return FoundAdapter(folder, adapter, () if merge else tuple(weights), reads)
 
 
 def _folder(location: str) -> Path:
@@ -242,8 +243,8 @@ def load_adapter(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel
     """Put a checked adapter on a loaded model, or merge it in. Raises CheckpointError."""
     try:
         with hushed():
-            if found.adapter.merged:
-                return _merged(model, found)
+            if found.reads_weights:
+                return _by_peft(model, found)
             with _beside(model):
                 info = model.load_adapter(str(found.folder), NAME, use_safetensors=True)
     except CheckpointError:
@@ -263,16 +264,20 @@ def load_adapter(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel
     return model
 
 
-def _merged(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel:
+def _by_peft(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel:
+    """Merge it in, or load it as PEFT does: transformers finds no place for DoRA's magnitudes."""
     from peft import PeftModel
 
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        wrapped: Any = PeftModel.from_pretrained(model, str(found.folder))
+        wrapped: Any = PeftModel.from_pretrained(
+            model, str(found.folder), autocast_adapter_dtype=found.adapter.merged
+        )
     if missed := [w for w in noted if "missing adapter keys" in str(w.message)]:
         raise CheckpointError(first_line(Warning(str(missed[0].message)))[:300])
-    merged: PreTrainedModel = wrapped.merge_and_unload(safe_merge=True)
-    return merged
+    if found.adapter.merged:
+        return wrapped.merge_and_unload(safe_merge=True)  # type: ignore[no-any-return]
+    return wrapped.get_base_model()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
