@@ -24,6 +24,8 @@ from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.placement import Placement, asked, parse_size, spell
 from jackfield.planning import decide
 
+pytest.importorskip("accelerate")
+
 PROMPTS = prompts((3, 9))
 LAYER_1 = {"": "cpu", "model.layers.1": "disk"}
 WHOLE = 92_800  # bytes of the tiny Llama in float32
