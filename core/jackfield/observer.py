@@ -46,7 +46,7 @@ class Observer:
                 observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
                 *(self._draft.observations() if self._draft else ()),
             ),
-            self._speculation(),
+            self._loop.decoding.speculation(),
             self._adapter.use() if self._adapter else None,
         )
 
@@ -55,10 +55,6 @@ class Observer:
         registered = self._plan.decodings[name].registered
         calls = self._loop.decoding.calls[name]
         return replace(observe("decoding", registered, calls), name=name)
-
-    def _speculation(self) -> Speculation | None:
-        decoder = self._loop.decoding
-        return total([decoder.totals[name] for name in decoder.drafting])
 
     def check_reached(self) -> None:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""

@@ -159,6 +159,7 @@ class Report:
             f"{o.kind} {o.name} ({o.distribution} {o.version}"
             f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
             for o in self.observations
+            if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
         return "; ".join(map(str, filter(None, (told, self.speculation, self.adapter))))
 

@@ -43,6 +43,12 @@ class Backends:
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
+    assistant_model: Annotated[
+        str | None,
+        _flag(
+            "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
+        ),
+    ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[
@@ -77,10 +83,10 @@ class Backends:
         from jackfield.planning import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
-        return chosen | self.job()
+        return chosen | {"assistant_model": self.assistant_model} | self.job()
 
     def job(self) -> dict[str, Any]:
-        """Those of them that select no backend."""
+        """What says which model, and where: arguments that select no backend."""
         return {
             "dtype": self.dtype,
             "device_map": _device_map(self.device),

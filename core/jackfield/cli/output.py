@@ -69,8 +69,9 @@ def ran(report: Report) -> str:
         f"{o.kind} {o.name} ({o.distribution} {o.version}"
         f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
         for o in report.observations
+        if o.calls or o.kind != "decoding"  # one that nobody asked for
     ]
-    return " · ".join([*told, *([str(report.adapter)] if report.adapter else [])])
+    return " · ".join(map(str, filter(None, (*told, report.speculation, report.adapter))))
 
 
 class _Lines(logging.Handler):
