@@ -47,7 +47,7 @@ class Job:
             if quantizer in tried:
                 break
             tried.append(quantizer)
-            plan = decide(registry, _spread_over(needs, where), selections)
+            plan = decide(registry, spread_over(needs, where), selections)
             if plan["quantizer"].registered is quantizer:
                 break
         return replace(plan, placement=where, adapter=self._adapter())
@@ -69,7 +69,7 @@ class Job:
         return where
 
 
-def _spread_over(needs: Requirements, where: Placement) -> Requirements:
+def spread_over(needs: Requirements, where: Placement) -> Requirements:
     """`needs` where weights go to several places, or to disk."""
     return replace(
         needs,
@@ -166,7 +166,7 @@ def understand(
     needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
     if isinstance(said.device_map, Mapping):
         where = Placement(device, said.device_map, {})
-        needs = _spread_over(needs, where) if where.spread else needs
+        needs = spread_over(needs, where) if where.spread else needs
     if merge_adapter and adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
     if adapter is None:

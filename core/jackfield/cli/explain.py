@@ -48,7 +48,7 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     Example: jackfield explain demo --attention eager
     """
     from jackfield.assistance import find_assistant
-    from jackfield.deciding import understand
+    from jackfield.deciding import spread_over, understand
     from jackfield.discovery import registry
     from jackfield.errors import PlanError
 
@@ -60,6 +60,8 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
         plan = job.decide(registry(), selections)
         draft = find_assistant(plan, backends.assistant_model, None, job.asked.device_map)
         plan = plan if draft is None else replace(plan, assistant=draft.plan)
+        if plan.placement and plan.placement.spread:
+            needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
     verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
