@@ -28,8 +28,8 @@ class Decoder:
     """Asks each sequence's strategy for drafts, and the sampler which of them are right.
 
     `strategies` are those that a request can choose by name; those in `drafting` propose. `calls`
-    counts the steps that each took part in, `totals` what its drafts did, `decided` is what the last
-    step's `accept` says of groups, whose sequences gain nothing by themselves.
+    counts the steps that each took part in, `totals` what its drafts did. `decided` is what the
+    last `accept` says of groups, whose sequences gain nothing by themselves.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def test_a_fork_shares_pages_until_one_writes() -> None:
     store, a, b = cache(), sequence(1, 6), sequence(2, 8)
     store.commit(feed(store, (a, 6)), [6])
     free = store.groups[None].allocator.num_free
-    store.fork(a, b)
+    store.fork([(a, b)], [])
     assert (b.num_cached, store.groups[None].allocator.num_free) == (6, free)
     a.tokens.append(6)
     step = feed(store, (a, 1), (b, 2))
