@@ -276,17 +276,23 @@ def test_a_structure_holds_in_every_beam_as_transformers_confines_them(
         settings = engine._sequence(prompt, {"num_beams": 2, **structure}, streams=False).settings
     ends = settings.eos_token_ids
 
-    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+    def after(ids: torch.Tensor) -> Any:
         constraint = engine._structures.start(settings.structure, ends)
         assert constraint is not None
-        constraint.advance(ids[len(prompt) :].tolist())
-        bits = constraint.matcher.compute_bitmask()
+        return constraint, constraint.advance(ids[len(prompt) :].tolist())
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        bits = after(ids)[0].matcher.compute_bitmask()
         return [t for t in range(engine._text.vocab_size) if bits[t // 8] >> t % 8 & 1] or [0]
+
+    def whole(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([after(row)[1] is not None for row in ids])
 
     expected = search(
         engine.model, prompt, prefix_allowed_tokens_fn=allowed, max_new_tokens=16,
-        eos_token_id=list(ends), **asked,
+        stopping_criteria=[whole], eos_token_id=list(ends), **asked,
     )  # fmt: skip
+    expected = [(text[: len(c.token_ids)], s) for c, (text, s) in zip(found, expected, strict=True)]
     same(texts(found), expected, close=1e-4)
     assert [c.token_ids for c in beside[1:3]] == [c.token_ids for c in found]
 
