@@ -93,6 +93,8 @@ class Observer:
         found = self.report().since(sequence.report_before)
         name = sequence.settings.decoding
         own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
+        if sequence.group is not None:
+            own = replace(own, beams=sequence.group.width)
         return found.of_request(own, total([sequence.drafted]) or Speculation())
 
     def _text_of(self, sequence: Sequence) -> str | None:

@@ -32,7 +32,8 @@ class Tally:
 class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
-    `source` is whose kernel it ran on, for a backend that has a choice.
+    `source` is whose kernel it ran on, for a backend that has a choice. `beams` is how many a search
+    had for the one request that is reported.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Observation:
     prefill: Mapping[int, int]
     decode: Mapping[int, int]
     source: str | None = None
+    beams: int | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
@@ -63,6 +65,8 @@ class Observation:
         }
         if self.source is not None:
             row["source"] = self.source
+        if self.beams is not None:
+            row["beams"] = self.beams
         if self.prefill or self.decode:
             row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
         return row
@@ -157,7 +161,8 @@ class Report:
     def __str__(self) -> str:
         told = "; ".join(
             f"{o.kind} {o.name} ({o.distribution} {o.version}"
-            f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
+            f"{', on ' + o.source if o.source else ''}"
+            f"{f', {o.beams} beams' if o.beams else ''}): {o.calls} calls"
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
