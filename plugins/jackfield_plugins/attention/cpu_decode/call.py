@@ -14,7 +14,7 @@ import torch
 
 from jackfield.contracts import PackedLayer
 from jackfield.errors import ExecutionError
-from jackfield_plugins.attention.cpu_decode.build import library
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PACK = struct.Struct("@10qd8q3q7q").pack  # `struct Call` in kernel.cpp
@@ -27,8 +27,9 @@ class Kernel:
 
     def __init__(self) -> None:
         self._decode: dict[torch.dtype, Callable[[bytes], None]] = {}
+        library = KERNEL.library()
         for dtype in DTYPES:
-            function = library()[f"decode_{str(dtype).removeprefix('torch.')}"]
+            function = library[f"decode_{str(dtype).removeprefix('torch.')}"]
             function.argtypes, function.restype = [ctypes.c_char_p], None
             self._decode[dtype] = function
 

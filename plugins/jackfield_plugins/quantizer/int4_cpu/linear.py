@@ -1,0 +1,167 @@
+"""The module that takes the place of a linear layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from jackfield.errors import ExecutionError
+from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, GROUP_SIZES, Quantized, quantize
+
+WEIGHTS = ("qweight", "scales")
+
+
+class Product(Protocol):
+    """A kernel: a layout of its own for the weights, and the product with them."""
+
+    name: str
+    batch_invariant: bool
+
+    def pack(self, quantized: Quantized, bits: int) -> Quantized: ...
+
+    def unpack(self, packed: Quantized, out_features: int, bits: int) -> Quantized: ...
+
+    def linear(
+        self,
+        input: torch.Tensor,
+        packed: Quantized,
+        bias: torch.Tensor | None,
+        sizes: tuple[int, int, int, int],
+    ) -> torch.Tensor: ...
+
+
+class GroupwiseLinear(nn.Module):
+    """A linear layer of small integers with a scale a group; bfloat16 in and out, float32 sums.
+
+    Its buffers `qweight` and `scales` are in the kernel's layout and empty until `set_weight`; the
+    state dict has them in canonical form (see `quantize.py`), which fits every kernel. For inference:
+    it computes no gradients.
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        product: Product,
+        *,
+        group_size: int = 32,
+        bits: int = 4,
+    ) -> None:
+        super().__init__()
+        if bits not in BITS or group_size not in GROUP_SIZES or in_features % group_size:
+            raise ExecutionError(
+                f"int4-cpu has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
+                f"inputs, not {bits} bits in groups of {group_size} for {in_features} inputs"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.group_size, self.bits = group_size, bits
+        self.product = product
+        self.register_buffer("qweight", torch.empty(0, dtype=torch.uint8))
+        self.register_buffer("scales", torch.empty(0, dtype=torch.bfloat16))
+        empty = torch.zeros(out_features, dtype=torch.bfloat16) if bias else None
+        self.register_buffer("bias", empty)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, product: Product, *, group_size: int = 32, bits: int = 4
+    ) -> Self:
+        """The layer quantized now; `linear` is left as it is."""
+        new = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, product,
+            group_size=group_size, bits=bits,
+        )  # fmt: skip
+        new.set_weight(quantize(linear.weight, bits=bits, group_size=group_size), linear.bias)
+        return new
+
+    def set_weight(self, quantized: Quantized, bias: torch.Tensor | None = None) -> None:
+        """Take over a weight in canonical form; one of another shape or dtype is refused."""
+        for name, found, (shape, dtype) in zip(WEIGHTS, quantized, self._expected(), strict=True):
+            if found.shape != shape or found.dtype is not dtype:
+                raise ExecutionError(
+                    f"{name} of a layer of {self.extra_repr()} is {dtype} {list(shape)}, not "
+                    f"{found.dtype} {list(found.shape)}"
+                )
+        self.qweight, self.scales = self.product.pack(quantized, self.bits)
+        if self.bias is not None and bias is not None:
+            self.bias = bias.detach().to(torch.bfloat16, copy=True)
+
+    def quantized(self) -> Quantized:
+        """The weight in canonical form, made anew."""
+        packed = Quantized(self.qweight, self.scales)
+        return self.product.unpack(packed, self.out_features, self.bits)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` of bfloat16 to `[..., out_features]`."""
+        if (
+            input.dtype is not torch.bfloat16
+            or input.shape[-1] != self.in_features
+            or input.requires_grad
+            or not input.is_cpu
+        ):
+            return self._without_values(input)
+        buffers = self._buffers  # attribute access through nn.Module costs more than the rest
+        return self.product.linear(
+            input if input.is_contiguous() else input.contiguous(),
+            (buffers["qweight"], buffers["scales"]),
+            buffers["bias"],
+            (self.in_features, self.out_features, self.group_size, self.bits),
+        )
+
+    def _without_values(self, input: torch.Tensor) -> torch.Tensor:
+        """The shape alone, for a model that is rehearsed on empty tensors; all else is refused."""
+        wrong = []
+        if input.dtype is not torch.bfloat16:
+            wrong.append(f"takes bfloat16, not {input.dtype}: load the model with dtype='bfloat16'")
+        if input.shape[-1] != self.in_features:
+            wrong.append(f"has {self.in_features} inputs, not {input.shape[-1]}")
+        if input.requires_grad:
+            wrong.append("computes no gradients; call it under torch.no_grad()")
+        if input.device.type not in ("cpu", "meta"):
+            wrong.append(f"runs on the CPU, not on {input.device}")
+        if wrong:
+            raise ExecutionError(f"int4-cpu {'; '.join(wrong)}")
+        return input.new_empty(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bits={self.bits}, group_size={self.group_size}, kernel={self.product.name}"
+        )
+
+    def _expected(self) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Shape and dtype of `WEIGHTS` in canonical form."""
+        return [
+            ((self.out_features, self.in_features * self.bits // 8), torch.uint8),
+            ((self.out_features, self.in_features // self.group_size), torch.bfloat16),
+        ]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """A module can be moved but stays of bfloat16, which is what its kernel reads."""
+        super()._apply(fn, recurse)
+        if self.scales.dtype is not torch.bfloat16:
+            raise ExecutionError(f"int4-cpu computes in bfloat16, not in {self.scales.dtype}")
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.qweight.numel():
+            destination.update(zip((prefix + n for n in WEIGHTS), self.quantized(), strict=True))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        found = [state_dict.get(prefix + name) for name in WEIGHTS]
+        if all(tensor is not None for tensor in found):
+            self.set_weight(Quantized(*found), state_dict.get(prefix + "bias"))  # type: ignore[arg-type]
+            packed = zip((prefix + n for n in WEIGHTS), (self.qweight, self.scales), strict=True)
+            state_dict = {**state_dict, **dict(packed)}  # what torch then copies onto itself
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
