@@ -54,8 +54,9 @@ def loaded_bytes(model: PreTrainedModel) -> int:
 
     Tensors that share memory count once; what lies on disk counts nothing.
     """
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in _tensors(model) if t.device.type != "meta"}.values())  # fmt: skip
+    # Not by storage: what transformers reads without a copy is a view into the whole file.
+    held = {(t.data_ptr(), t.nbytes) for t in _tensors(model) if t.device.type != "meta"}
+    return sum(size for _, size in held)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
