@@ -1,0 +1,174 @@
+"""How transformers' `from_pretrained` quantizes, or reads, a model of these layers.
+
+A linear layer is replaced when its weight comes from disk, so only one is held whole at a time, and
+what was read of the file is given back at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from jackfield_plugins.quantizer.int4_cpu.files import forget_files
+from jackfield_plugins.quantizer.int4_cpu.linear import WEIGHTS, GroupwiseLinear, Product
+from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, cannot_quantize, quantize
+
+METHOD = "int4-cpu"
+
+
+class Int4CpuConfig(QuantizationConfigMixin):
+    """What a checkpoint says of itself: `group_size` inputs share a scale.
+
+    `kernel` is how it is computed and not part of a checkpoint. `modules_to_not_convert` are names
+    or beginnings of names; None: the output head and what is tied to it.
+    """
+
+    def __init__(
+        self,
+        group_size: int = 32,
+        kernel: str = "auto",
+        modules_to_not_convert: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.group_size = group_size
+        self.kernel = kernel
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "kernel"}
+
+
+class Int4CpuHfQuantizer(HfQuantizer):
+    """transformers' side of the quantizer."""
+
+    quantization_config: Int4CpuConfig
+
+    def __init__(self, quantization_config: Int4CpuConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._kept: list[str] = []
+        self.product: Product | None = None
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype is not torch.bfloat16:
+            raise ValueError(f"int4-cpu computes in bfloat16, not in {dtype}; pass dtype='bfloat16'")
+        return dtype
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        places = kwargs.get("device_map")
+        found = set(places.values()) if isinstance(places, dict) else {places} - {None}
+        if stray := {str(place) for place in found} - {"cpu"}:
+            raise ValueError(f"int4-cpu runs on the CPU, not on {', '.join(sorted(stray))}")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from jackfield_plugins.quantizer.int4_cpu.kernels import product
+
+        config = self.quantization_config
+        self.product = product(config.kernel)
+        self._kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        path, _, own = param_name.rpartition(".")
+        module = model.get_submodule(path)
+        return (
+            own == "weight"
+            and type(module) is nn.Linear
+            and not any(path == k or path.startswith(f"{k}.") for k in self._kept)
+            and not cannot_quantize(module.weight, self.quantization_config.group_size)
+        )
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.pre_quantized:
+            return []
+        return [WeightConverter([rf"\.{name}$" for name in WEIGHTS], ".weight", [_Read(self)])]
+
+    def replace(
+        self, model: PreTrainedModel, name: str, quantized: Quantized, missing: set[str] | None
+    ) -> dict[str, torch.Tensor]:
+        """Put a layer with these weights where the linear layer of the parameter `name` is."""
+        assert self.product is not None
+        path = name.rpartition(".")[0]
+        linear = model.get_submodule(path)
+        made = GroupwiseLinear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            self.product,
+            group_size=self.quantization_config.group_size,
+        )
+        made.set_weight(quantized, linear.bias)
+        made._is_hf_initialized = True  # or transformers fills it with random numbers
+        model.set_submodule(path, made)
+        if missing is not None:
+            missing.discard(name)
+        return {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Quantize(ConversionOps):
+    """A weight as the checkpoint has it."""
+
+    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: Any, missing_keys: Any = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        ((name, weight),) = input_dict.items()
+        weight = weight[0] if isinstance(weight, list) else weight
+        made = quantize(weight, group_size=self.hf_quantizer.quantization_config.group_size)
+        del weight
+        forget_files()
+        return self.hf_quantizer.replace(model, name, made, missing_keys)
+
+
+class _Read(ConversionOps):
+    """A weight that was quantized before, in canonical form."""
+
+    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *args: Any,
+        model: Any,
+        full_layer_name: str,
+        missing_keys: Any = None,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        parts = [part[0] if isinstance(part, list) else part for part in input_dict.values()]
+        made = Quantized(*sorted(parts, key=lambda part: part.dtype is not torch.uint8))
+        return self.hf_quantizer.replace(model, full_layer_name, made, missing_keys)
+
+    def __deepcopy__(self, memo: Any) -> _Read:
+        """transformers copies a conversion for each layer; the quantizer is one for all."""
+        return self
+
+
+def register() -> None:
+    """Teach transformers the method. A second call changes nothing."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, Int4CpuConfig)
+    AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Int4CpuHfQuantizer)
