@@ -25,11 +25,8 @@ constexpr int BYTES = 64;           // of a block and a step
 constexpr int PARTS = LANES / Vector<float>::lanes;
 constexpr int64_t CHUNK = 48;       // rows of a task: with a unit's weights they fit into a cache
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
-#if defined(__AVX512BF16__)
-constexpr int MOST_ROWS = 12;
-#else
-constexpr int MOST_ROWS = 4;
-#endif
+constexpr int FEW = 8;              // rows, up to which memory is waited for
+constexpr int AHEAD = 6144;         // bytes of weights that are asked for before they are needed
 
 // What Python packs, field by field. A unit is 64 outputs; of the last one some may not exist.
 struct Call {
@@ -50,8 +47,15 @@ struct Format {
     static constexpr int offset(int turn) { return bits == 8 && turn % 2 == 0 ? 0 : 8; }
 };
 
-// As many blocks at a time as leave registers for the sums, and wait for none of them.
-constexpr int blocks_for(int rows) { return rows <= 3 ? 4 : 2; }
+// Rows and blocks that are worked on together; their sums have to fit into the registers. Few rows
+// take all blocks of a unit, so that its weights are read in the order in which they lie.
+#if defined(__AVX512BF16__)
+constexpr int rows_for(int64_t rows) { return rows <= FEW ? 4 : 8; }
+constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
+#else
+constexpr int rows_for(int64_t) { return 4; }
+constexpr int blocks_for(int) { return 1; }
+#endif
 
 #if defined(__AVX512BF16__)
 
@@ -80,6 +84,7 @@ inline ALWAYS_INLINE void add_group(const uint8_t* weight, const bfloat16* input
     for (int64_t step = 0; step < steps; step++) {
         __m512i packed[blocks];
         each<blocks>([&](auto b) ALWAYS_INLINE {
+            __builtin_prefetch(weight + b * BYTES + AHEAD);
             packed[b] = _mm512_loadu_si512(weight + b * BYTES);
         });
         each<4>([&](auto turn) ALWAYS_INLINE {
@@ -157,10 +162,11 @@ class Linear {
     void work() {
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < units * chunks;) {
             int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+            const int64_t most = rows_for(call.rows);
             // Tiles as even as can be, since each has to unpack the weights.
-            for (int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS; tiles; tiles--) {
+            for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
                 int64_t rows = (count + tiles - 1) / tiles;
-                by_rows<MOST_ROWS>(rows, task / chunks, from);
+                by_rows<rows_for(INT64_MAX)>(rows, task / chunks, from);
                 from += rows;
                 count -= rows;
             }
@@ -188,6 +194,8 @@ class Linear {
         Vec<float> total[rows * parts];
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
+            for (int line = 0; line < UNIT * LANES * 2; line += BYTES)
+                __builtin_prefetch(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line);
             Vec<float> sums[rows * parts];
             each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
             add_group<bits, rows, blocks>(weight, input, call.in_features, steps, sums);

@@ -39,6 +39,10 @@ class NativeProduct:
             function.argtypes, function.restype = [ctypes.c_char_p], None
             self._linear[bits] = function
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copy loads the kernel of the machine that it is on."""
+        return NativeProduct, ()
+
     def pack(self, quantized: Quantized, bits: int) -> Quantized:
         return layout.pack(quantized, bits)
 
