@@ -61,20 +61,23 @@ class Int4Cpu(Quantizer):
         group = (requirements.stored or {}).get("group_size")
         if group is not None and getattr(options, "group_size", None) not in (None, group):
             reasons.append(f"the checkpoint has groups of {group}, not of {options.group_size}")
-        if not reasons and getattr(options, "kernel", "auto") == "native":
-            from jackfield_plugins.quantizer.int4_cpu.native import KERNEL
+        if not reasons and (kernel := _kernel(options)) == "native":
+            from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
 
-            reasons = KERNEL.cannot_build() or KERNEL.cannot_load()
+            reasons = why_torch(kernel)
         return reasons
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
+        from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
+
         group = _group_size(requirements.stored, options)
+        of_group = 4 if why_torch(_kernel(options)) else 2  # torch's keeps a zero point as well
 
         def size(out_features: int, in_features: int) -> int | None:
             if in_features % group:
                 return None
             filled = -(-out_features // 64) * 64  # kernels lay out 64 outputs together
-            return filled * (in_features // 2 + in_features // group * 2)
+            return filled * (in_features // 2 + in_features // group * of_group)
 
         return mixed_bytes(requirements, size)
 
@@ -90,6 +93,10 @@ class Int4Cpu(Quantizer):
         from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
 
         return isinstance(module, GroupwiseLinear)
+
+
+def _kernel(options: Any) -> str:
+    return str((options.config if isinstance(options, GivenConfig) else options).kernel)
 
 
 def _group_size(stored: Mapping[str, Any] | None, options: Any) -> int:

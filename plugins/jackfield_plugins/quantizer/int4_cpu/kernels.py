@@ -14,12 +14,17 @@ logger = logging.getLogger("jackfield")
 KERNELS = ("auto", "native", "torch")
 
 
+def why_torch(kernel: str) -> list[str]:
+    """Why `kernel`, one of `KERNELS`, is torch's; an empty list: it is the one written here."""
+    if kernel == "torch":
+        return ["was asked for"]
+    return KERNEL.cannot_build() or KERNEL.cannot_load()
+
+
 @functools.cache
 def product(kernel: str) -> Product:
     """The kernel `kernel` of `KERNELS`; one for all layers. Raises PlanError where it cannot be."""
-    if kernel == "torch":
-        return TorchProduct()
-    if kernel == "auto" and (reasons := KERNEL.cannot_build() or KERNEL.cannot_load()):
+    reasons = why_torch(kernel)
+    if reasons and kernel == "auto":
         logger.warning("int4-cpu runs on torch's kernel: its own %s", "; ".join(reasons))
-        return TorchProduct()
-    return NativeProduct()
+    return TorchProduct() if reasons and kernel != "native" else NativeProduct()

@@ -92,6 +92,11 @@ class GroupwiseLinear(nn.Module):
         if self.bias is not None and bias is not None:
             self.bias = bias.detach().to(torch.bfloat16, copy=True)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """An empty stand-in for models that look up the dtype or the device of their layers."""
+        return self.scales.new_empty(0)
+
     def quantized(self) -> Quantized:
         """The weight in canonical form, made anew."""
         packed = Quantized(self.qweight, self.scales)

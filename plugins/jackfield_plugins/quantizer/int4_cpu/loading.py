@@ -6,12 +6,12 @@ what was read of the file is given back at once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -19,9 +19,13 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from jackfield_plugins.quantizer.int4_cpu.files import forget_files
+from jackfield_plugins.quantizer.int4_cpu.files import flaws, forget_files
+from jackfield_plugins.quantizer.int4_cpu.kernels import product
 from jackfield_plugins.quantizer.int4_cpu.linear import WEIGHTS, GroupwiseLinear, Product
 from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, cannot_quantize, quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 METHOD = "int4-cpu"
 
@@ -40,7 +44,7 @@ class Int4CpuConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         self.group_size = group_size
         self.kernel = kernel
         self.modules_to_not_convert = modules_to_not_convert
@@ -61,7 +65,7 @@ class Int4CpuHfQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype is not torch.bfloat16:
-            raise ValueError(f"int4-cpu computes in bfloat16, not in {dtype}; pass dtype='bfloat16'")
+            raise ValueError(f"int4-cpu computes in bfloat16, not in {dtype}; pass 'bfloat16'")
         return dtype
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -70,10 +74,13 @@ class Int4CpuHfQuantizer(HfQuantizer):
         if stray := {str(place) for place in found} - {"cpu"}:
             raise ValueError(f"int4-cpu runs on the CPU, not on {', '.join(sorted(stray))}")
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from jackfield_plugins.quantizer.int4_cpu.kernels import product
-
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
         config = self.quantization_config
+        if self.pre_quantized and (found := flaws(checkpoint_files or [], config.group_size)):
+            more = f" ({len(found)} layers in all)" if len(found) > 1 else ""
+            raise ValueError(f"{found[0]}{more}; fetch or quantize the checkpoint again")
         self.product = product(config.kernel)
         self._kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
 
@@ -84,9 +91,9 @@ class Int4CpuHfQuantizer(HfQuantizer):
         module = model.get_submodule(path)
         return (
             own == "weight"
-            and type(module) is nn.Linear
+            and (type(module) is nn.Linear or isinstance(module, Conv1D))
             and not any(path == k or path.startswith(f"{k}.") for k in self._kept)
-            and not cannot_quantize(module.weight, self.quantization_config.group_size)
+            and not cannot_quantize(_matrix(module), self.quantization_config.group_size)
         )
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -99,20 +106,18 @@ class Int4CpuHfQuantizer(HfQuantizer):
 
     def replace(
         self, model: PreTrainedModel, name: str, quantized: Quantized, missing: set[str] | None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Put a layer with these weights where the linear layer of the parameter `name` is."""
         assert self.product is not None
         path = name.rpartition(".")[0]
-        linear = model.get_submodule(path)
+        linear: Any = model.get_submodule(path)
+        out_features, in_features = _matrix(linear).shape
+        group_size = self.quantization_config.group_size
         made = GroupwiseLinear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            self.product,
-            group_size=self.quantization_config.group_size,
+            in_features, out_features, linear.bias is not None, self.product, group_size=group_size
         )
         made.set_weight(quantized, linear.bias)
-        made._is_hf_initialized = True  # or transformers fills it with random numbers
+        setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
         model.set_submodule(path, made)
         if missing is not None:
             missing.discard(name)
@@ -126,6 +131,11 @@ class Int4CpuHfQuantizer(HfQuantizer):
         return False
 
 
+def _matrix(module: Any) -> torch.Tensor:
+    """Its weight, `[out_features, in_features]`."""
+    return module.weight.T if isinstance(module, Conv1D) else module.weight
+
+
 class _Quantize(ConversionOps):
     """A weight as the checkpoint has it."""
 
@@ -134,14 +144,21 @@ class _Quantize(ConversionOps):
 
     @torch.no_grad()
     def convert(
-        self, input_dict: dict[str, Any], *args: Any, model: Any, missing_keys: Any = None, **_: Any
-    ) -> dict[str, torch.Tensor]:
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        model: PreTrainedModel = kwargs["model"]
         ((name, weight),) = input_dict.items()
         weight = weight[0] if isinstance(weight, list) else weight
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+            weight = weight.T
         made = quantize(weight, group_size=self.hf_quantizer.quantization_config.group_size)
         del weight
         forget_files()
-        return self.hf_quantizer.replace(model, name, made, missing_keys)
+        return self.hf_quantizer.replace(model, name, made, kwargs.get("missing_keys"))
 
 
 class _Read(ConversionOps):
@@ -153,15 +170,14 @@ class _Read(ConversionOps):
     def convert(
         self,
         input_dict: dict[str, Any],
-        *args: Any,
-        model: Any,
-        full_layer_name: str,
-        missing_keys: Any = None,
-        **_: Any,
-    ) -> dict[str, torch.Tensor]:
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         parts = [part[0] if isinstance(part, list) else part for part in input_dict.values()]
         made = Quantized(*sorted(parts, key=lambda part: part.dtype is not torch.uint8))
-        return self.hf_quantizer.replace(model, full_layer_name, made, missing_keys)
+        name, missing = kwargs["full_layer_name"], kwargs.get("missing_keys")
+        return self.hf_quantizer.replace(kwargs["model"], name, made, missing)
 
     def __deepcopy__(self, memo: Any) -> _Read:
         """transformers copies a conversion for each layer; the quantizer is one for all."""
