@@ -87,21 +87,23 @@ def dequantize(quantized: Quantized, *, bits: int = 4) -> torch.Tensor:
 def _fitting_scale(groups: torch.Tensor) -> torch.Tensor:
     """Of `[group_size, groups]`: `[groups]`, signed so that the largest weight becomes negative."""
     largest = groups.gather(0, groups.abs().argmax(0, keepdim=True))[0]
-    best, most = largest / -8, torch.full_like(largest, -1.0)
+    parts = groups / torch.where(largest == 0, 1.0, largest)  # the largest is 1: nothing overflows
+    best, most = torch.full_like(largest, -1 / 8), torch.full_like(largest, -1.0)
     for end in ENDS:
-        integers = _rounded(groups, largest / end, bits=4)
+        integers = (parts * end).round_().clamp_(-8, 7)
         # With the best scale for these integers, the squared error is less by this much.
-        along, square = (groups * integers).sum(0), integers.square_().sum(0)
+        along, square = (parts * integers).sum(0), integers.square_().sum(0)
         gain = along.square() / square
         better = gain > most  # not where a group is all zero
         best = torch.where(better, along / square, best)
         most = torch.where(better, gain, most)
-    return best
+    return best * largest
 
 
 def _rounded(groups: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     half = 1 << bits - 1
-    inverse: torch.Tensor = torch.where(scale == 0, 0.0, 1 / scale)
+    vanishes = scale.abs() < torch.finfo(torch.float32).tiny
+    inverse: torch.Tensor = torch.where(vanishes, 0.0, 1 / scale)
     return (groups * inverse).round_().clamp_(-half, half - 1)
 
 
