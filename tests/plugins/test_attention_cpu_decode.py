@@ -280,7 +280,7 @@ def test_without_a_compiler_it_says_what_to_do(
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing is compiled yet, and the cache is an empty folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield tmp_path / "jackfield"
+    return tmp_path / "jackfield"
 
 
 def another() -> NativeKernel:

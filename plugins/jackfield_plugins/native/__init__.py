@@ -1,7 +1,7 @@
 """C++ of a backend: compiled with the machine's compiler, once a machine, and loaded.
 
-A folder's `kernel.cpp` may include `vectors.h` of this folder. Kernels share torch's threads through
-OpenMP's own entry, so they are for Linux, where torch brings that runtime.
+A folder's `kernel.cpp` may include the headers of this folder. Kernels share torch's threads
+through OpenMP's own entry, so they are for Linux, where torch brings that runtime.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class NativeKernel:
             return [f"is for Linux, where it shares torch's threads; this is {sys.platform}"]
         if compiler() is None:
             named = f" (CXX={os.environ['CXX']} is not one)" if os.environ.get("CXX") else ""
-            return [
+            reason = (
                 "needs a C++ compiler (g++ or clang++) to compile its kernel once, and finds none"
-                f"{named}: install one, e.g. `apt install g++`"
-            ]
+            )
+            return [f"{reason}{named}: install one, e.g. `apt install g++`"]
         return []
 
     def library(self) -> ctypes.CDLL:

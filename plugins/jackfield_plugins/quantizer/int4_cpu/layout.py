@@ -31,7 +31,8 @@ def _by_units(rows: torch.Tensor) -> torch.Tensor:
     """`[outputs, steps, ...]` as `[units, steps, 64, ...]`."""
     missing = -len(rows) % UNIT
     filled = pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    return filled.unflatten(0, (-1, UNIT)).transpose(1, 2).contiguous()
+    units: torch.Tensor = filled.unflatten(0, (-1, UNIT))
+    return units.transpose(1, 2).contiguous()
 
 
 def _by_outputs(units: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Product(Protocol):
 
     def linear(
         self,
-        input: torch.Tensor,
+        hidden: torch.Tensor,
         packed: Quantized,
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
@@ -35,9 +35,9 @@ class Product(Protocol):
 class GroupwiseLinear(nn.Module):
     """A linear layer of small integers with a scale a group; bfloat16 in and out, float32 sums.
 
-    Its buffers `qweight` and `scales` are in the kernel's layout and empty until `set_weight`; the
-    state dict has them in canonical form (see `quantize.py`), which fits every kernel. For inference:
-    it computes no gradients.
+    Its buffers `qweight` and `scales` are in the kernel's layout, and empty until `set_weight`; the
+    state dict has them in canonical form (see `quantize.py`), which fits every kernel. It computes
+    no gradients.
     """
 
     qweight: torch.Tensor
@@ -63,6 +63,8 @@ class GroupwiseLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.bits = group_size, bits
         self.product = product
+        self._sizes = (in_features, out_features, group_size, bits)
+        self._ready = False  # whether there is memory that a kernel may read
         self.register_buffer("qweight", torch.empty(0, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(0, dtype=torch.bfloat16))
         empty = torch.zeros(out_features, dtype=torch.bfloat16) if bias else None
@@ -89,6 +91,7 @@ class GroupwiseLinear(nn.Module):
                     f"{found.dtype} {list(found.shape)}"
                 )
         self.qweight, self.scales = self.product.pack(quantized, self.bits)
+        self._ready = self.qweight.is_cpu
         if self.bias is not None and bias is not None:
             self.bias = bias.detach().to(torch.bfloat16, copy=True)
 
@@ -102,37 +105,40 @@ class GroupwiseLinear(nn.Module):
         packed = Quantized(self.qweight, self.scales)
         return self.product.unpack(packed, self.out_features, self.bits)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """`[..., in_features]` of bfloat16 to `[..., out_features]`."""
         if (
             input.dtype is not torch.bfloat16
             or input.shape[-1] != self.in_features
             or input.requires_grad
             or not input.is_cpu
+            or not self._ready
         ):
             return self._without_values(input)
         buffers = self._buffers  # attribute access through nn.Module costs more than the rest
         return self.product.linear(
             input if input.is_contiguous() else input.contiguous(),
-            (buffers["qweight"], buffers["scales"]),
+            (buffers["qweight"], buffers["scales"]),  # type: ignore[arg-type]
             buffers["bias"],
-            (self.in_features, self.out_features, self.group_size, self.bits),
+            self._sizes,
         )
 
-    def _without_values(self, input: torch.Tensor) -> torch.Tensor:
+    def _without_values(self, hidden: torch.Tensor) -> torch.Tensor:
         """The shape alone, for a model that is rehearsed on empty tensors; all else is refused."""
         wrong = []
-        if input.dtype is not torch.bfloat16:
-            wrong.append(f"takes bfloat16, not {input.dtype}: load the model with dtype='bfloat16'")
-        if input.shape[-1] != self.in_features:
-            wrong.append(f"has {self.in_features} inputs, not {input.shape[-1]}")
-        if input.requires_grad:
+        if hidden.dtype is not torch.bfloat16:
+            wrong.append(f"takes bfloat16, not {hidden.dtype}: load with dtype='bfloat16'")
+        if hidden.shape[-1] != self.in_features:
+            wrong.append(f"has {self.in_features} inputs, not {hidden.shape[-1]}")
+        if hidden.requires_grad:
             wrong.append("computes no gradients; call it under torch.no_grad()")
-        if input.device.type not in ("cpu", "meta"):
-            wrong.append(f"runs on the CPU, not on {input.device}")
+        if hidden.device.type not in ("cpu", "meta"):
+            wrong.append(f"runs on the CPU, not on {hidden.device}")
+        if hidden.is_cpu and not self._ready:
+            wrong.append("has no weights yet")
         if wrong:
-            raise ExecutionError(f"int4-cpu {'; '.join(wrong)}")
-        return input.new_empty(*input.shape[:-1], self.out_features)
+            raise ExecutionError(f"int4-cpu: a layer of {self.extra_repr()} {'; '.join(wrong)}")
+        return hidden.new_empty(*hidden.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (
@@ -149,7 +155,8 @@ class GroupwiseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """A module can be moved but stays of bfloat16, which is what its kernel reads."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._ready = self.qweight.is_cpu and self.qweight.numel() > 0
         if self.scales.dtype is not torch.bfloat16:
             raise ExecutionError(f"int4-cpu computes in bfloat16, not in {self.scales.dtype}")
         return self

@@ -51,7 +51,7 @@ class NativeProduct:
 
     def linear(
         self,
-        input: torch.Tensor,
+        hidden: torch.Tensor,
         packed: Quantized,
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
@@ -61,12 +61,12 @@ class NativeProduct:
         `sizes` is (in_features, out_features, group_size, bits), which nothing in here checks.
         """
         in_features, out_features, group_size, bits = sizes
-        out = input.new_empty((*input.shape[:-1], out_features))
+        out = hidden.new_empty((*hidden.shape[:-1], out_features))
         self._linear[bits](
             _PACK(
-                input.data_ptr(), out.data_ptr(), packed[0].data_ptr(), packed[1].data_ptr(),
+                hidden.data_ptr(), out.data_ptr(), packed[0].data_ptr(), packed[1].data_ptr(),
                 0 if bias is None else bias.data_ptr(),
-                input.numel() // in_features, in_features, out_features, group_size, _threads(),
+                hidden.numel() // in_features, in_features, out_features, group_size, _threads(),
             )
         )  # fmt: skip
         return out

@@ -53,16 +53,16 @@ class TorchProduct:
 
     def linear(
         self,
-        input: torch.Tensor,
+        hidden: torch.Tensor,
         packed: Quantized,
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
     ) -> torch.Tensor:
         """`[..., in_features]` of dense bfloat16 to `[..., out_features]`."""
         in_features, out_features, group_size, _ = sizes
-        rows = input.view(-1, in_features)
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed[0], group_size, packed[1])
-        out = out[:, :out_features]
+        rows = hidden.view(-1, in_features)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        out: torch.Tensor = product(rows, packed[0], group_size, packed[1])[:, :out_features]
         if bias is not None:
             out = out + bias
-        return out.reshape(*input.shape[:-1], out_features)
+        return out.reshape(*hidden.shape[:-1], out_features)
