@@ -2,12 +2,12 @@
 
     python tests/benchmarks/int4_against_llama.py [--threads 2] [--head 8] [--transformers]
 
-`--head 8` stores the output head in 8 bits (8.5 with scales), which is also what llama.cpp takes for
-it (Q8_0, since the width of 896 does not suit Q6_K); `--head 4` has all of both in 4 bits. The
+`--head 8` stores the output head in 8 bits (8.5 with scales), which is also what llama.cpp takes
+for it (Q8_0, since the width of 896 does not suit Q6_K); `--head 4` has all of both in 4 bits. The
 embeddings of the model are tied: the head is a copy, and rows of the input are read from bfloat16.
-Prints each engine's median tokens a second and the median over the rounds of the ratios: of the time,
-and of the processor time of all threads, which other programs disturb less; it says something with
-`--threads 1`, since threads that wait are busy too.
+Prints each engine's median tokens a second and the median over the rounds of the ratios: of the
+time, and of the processor time of all threads, which other programs disturb less; it says something
+with `--threads 1`, since threads that wait are busy too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from llama_cpp_engine import LlamaCpp, convert, dequantized, quantize, types_in
 from torch import nn
-from transformers import PreTrainedModel
 from workload import half_billion
 
 import jackfield
 from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
 from jackfield_plugins.quantizer.int4_cpu.native import NativeProduct
 from jackfield_plugins.quantizer.int4_cpu.quantize import dequantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT, NEW = 128, 64
 Runs = dict[str, Callable[[list[list[int]], int], object]]
@@ -108,10 +111,10 @@ def measure(runs: Runs, batch: int, rounds: int) -> None:
         ]
         ratios = [statistics.median(column) for column in zip(*times, strict=True)]
         print(
-            f"batch {batch} {name:12}: {batch * NEW / seconds:6.1f} tok/s, step {step * 1e3:6.2f} ms; "
-            f"processor {processor:5.2f} s, step {processor_step * 1e3:6.2f} ms; jackfield is faster "
-            f"by {ratios[0]:.2f}, a step {ratios[2]:.2f}; processor {ratios[1]:.2f}, step "
-            f"{ratios[3]:.2f}",
+            f"batch {batch} {name:12}: {batch * NEW / seconds:6.1f} tok/s, step {step * 1e3:6.2f} "
+            f"ms; processor {processor:5.2f} s, step {processor_step * 1e3:6.2f} ms; jackfield is "
+            f"faster by {ratios[0]:.2f}, a step {ratios[2]:.2f}; by processor {ratios[1]:.2f}, "
+            f"a step {ratios[3]:.2f}",
             flush=True,
         )
 
@@ -131,7 +134,6 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model = half_billion()
-    start = time.perf_counter()
     small = in_groups(model, given.head)
     read = bytes_a_token(small)
     prompt = torch.randint(5, 1000, (PROMPT,)).tolist()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gguf
 import llama_cpp
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Q4_0 = 2  # both as a type of tensor and as the type of a file
 
