@@ -113,11 +113,13 @@ def load(
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:
         tokenizer = load_tokenizer(source)
-    model = _weights(source, plan, device_map)
+    model = _weights(source, plan, device_map, tokenizer)
     return Engine(model, plan, tokenizer, bounds, max_waiting=max_waiting, stall_after=stall_after)
 
 
-def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
+def _weights(
+    source: ModelSource, plan: Plan, device_map: str, tokenizer: Any | None
+) -> PreTrainedModel:
     if source.live is None:
         device = pick_device(device_map, source)
         choice = plan["quantizer"]
@@ -126,6 +128,7 @@ def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedMode
             config=source.config,
             requirements=plan.requirements,
             options=choice.options,
+            tokenizer=tokenizer,
         )
         return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):

@@ -24,8 +24,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_files(folder: Path) -> None:
-    """Refuse a folder whose weights are missing, incomplete, or only in pickles."""
+Shape = tuple[int, ...]
+
+
+def check_files(folder: Path) -> dict[str, Shape]:
+    """The shape of every tensor in `folder`, from the headers of its files.
+
+    Refuse a folder whose weights are missing, incomplete, or only in pickles.
+    """
     _check_generation_config(folder / "generation_config.json")
     index = folder / "model.safetensors.index.json"
     files = _shards(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
@@ -37,8 +43,7 @@ def check_files(folder: Path) -> None:
             if pickles
             else f"there are no weights in {folder}: expected model.safetensors"
         )
-    for file in files:
-        _check_safetensors(file)
+    return {name: shape for file in files for name, shape in _check_safetensors(file).items()}
 
 
 def _check_generation_config(file: Path) -> None:
@@ -62,7 +67,7 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _check_safetensors(file: Path) -> None:
+def _check_safetensors(file: Path) -> dict[str, Shape]:
     """Compare the size that the header promises with the size of the file; reads no tensor."""
     if not file.is_file():
         raise CheckpointError(f"the shard {file} is missing; fetch the model again")
@@ -74,6 +79,7 @@ def _check_safetensors(file: Path) -> None:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
         expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -83,6 +89,7 @@ def _check_safetensors(file: Path) -> None:
         raise CheckpointError(
             f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
         )
+    return shapes
 
 
 def load_model(
@@ -93,12 +100,14 @@ def load_model(
     A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
-        check_files(source.folder)
+        reasons = quantization.misfits(check_files(source.folder))
+        if reasons:
+            raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
     stored = stored_quantization(source.config) is not None
     # A quantizer puts weights where they belong as it makes them.
     placed = (stored or quantization.config is not None) and device.type != "cpu"
     try:
-        with quiet():
+        with quantization.reading(), quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location or "",
                 config=source.config,
@@ -117,7 +126,8 @@ def load_model(
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    if not placed:
+    quantization.finish(model)
+    if not placed and model.device != device:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
     return model

@@ -28,13 +28,15 @@ class BindContext:
     """What a backend is bound to. `options` is an instance of the backend's own `options` class.
 
     `model` is None where transformers itself is still loading it (attention), and where it is
-    loaded with what is bound (quantizer).
+    loaded with what is bound (quantizer). `tokenizer` is that of the model, where it has one and it
+    is known by then.
     """
 
     model: PreTrainedModel | None
     config: PreTrainedConfig
     requirements: Requirements
     options: Any
+    tokenizer: Any | None = None
 
 
 class Backend(ABC):
