@@ -199,13 +199,13 @@ def plain_bytes(requirements: Requirements) -> int:
 
 
 def mixed_bytes(requirements: Requirements, convert: Callable[[Weight], int | None]) -> int:
-    """What weights take where `convert(weight)` says it for the matrix of a linear layer.
+    """What weights take where `convert(weight)` says it for those that are stored otherwise.
 
-    None: that one stays as it is, as do biases and all other weights.
+    None: that one, such as any that is not the matrix of a linear layer, stays as it is.
     """
     total = 0
     for weight in requirements.weights:
-        size = convert(weight) if weight.linear is not None else None
+        size = convert(weight)
         total += (
             weight.numbers * _number_bytes(weight.dtype, requirements) if size is None else size
         )
@@ -216,7 +216,7 @@ def in_force(requirements: Requirements, options: Any) -> Mapping[str, Any] | No
     """The transformers config that decides, as a dict; None: `options` do."""
     if requirements.stored is not None:
         return requirements.stored
-    return options.config.to_dict() if isinstance(options, GivenConfig) else None  # type: ignore[no-any-return]
+    return options.config.to_dict() if isinstance(options, GivenConfig) else None
 
 
 def _number_bytes(dtype: str | None, requirements: Requirements) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, Quantizer, Weight
+from jackfield.contracts import BindContext, Quantizer, Requirements, Weight
 from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
 
 if TYPE_CHECKING:
@@ -39,11 +39,13 @@ class Bnb4bit(BitsAndBytes):
     options = Options
     chosen_by = "load_in_4bit"
     layer = "Linear4bit"
+    scales = "weight.absmax"
 
     def make_config(self, context: BindContext) -> BitsAndBytesConfig:
         from transformers import BitsAndBytesConfig
 
-        options, needs = context.options, context.requirements
+        options = context.options
+        needs: Requirements | None = context.requirements
         own = None if needs is None else needs.dtype
         return BitsAndBytesConfig(
             load_in_4bit=True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Quantization, Quantizer, Weight
-from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes, rows
+from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -39,6 +39,7 @@ class Bnb8bit(BitsAndBytes):
     options = Options
     chosen_by = "load_in_8bit"
     layer = "Linear8bitLt"
+    scales = "SCB"
 
     def bind(self, context: BindContext) -> Quantization:
         bound = super().bind(context)
@@ -59,7 +60,7 @@ class Bnb8bit(BitsAndBytes):
         """One byte a number, and a float32 scale a row."""
         if config is not None and config.get("llm_int8_has_fp16_weight"):
             return lambda weight: None  # quantized anew in every step, and kept as they are
-        return lambda weight: weight.numbers + 4 * rows(weight)
+        return lambda weight: weight.numbers + 4 * (weight.linear or (0,))[0]
 
 
 def _not_of_casts(record: logging.LogRecord) -> bool:

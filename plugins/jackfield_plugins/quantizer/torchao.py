@@ -109,21 +109,21 @@ class TorchAo(Quantizer):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         if requirements.stored is not None:
-            given = isinstance(options, GivenConfig)
-            return [*reasons, *(["it is quantized already; leave the config out"] * given)]
+            return reasons + _beside(requirements.stored, options)
         told = _format(requirements, options)
         if told is None or isinstance(options, GivenConfig):
             return reasons
         return [*reasons, *_misfits(requirements, told), *_too_old(requirements, told)]
 
     def bind(self, context: BindContext) -> Quantization:
+        needs: Requirements | None = context.requirements
         with quieted(*TORCHAO):
-            return Quantization(self.config_of(context))
+            return Quantization(self.config_of(context), lambda shapes: _unpacked(needs, shapes))
 
     def make_config(self, context: BindContext) -> TorchAoConfig:
         from transformers import TorchAoConfig
 
-        needs = context.requirements
+        needs: Requirements | None = context.requirements
         device = None if needs is None else needs.device
         return TorchAoConfig(_torchao_config(_Format.of(context.options), device or _device()))
 
@@ -137,6 +137,24 @@ class TorchAo(Quantizer):
 
     def converted(self, module: nn.Module) -> bool:
         return type(getattr(module, "weight", None)).__module__.startswith("torchao.")
+
+
+def _beside(stored: Mapping[str, Any], options: Any) -> list[str]:
+    """What is wrong with a checkpoint's config, and with a second one for it."""
+    reasons = []
+    if isinstance(options, GivenConfig) or options != Options():
+        reasons.append("the checkpoint is quantized already; leave the options out")
+    told = stored.get("quant_type")
+    if not isinstance(told, dict) or not isinstance(told.get("default"), dict):
+        reasons.append("the checkpoint's quantization_config has no quant_type")
+    return reasons
+
+
+def _unpacked(needs: Requirements | None, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Why the tensors of a checkpoint's files are not those of torchao."""
+    if needs is None or needs.stored is None or any(n.endswith("_qdata") for n in shapes):
+        return []
+    return ["its config says that torchao quantized it, and its weights are as they always were"]
 
 
 def _device() -> str:
