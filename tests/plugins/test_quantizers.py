@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from quantized import follows, oracle, tokens_of
 import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
-from jackfield.errors import OptionError, PlanError
+from jackfield.errors import CheckpointError, OptionError, PlanError
 from jackfield.evaluation import evaluate
 
 #: The bytes of the demo model in float32: 8 layers of 405,504 numbers in linear layers, 3,264
@@ -97,6 +99,10 @@ def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) ->
     from families import build
 
     build(family, torch.float32).save_pretrained(tmp_path)
+    if family == "gpt2" and selection.startswith("torchao"):
+        with pytest.raises(PlanError, match=r"converts nn.Linear, and GPT2LMHeadModel has none"):
+            jackfield.load(tmp_path, quantization=selection)
+        return
     for dtype in ("float32", "bfloat16"):
         with jackfield.load(tmp_path, quantization=selection, dtype=dtype) as engine:
             planned = engine.plan.requirements.weight_bytes
@@ -218,6 +224,17 @@ def test_options_beside_a_quantized_checkpoint_are_refused(tmp_path: Path) -> No
     for selection in ("bnb-4bit?type=fp4", jackfield.quantization("bnb-4bit")):
         with pytest.raises(PlanError, match="quantized already"):
             jackfield.load(tmp_path, quantization=selection)
+
+
+@every(marked(["int8", "nf4", "ao_int8"]))
+def test_a_config_that_claims_what_its_weights_are_not(selection: str, tmp_path: Path) -> None:
+    """It would be loaded as it is, and every layer be taken for a quantized one."""
+    shutil.copytree(MODEL_PATH, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = jackfield.quantization(selection).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config, default=lambda value: value.value))
+    with pytest.raises(CheckpointError, match=r"its config says that .* quantized it"):
+        jackfield.load(tmp_path)
 
 
 @every(marked(["nf4", "ao_int8"]))

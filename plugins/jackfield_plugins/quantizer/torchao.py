@@ -221,7 +221,10 @@ def _misfits(requirements: Requirements, told: _Format) -> list[str]:
     if told.type == INT4 and size not in GROUPS.get(device, ()):
         known = ", ".join(map(str, GROUPS.get(device, ())))
         return [f"int4 on {device} has groups of {known}, not of {size}"]
-    for weight in filter(_converts, requirements.weights):
+    layers = list(filter(_converts, requirements.weights))
+    if requirements.weights and not layers:
+        return [f"converts nn.Linear, and {requirements.architecture} has none but its head"]
+    for weight in layers:
         out_features, in_features = weight.linear or (0, 0)
         if size is not None and in_features % size:
             better = math.gcd(in_features, size)
