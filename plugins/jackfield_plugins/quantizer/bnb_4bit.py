@@ -55,17 +55,16 @@ class Bnb4bit(BitsAndBytes):
         )
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Let bitsandbytes repack only what its bfloat16 kernel then computes as asked.
+        """Keep bitsandbytes from repacking layers, which its flag for AVX512-BF16 stands for.
 
-        On processors with AVX512-BF16 it repacks every layer in its first step, computes it in
-        bfloat16 whatever `compute_dtype` says, and fails where 32 does not divide the rows.
+        It would do so in a layer's first step: compute in bfloat16 whatever `compute_dtype` says,
+        fail where 32 does not divide the rows, and leave scales rounded to bfloat16 in what is
+        saved from then on.
         """
         for module in model.modules():
             if self.converted(module):
                 layer: Any = module
-                fits = layer.out_features % 32 == 0 and layer.in_features % BLOCK == 0
-                asked = str(layer.compute_dtype or model.dtype) == "torch.bfloat16"
-                layer.support_avx512bf16_for_cpu &= fits and asked
+                layer.support_avx512bf16_for_cpu = False
 
     def convert(
         self, config: Mapping[str, Any] | None, options: Any
