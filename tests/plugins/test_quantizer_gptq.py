@@ -15,6 +15,7 @@ import torch
 from families import character_tokenizer, config_of
 from quantized import follows, oracle, tokens_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import jackfield
 from jackfield.bridge.footprint import loaded_bytes
@@ -177,8 +178,10 @@ def test_plain_transformers_code_reads_its_config() -> None:
     assert sum(map(backend.converted, model.modules())) == 56
 
 
-def test_a_file_of_text_is_cut_into_lines() -> None:
+def test_the_default_text_is_cut_into_windows() -> None:
     from jackfield_plugins.quantizer.calibration import windows
 
-    found = windows(None, character_tokenizer(), 3, 64)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    found = windows(None, tokenizer, 3, 64)
     assert [piece["input_ids"].shape for piece in found] == [(1, 64)] * 3
+    assert "<|assistant|>" in tokenizer.decode(found[0]["input_ids"][0])
