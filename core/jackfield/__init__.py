@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jackfield.hookspecs import hookimpl
+from jackfield.quieting import TORCHAO, quieted
 
 if TYPE_CHECKING:
     __version__: str
@@ -61,7 +62,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    with quieted(*TORCHAO):  # transformers, which most of these import, imports torchao
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -146,7 +146,7 @@ def load(
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
     with contextlib.ExitStack() as files:
-        model = weights(job, plan, files)
+        model = weights(job, plan, files, tokenizer)
         engine = Engine(
             model,
             plan,
@@ -190,10 +190,33 @@ class Engine:
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         self._structures = Structures(tokenizer, self._text.vocab_size)
         # A backend that fails to bind must leave a live model as it was, so plugs come last.
-        bound = self._bound = BoundModel(model, plan)
+        with contextlib.ExitStack() as failing:
+            plugged = self._assemble(bounds, max_waiting, stall_after, assistance, failing)
+            failing.pop_all()
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._when_closed = plugged
+        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+
+    def _assemble(
+        self,
+        bounds: Bounds,
+        max_waiting: int | None,
+        stall_after: float,
+        assistance: Assistance | None,
+        failing: contextlib.ExitStack,
+    ) -> list[Callable[[], None]]:
+        """Bind everything, then plug it in. Returns what gives the models back.
+
+        Leaving `failing` undoes what was bound.
+        """
+        plan = self.plan
+        bound = self._bound = BoundModel(self.model, plan)
+        failing.callback(bound.discard)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
+        if draft is not None:
+            failing.callback(draft.bound.discard)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
@@ -205,10 +228,7 @@ class Engine:
         )
         self._max_waiting = max_waiting
         models = [bound] if draft is None else [bound, draft.bound]
-        plugged = [one.plug() for one in models]
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._when_closed = plugged
-        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+        return [one.plug() for one in models]
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,7 @@ from jackfield.contracts import (
     QuantizerCapabilities,
     Requirements,
 )
+from jackfield.contracts.quantizing import method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,12 +30,9 @@ class KnownQuantizer(Quantizer):
     capabilities = QuantizerCapabilities()
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
-        from transformers.quantizers.auto import AutoHfQuantizer
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-        try:
-            return bool(AutoHfQuantizer.supports_quant_method(stored))
-        except ValueError:  # it names no method
-            return False
+        return method(stored) in AUTO_QUANTIZATION_CONFIG_MAPPING
 
     def rank(self, requirements: Requirements) -> int | None:
         """After the backends that are made for one method."""
