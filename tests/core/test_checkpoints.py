@@ -18,7 +18,7 @@ from families import build, character_tokenizer
 from safetensors.torch import load_file, save_file
 
 import jackfield
-from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.errors import CheckpointError, UsageError
 
 
 @pytest.fixture(scope="module")

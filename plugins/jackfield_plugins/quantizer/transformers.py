@@ -14,6 +14,7 @@ from jackfield.contracts import (
     Requirements,
 )
 from jackfield.contracts.quantizing import method
+from jackfield.quieting import quieted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,9 +51,16 @@ class KnownQuantizer(Quantizer):
         try:
             stored = requirements.stored is not None
             quantizer = AutoHfQuantizer.from_config(given, pre_quantized=stored)
-            quantizer.validate_environment(device_map={"": requirements.device or "cpu"})
+            asked = getattr(quantizer.quantization_config, "dequantize", False)
+            with quieted("transformers"):
+                quantizer.validate_environment(device_map={"": requirements.device or "cpu"})
         except Exception as error:  # noqa: BLE001 - whatever a library says is the reason
             return [str(error).strip().partition("\n")[0] or type(error).__name__]
+        if getattr(quantizer.quantization_config, "dequantize", False) and not asked:
+            return [
+                f"has no {method(quantizer.quantization_config.to_dict())} layers on "
+                f"{requirements.device}, and transformers would store whole weights instead"
+            ]
         return []
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:
