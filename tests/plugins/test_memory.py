@@ -12,7 +12,8 @@ from transformers import cache_utils
 import jackfield
 from jackfield import memory
 from jackfield.errors import CacheFullError, OptionError
-from jackfield.memory import free_bytes, in_units
+from jackfield.memory import free_bytes
+from jackfield.units import in_units
 
 TOKENS = 24  # three windows
 

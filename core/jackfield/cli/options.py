@@ -29,8 +29,9 @@ def _backend(kind: str, *flags: str) -> Any:
     return typer.Option(*flags, metavar="NAME", help=text)
 
 
-def _flag(flag: str, metavar: str, text: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=text)
+def flag(name: str, metavar: str, text: str) -> Any:
+    """A flag that takes a value."""
+    return typer.Option(name, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Backends:
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
-    dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
-    device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
+    dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    device: Annotated[str, flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
     revision: Annotated[
-        str | None, _flag("--revision", "REV", "Branch, tag or commit of a hub model.")
+        str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
 
     def selections(self) -> dict[str, str | list[str]]:
@@ -87,28 +88,28 @@ class Settings:
     """How tokens are chosen, under the names of transformers' `GenerationConfig`."""
 
     max_new_tokens: Annotated[
-        int | None, _flag("--max-new-tokens", "N", "How many tokens to make at most.")
+        int | None, flag("--max-new-tokens", "N", "How many tokens to make at most.")
     ] = None
     temperature: Annotated[
-        float | None, _flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
+        float | None, flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
     ] = None
-    top_k: Annotated[int | None, _flag("--top-k", "K", "Sample from the K likeliest.")] = None
+    top_k: Annotated[int | None, flag("--top-k", "K", "Sample from the K likeliest.")] = None
     top_p: Annotated[
-        float | None, _flag("--top-p", "P", "Sample from the likeliest that sum to P.")
+        float | None, flag("--top-p", "P", "Sample from the likeliest that sum to P.")
     ] = None
     min_p: Annotated[
-        float | None, _flag("--min-p", "P", "Drop tokens below P times the likeliest.")
+        float | None, flag("--min-p", "P", "Drop tokens below P times the likeliest.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
+        float | None, flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
     ] = None
-    seed: Annotated[int | None, _flag("--seed", "N", "The same seed draws the same text.")] = None
+    seed: Annotated[int | None, flag("--seed", "N", "The same seed draws the same text.")] = None
     stop: Annotated[
-        list[str] | None, _flag("--stop", "TEXT", "End before this text; repeatable.")
+        list[str] | None, flag("--stop", "TEXT", "End before this text; repeatable.")
     ] = None
     extra: Annotated[
         list[str] | None,
-        _flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
+        flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
     ] = None
 
     def to_dict(self) -> dict[str, Any]:
