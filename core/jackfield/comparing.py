@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_DROP = 0.02
 MAX_RISE = 0.05
 
-_ITEMS = 12  # of each task, in the text that is read where none is given
+_ITEMS = 6  # of each task, in the text that is read where none is given
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def compare(
     from jackfield.planning import plan
 
     for name, bound in (("max_drop", max_drop), ("max_rise", max_rise)):
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 <= bound:
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
             raise UsageError(f"{name} must be a number, at least 0, not {bound!r}")
     if before is None:
         before = {**after, "quantization": "none"}
@@ -193,7 +193,4 @@ def _assess(
 
     arguments = dict(side)
     with load(arguments.pop("model"), **arguments) as engine:
-        quality = assess(
-            engine, text=text, tasks=tasks, count=count, seed=seed, progress=progress
-        )
-    return quality
+        return assess(engine, text=text, tasks=tasks, count=count, seed=seed, progress=progress)

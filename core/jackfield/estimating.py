@@ -288,15 +288,16 @@ def estimate(
     engine does (2048 in the packed layout, all of them in the padded one). `selections` are those
     of `jackfield.plan`. Raises UsageError and the errors of `jackfield.plan`.
     """
-    from jackfield.bridge.dry_run import DryRun
-    from jackfield.bridge.source import find
-
     rate = None if bandwidth is None else parse_bandwidth(bandwidth)
     size = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     check_sizes(prefill_tokens=prefill_tokens)
     for named, sizes in (("batch_sizes", batch_sizes), ("lengths", lengths or ())):
         for one in sizes:
             check_sizes(**{named: one})
+
+    from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
+    from jackfield.bridge.source import find
+
     source = find(model, revision)
     if source.live is not None and selections.get("dtype", AUTO) == AUTO:
         selections["dtype"] = str(source.live.dtype).removeprefix("torch.")

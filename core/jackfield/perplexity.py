@@ -66,7 +66,10 @@ def perplexity(
     text of fewer than two tokens, SettingsError for a window or a stride that cannot be, UsageError
     where requests are running.
     """
-    ids = engine._text.encode(text if isinstance(text, str) else list(text))
+    from jackfield.bridge.source import quiet
+
+    with quiet():  # that a text is longer than the context is no news here
+        ids = engine._text.encode(text if isinstance(text, str) else list(text))
     if len(ids) < 2:
         raise PromptError("a perplexity needs a text of at least two tokens")
     window, stride = _sizes(engine, window, stride)
