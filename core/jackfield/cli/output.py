@@ -69,7 +69,8 @@ def ran(report: Report) -> str:
         f"{o.kind} {o.name} ({o.distribution} {o.version}"
         f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
         for o in report.observations
-    )
+        if o.calls or o.kind != "decoding"  # one that nobody asked for
+    ) + (f" · {report.speculation}" if report.speculation else "")
 
 
 class _Lines(logging.Handler):

@@ -16,7 +16,14 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
-from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.decoding import (
+    SAMPLER_SETTINGS,
+    Accepted,
+    Assistant,
+    Decoding,
+    DecodingCapabilities,
+    Strategy,
+)
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -29,7 +36,9 @@ from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
     "FEATURES",
+    "SAMPLER_SETTINGS",
     "Accepted",
+    "Assistant",
     "Attention",
     "AttentionCapabilities",
     "Backend",
