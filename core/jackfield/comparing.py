@@ -157,7 +157,7 @@ def compare(
     from jackfield.planning import plan
 
     for name, bound in (("max_drop", max_drop), ("max_rise", max_rise)):
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
+        if not bound >= 0:  # also one that is not a number
             raise UsageError(f"{name} must be a number, at least 0, not {bound!r}")
     if before is None:
         before = {**after, "quantization": "none"}

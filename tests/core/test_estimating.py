@@ -49,9 +49,10 @@ def test_planned_weights_are_loaded_weights(family: str, tied: bool, tmp_path: P
     config.tie_word_embeddings = tied
     model = build(family, torch.float32) if not tied else type(build(family))(config)
     model.to(torch.float32).save_pretrained(tmp_path)
-    planned = estimate(tmp_path, dtype="float32")
-    with jackfield.load(tmp_path, dtype="float32") as engine:
-        assert planned.weight_bytes == loaded_bytes(engine.model)
+    for dtype in ("bfloat16", "float32"):
+        planned = estimate(tmp_path, dtype=dtype)
+        with jackfield.load(tmp_path, dtype=dtype) as engine:
+            assert planned.weight_bytes == loaded_bytes(engine.model)
     assert planned.weights_known
     assert planned.dtypes["bfloat16"] * 2 == planned.dtypes["float32"] == planned.weight_bytes
 
@@ -168,17 +169,22 @@ def test_a_config_without_weights_is_enough(tmp_path: Path) -> None:
         check(str(tmp_path))
 
 
-def test_a_quantized_checkpoint_counts_as_what_it_says_or_as_a_bound(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_of_which_nobody_knows_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as if it were not quantized, and says so."""
     config = json.loads((MODEL_PATH / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    try:
-        found = estimate(tmp_path)
-    except UsageError as error:  # this machine cannot read it, and says why
-        assert "quantiz" in str(error)
-        return
+    with pytest.raises(UsageError, match="quantized with fbgemm_fp8"):
+        estimate(tmp_path, quantization="none")
+    monkeypatch.setattr(
+        "transformers.quantizers.quantizer_fbgemm_fp8.FbgemmFp8HfQuantizer.validate_environment",
+        lambda *_, **__: None,
+    )
+    found = estimate(tmp_path, quantization="transformers")
     assert not found.weights_known
-    assert found.plan.requirements.stored is not None
+    assert found.weight_bytes == found.dtypes[found.plan.requirements.dtype]
 
 
 def test_a_live_model_is_looked_at_through_its_config() -> None:

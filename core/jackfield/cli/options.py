@@ -46,7 +46,7 @@ class Backends:
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     assistant_model: Annotated[
         str | None,
-        _flag(
+        flag(
             "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
         ),
     ] = None
