@@ -125,7 +125,8 @@ def token_logprobs(engine: Engine, ids: Sequence[int]) -> list[float]:
                 logits = forward(cache.prepare(step))[0]
                 fed = 1 + len(feed.drafts)
                 wanted = torch.tensor(ids[feed.start + 1 : feed.start + fed + 1])
-                rows = logits[-fed:].float().log_softmax(-1)
+                exact = logits[-fed:] if logits.dtype == torch.float64 else logits[-fed:].float()
+                rows = exact.log_softmax(-1)
                 picked = rows.gather(1, wanted.to(rows.device)[:, None])
                 found += picked[:, 0].tolist()
                 cache.commit(step, [fed])

@@ -52,17 +52,23 @@ def plot_memory(found: Estimate, file: Path) -> None:
             axes.plot([longest], [weights + _beside(found, longest)], "o", color=color)
             axes.annotate(f"{longest:,}", (longest, found.device_memory), color=color,
                           xytext=(-4, 4), textcoords="offset points", ha="right")  # fmt: skip
-    axes.axhline(found.device_memory, color="black", lw=1.2)
-    whose = "given" if found.given else "free here"
-    axes.annotate(
-        f"device: {in_units(found.device_memory)} ({whose})", (tokens[0], found.device_memory),
-        xytext=(4, 4), textcoords="offset points",
-    )  # fmt: skip
+    _draw_device(axes, found, tokens[0])
     _dress(axes, found)
     try:
         figure.savefig(file)
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _draw_device(axes: Any, found: Estimate, left: int) -> None:
+    """A line across; a note at the top where it is so far up that the others would lie flat."""
+    size, top = found.device_memory, axes.get_ylim()[1]
+    text = f"device: {in_units(size)} ({'given' if found.given else 'free here'})"
+    if size > 3 * top:
+        axes.annotate(f"{text}, far above", (0.02, 0.96), xycoords="axes fraction", va="top")
+        return
+    axes.axhline(size, color="black", lw=1.2)
+    axes.annotate(text, (left, size), xytext=(4, 4), textcoords="offset points")
 
 
 def _lines(found: Estimate) -> list[tuple[str, int]]:

@@ -46,9 +46,7 @@ class Backends:
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     assistant_model: Annotated[
         str | None,
-        flag(
-            "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
-        ),
+        flag("--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."),
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
