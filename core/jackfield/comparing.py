@@ -174,7 +174,8 @@ def compare(
 #: The arguments that `jackfield.load` and `jackfield.plan` have in common.
 _PLANNED = frozenset(
     {
-        "assistant", "assistant_model", "attn_implementation", "cache_implementation", "decoding", "deterministic", "device_map",
+        "assistant", "assistant_model", "attn_implementation", "cache_implementation",
+        "decoding", "deterministic", "device_map",
         "dtype", "model", "quantization", "revision", "scheduler",
     }
 )  # fmt: skip
