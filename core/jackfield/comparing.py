@@ -174,8 +174,9 @@ def compare(
 #: The arguments that `jackfield.load` and `jackfield.plan` have in common.
 _PLANNED = frozenset(
     {
-        "assistant", "assistant_model", "attn_implementation", "cache_implementation",
-        "decoding", "deterministic", "device_map",
+        "adapter", "assistant", "assistant_model", "attn_implementation", "cache_implementation",
+        "decoding", "deterministic", "device_map", "max_memory", "merge_adapter",
+        "offload_folder",
         "dtype", "model", "quantization", "revision", "scheduler",
     }
 )  # fmt: skip

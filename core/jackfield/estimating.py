@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jackfield.backend_sizes import (
+    CacheBytes,
+    WeightBytes,
+    requests_by_cache,
+    told,
+    weights_by_quantizer,
+)
 from jackfield.bounds import PACKED_TOKENS, check_sizes
 from jackfield.contracts import Requirements
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
-from jackfield.errors import JackfieldError, UsageError
+from jackfield.errors import UsageError
 from jackfield.memory import CacheMemory, free_bytes
-from jackfield.planning import Plan, judge, plan
+from jackfield.planning import Plan, plan
 from jackfield.reading import StepReads
-from jackfield.registry import Registered
-from jackfield.selection import AUTO, make_options
+from jackfield.selection import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -29,30 +35,6 @@ if TYPE_CHECKING:
 #: Where a model has no limit of its own, the longest context that is looked at, in tokens.
 _FAR = 131072
 _LENGTHS = (1024, 4096, 16384, 65536)
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """What all weights take with one quantizer; None where it does not say.
-
-    `reasons` are those against it for this job.
-    """
-
-    registered: Registered
-    chosen: bool
-    dtype: str
-    num_bytes: int | None
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """What one request holds with one cache, by its tokens; nothing where it does not say."""
-
-    registered: Registered
-    chosen: bool
-    request_bytes: Mapping[int, int]
-    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +91,7 @@ class Estimate:
     def request_bytes(self, tokens: int) -> int | None:
         """What the chosen cache holds of one request; None where it does not say."""
         choice = self.plan["cache"]
-        return _told(choice.backend.request_bytes, self.plan.requirements, choice.options, tokens)
+        return told(choice.backend.request_bytes, self.plan.requirements, choice.options, tokens)
 
     def step_bytes(self, tokens: int, requests: int = 1) -> int:
         """The peak of a step while that many requests of `tokens` tokens are read.
@@ -129,7 +111,7 @@ class Estimate:
     def cache_bytes(self, tokens: int, requests: int = 1) -> int | None:
         """What the cache allocates for them, which can be more than they hold; None: unknown."""
         choice, needs = self.plan["cache"], self.plan.requirements
-        return _told(choice.backend.allocated_bytes, needs, choice.options, tokens, requests)
+        return told(choice.backend.allocated_bytes, needs, choice.options, tokens, requests)
 
     def memory(self, weight_bytes: int | None = None) -> CacheMemory | None:
         """What fits beside the weights (of the plan, or as many bytes as given); None: unknown."""
@@ -259,15 +241,6 @@ def _kv_read(needs: Requirements, tokens: int) -> int | None:
     return kept * BYTES[needs.dtype]
 
 
-def _told(ask: Callable[..., Any], *arguments: Any) -> int | None:
-    """What a backend says of its size; nothing where its own code breaks."""
-    try:
-        found = ask(*arguments)
-    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
-        return None
-    return found if type(found) is int and found >= 0 else None
-
-
 def estimate(
     model: str | Path | PreTrainedModel | PreTrainedConfig,
     *,
@@ -320,13 +293,13 @@ def estimate(
         lengths=tokens,
         batch_sizes=tuple(batch_sizes),
         dtypes={name: plain_bytes(replace(needs, dtype=name)) for name in DTYPES},
-        weights=tuple(_weights(planned)),
-        caches=tuple(_caches(planned, tokens)),
+        weights=tuple(weights_by_quantizer(planned)),
+        caches=tuple(requests_by_cache(planned, tokens)),
         steps=_rehearse(dry, tokens, limit),
         reads=dry.reads(),
-        weights_known=_told(quantizer.backend.weight_bytes, needs, quantizer.options) is not None,
+        weights_known=told(quantizer.backend.weight_bytes, needs, quantizer.options) is not None,
         checkpoint_bytes=plain_bytes(replace(needs, dtype=_stored_dtype(source.config, needs))),
-        pool=_told(cache.backend.pool_bytes, needs, cache.options),
+        pool=told(cache.backend.pool_bytes, needs, cache.options),
         step_limit=limit,
         bandwidth=rate,
     )
@@ -360,57 +333,3 @@ def _rehearse(dry: DryRun, lengths: Sequence[int], limit: int | None) -> tuple[S
             return ()
         steps.append(StepBytes(tokens, fed, prefill, decode))
     return tuple(steps)
-
-
-def _weights(planned: Plan) -> list[WeightBytes]:
-    """One row for every quantizer, the chosen one with its own options."""
-    rows = []
-    for registered, options, chosen, reasons in _backends(planned, "quantizer"):
-        needs, size = planned.requirements, None
-        if not reasons:
-            implied = _implied(registered, needs, options)
-            needs = implied or needs
-        if options is not None:
-            size = _told(registered.backend.weight_bytes, needs, options)  # type: ignore[attr-defined]
-        rows.append(WeightBytes(registered, chosen, needs.dtype, size, tuple(reasons)))
-    return rows
-
-
-def _implied(registered: Registered, needs: Requirements, options: Any) -> Requirements | None:
-    try:
-        return registered.backend.imply(needs, options)
-    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
-        return None
-
-
-def _caches(planned: Plan, lengths: Sequence[int]) -> list[CacheBytes]:
-    """One row for every cache; what it holds can be known where it cannot run here, too."""
-    rows = []
-    for registered, options, chosen, reasons in _backends(planned, "cache"):
-        held = {}
-        for tokens in lengths if options is not None else ():
-            ask: Any = registered.backend
-            if (size := _told(ask.request_bytes, planned.requirements, options, tokens)) is None:
-                break
-            held[tokens] = size
-        rows.append(CacheBytes(registered, chosen, held, tuple(reasons)))
-    return rows
-
-
-def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, list[str]]]:
-    """(backend, its options, whether it is chosen, reasons against it) for each of `kind`."""
-    from jackfield.discovery import registry
-
-    found: list[tuple[Registered, Any, bool, list[str]]] = []
-    for registered in registry().of_kind(kind):
-        if planned[kind].registered is registered:
-            found.append((registered, planned[kind].options, True, []))
-            continue
-        try:
-            options = make_options(registered.backend.options, {}, registered.name)
-        except JackfieldError as error:
-            found.append((registered, None, False, [str(error)]))
-            continue
-        reasons = judge(registered.backend, planned.requirements, options)
-        found.append((registered, options, False, reasons))
-    return found

@@ -14,7 +14,8 @@ from jackfield.errors import UsageError
 from jackfield.units import in_units
 
 if TYPE_CHECKING:
-    from jackfield.estimating import CacheBytes, Estimate, WeightBytes
+    from jackfield.backend_sizes import CacheBytes, WeightBytes
+    from jackfield.estimating import Estimate
     from jackfield.measuring import Check
 
 ModelArgument = Annotated[
