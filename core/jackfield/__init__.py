@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jackfield.bridge.quantization import quantization
     from jackfield.engine import Engine, load
     from jackfield.errors import JackfieldError
+    from jackfield.estimating import Estimate, estimate
     from jackfield.planning import Plan, plan
     from jackfield.requests import Request
     from jackfield.sequences import Completion, Delta
@@ -27,10 +28,12 @@ __all__ = [
     "Completion",
     "Delta",
     "Engine",
+    "Estimate",
     "JackfieldError",
     "Plan",
     "Request",
     "cache",
+    "estimate",
     "hookimpl",
     "install",
     "load",
@@ -43,10 +46,12 @@ _HOMES = {
     "Completion": "jackfield.sequences",
     "Delta": "jackfield.sequences",
     "Engine": "jackfield.engine",
+    "Estimate": "jackfield.estimating",
     "JackfieldError": "jackfield.errors",
     "Plan": "jackfield.planning",
     "Request": "jackfield.requests",
     "cache": "jackfield.bridge.cache",
+    "estimate": "jackfield.estimating",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
     "plan": "jackfield.planning",

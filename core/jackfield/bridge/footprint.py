@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
-    """Every parameter of a model on the meta device, each once, however often it is used.
+    """Every weight of a model on the meta device, each once, however often it is used.
 
     Which linear layers stay as they are (the output head, what is tied) is transformers' own
     choice, which the quantizers in it follow.
@@ -35,7 +35,19 @@ def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
         dtype = "float32" if any(part in name for part in wide) else None
         transposed = isinstance(module, Conv1D)
         found.append(Weight(name, parameter.numel(), linear, dtype, transposed))
+    for name, buffer in _saved_buffers(skeleton):
+        dtype = "float32" if any(part in name for part in wide) else None
+        found.append(Weight(name, buffer.numel(), None, dtype))
     return tuple(found)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds beside parameters: corrections of a router's scores, and the like."""
+    for path, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            kept = own not in module._non_persistent_buffers_set
+            if kept and buffer is not None and buffer.is_floating_point():
+                yield f"{path}.{own}", buffer
 
 
 def _is_kept(path: str, kept: tuple[str, ...]) -> bool:

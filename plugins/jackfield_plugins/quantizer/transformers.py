@@ -57,10 +57,9 @@ class KnownQuantizer(Quantizer):
         except Exception as error:  # noqa: BLE001 - whatever a library says is the reason
             return [str(error).strip().partition("\n")[0] or type(error).__name__]
         if getattr(quantizer.quantization_config, "dequantize", False) and not asked:
-            return [
-                f"has no {method(quantizer.quantization_config.to_dict())} layers on "
-                f"{requirements.device}, and transformers would store whole weights instead"
-            ]
+            what = f"has no {method(quantizer.quantization_config.to_dict())} layers"
+            where = f"on {requirements.device}, and transformers would store whole weights instead"
+            return [f"{what} {where}"]
         return []
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:
