@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.requirements import pick_device
 from jackfield.bridge.source import ModelSource
 from jackfield.bridge.weights import load_model
@@ -62,6 +63,7 @@ class BoundModel:
         )
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
         self.stored = stored_as(model, plan["quantizer"].registered)
+        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -75,13 +77,14 @@ class BoundModel:
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
-        unplug = self.port.plug(model)
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
         def give_back() -> None:
-            unplug()
+            for unplug in undo:
+                unplug()
             for module in trained:
                 module.training = True
             _in_use.difference_update(map(id, decoder_configs(model)))

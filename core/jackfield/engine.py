@@ -56,6 +56,7 @@ def load(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -73,8 +74,9 @@ def load(
     model, which is given back as it was when the engine is closed. Each selection is "auto",
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `dtype` is "auto"
-    or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
+    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16", `device_map` "auto"
+    or one device such as "cuda:0".
 
     `decoding` may also be a mapping of names to selections, which requests choose from by the
     setting of that name; the first is the default, and plain decoding is always among them.
@@ -106,6 +108,7 @@ def load(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }

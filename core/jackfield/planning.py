@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jackfield.candidates import Candidate, candidates_of
 from jackfield.contracts import Backend, GivenConfig, Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
+from jackfield.fused import chosen_kernels
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
 from jackfield.selection import (
@@ -36,6 +37,7 @@ ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
     "decoding": "decoding",
+    "kernel": "kernels",
     "quantizer": "quantization",
     "scheduler": "scheduler",
 }
@@ -85,7 +87,7 @@ class Plan:
     """One backend per kind that fit together, with the reasons against the rest.
 
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
-    is the plan of their draft model.
+    is the plan of their draft model. `kernels` stand in for layers.
     """
 
     requirements: Requirements
@@ -93,6 +95,7 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     decodings: Mapping[str, Choice] = field(default_factory=dict)
     assistant: Plan | None = None
+    kernels: tuple[Choice, ...] = ()
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -132,6 +135,7 @@ class Plan:
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
+            "kernels": [choice.to_dict() for choice in self.kernels],
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -148,6 +152,9 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        for choice in self.kernels:
+            r = choice.registered
+            lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")
         if len(self.decodings) > 1:
             lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
@@ -235,6 +242,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
+    selections = dict(selections)
+    kernels = selections.pop("kernel", AUTO)
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)
@@ -246,7 +255,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
-    plan = replace(plan, decodings=offered(registry, plan, default, beside))
+    plan = replace(
+        plan,
+        decodings=offered(registry, plan, default, beside),
+        kernels=chosen_kernels(registry, plan.requirements, kernels),
+    )
     for choice in plan.choices.values():
         if choice.how == AUTO and choice.backend.auto_notice:
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
@@ -337,6 +350,7 @@ def plan(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -358,6 +372,7 @@ def plan(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }

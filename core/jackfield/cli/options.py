@@ -50,6 +50,10 @@ class Backends:
         ),
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
+    kernel: Annotated[
+        list[str] | None,
+        _flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
+    ] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
     revision: Annotated[
