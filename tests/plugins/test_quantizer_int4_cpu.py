@@ -113,7 +113,7 @@ def test_refusals(saved: Path, tmp_path: Path) -> None:
         "demo", quantization="int4-cpu", dtype="float32"
     )
     assert "does not run with dtype float32" in refusal(saved, dtype="float32")
-    assert "the checkpoint has groups of 32, not of 64" in refusal(
+    assert "the checkpoint has group_size=32, not 64" in refusal(
         saved, quantization="int4-cpu?group_size=64"
     )
     assert "quantized with int4-cpu" in refusal(saved, quantization="none")
@@ -154,3 +154,39 @@ print(most() - before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     peak = int(re.findall(r"\d+", done.stdout)[-1])
     assert peak < 0.6 * size, (peak, size)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_head_can_be_stored_as_well(bits: int, tmp_path: Path) -> None:
+    """Tied (the demo model), and untied (a random one); planned, saved, and read as it was."""
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "untied")
+    for number, model in enumerate(("demo", tmp_path / "untied")):
+        with jackfield.load(model, quantization=f"int4-cpu?head={bits}") as engine:
+            assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+            head = engine.model.get_output_embeddings()
+            assert isinstance(head, GroupwiseLinear)
+            assert head.bits == bits
+            expected = engine.generate([[5, 6, 7, 8]], max_new_tokens=12)[0]
+            engine.model.save_pretrained(tmp_path / f"saved-{number}")
+        with jackfield.load(tmp_path / f"saved-{number}") as engine:
+            assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+            assert (
+                engine.generate([[5, 6, 7, 8]], max_new_tokens=12)[0].token_ids
+                == expected.token_ids
+            )
+        assert f"head={bits}, not {12 - bits}" in refusal(
+            tmp_path / f"saved-{number}", quantization=f"int4-cpu?head={12 - bits}"
+        )
+    assert "torch's kernel has no weights of 8 bits" in refusal(
+        "demo", quantization="int4-cpu?head=8&kernel=torch"
+    )
+
+
+def test_deterministic_on_its_own_kernel_alone() -> None:
+    with jackfield.load("demo", quantization="int4-cpu", deterministic=True) as engine:
+        together = engine.generate([QUESTION] * 3, max_new_tokens=8, logprobs=1)
+        alone = engine.generate(QUESTION, max_new_tokens=8, logprobs=1)[0]
+    assert all(c.logprobs == alone.logprobs for c in together)
+    assert "on its own kernel only" in refusal(
+        "demo", quantization="int4-cpu?kernel=torch", deterministic=True
+    )

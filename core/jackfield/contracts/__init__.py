@@ -16,7 +16,15 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
-from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.decoding import (
+    SAMPLER_SETTINGS,
+    Accepted,
+    Assistant,
+    Decoding,
+    DecodingCapabilities,
+    Strategy,
+)
+from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -29,7 +37,9 @@ from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
     "FEATURES",
+    "SAMPLER_SETTINGS",
     "Accepted",
+    "Assistant",
     "Attention",
     "AttentionCapabilities",
     "Backend",
@@ -40,8 +50,11 @@ __all__ = [
     "CacheUsage",
     "Decoding",
     "DecodingCapabilities",
+    "FusedLayer",
     "GivenConfig",
     "KVCache",
+    "Kernel",
+    "KernelCapabilities",
     "ModelAttention",
     "ModelInputs",
     "NoOptions",
@@ -66,6 +79,7 @@ CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
     "decoding": Decoding,
+    "kernel": Kernel,
     "quantizer": Quantizer,
     "scheduler": Scheduler,
 }

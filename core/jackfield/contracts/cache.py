@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
-from jackfield.memory import known, kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +143,15 @@ class KVCache(ABC):
         self.release([sequence])
         sequence.num_cached = 0
 
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """Take back all but the first `tokens` cached tokens, in whatever steps they were fed.
+
+        Sets `num_cached`, to 0 where it forgets the whole sequence, as it does by default; then it
+        has to be admitted again. Asked for where the cache belongs to a draft model.
+        """
+        del tokens
+        self.evict(sequence)
+
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a request of this size can never be held, and which option would; None: it can be.
 
@@ -160,6 +168,20 @@ class KVCache(ABC):
         """
         del sequences
         return wanted
+
+    def held_bytes(self) -> int | None:
+        """The memory of the keys and values of running sequences, as it is allocated.
+
+        None where nobody can tell. Pages count whole; pages that nobody holds do not.
+        """
+        return None
+
+    def forget(self) -> None:
+        """Drop what is kept of sequences that have left: the model computes something else now.
+
+        Called while it holds no sequence (an adapter is switched on or off).
+        """
+        return
 
     def usage(self) -> CacheUsage | None:
         """What it holds; None where that has no meaning of its own."""
@@ -193,6 +215,8 @@ class Cache(Backend):
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
+        from jackfield.memory import known, kv_bytes  # which needs the contracts
+
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
 
@@ -200,6 +224,18 @@ class Cache(Backend):
         """The memory that requests share, where `options` fix it; None: what is free."""
         del requirements, options
         return None
+
+    def allocated_bytes(
+        self, requirements: Requirements, options: Any, tokens: int, requests: int
+    ) -> int | None:
+        """What is allocated once `requests` requests of `tokens` tokens run; None: unknown.
+
+        More than they hold, where there is a pool or memory is taken in large pieces.
+        """
+        if (pool := self.pool_bytes(requirements, options)) is not None:
+            return pool
+        held = self.request_bytes(requirements, options, tokens)
+        return None if held is None else requests * held
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         del options
@@ -239,10 +275,9 @@ class TransformersCache(Cache):
     def bind(self, context: BindContext) -> KVCache:
         from jackfield.padded import PaddedKVCache
 
-        assert context.model is not None
         return PaddedKVCache(
             lambda length: self.make(context, length),
-            context.model.device,
+            context.device,
             max_cache_len=self.max_cache_len(context.options),
             static=self.capabilities.static_shapes,
         )

@@ -6,18 +6,19 @@ Quantizes while weights are read, so that little more than the quantized model i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
     BindContext,
-    GivenConfig,
+    Quantization,
     Quantizer,
     QuantizerCapabilities,
     Requirements,
+    Weight,
 )
-from jackfield.contracts.quantizing import method, mixed_bytes
+from jackfield.contracts.quantizing import in_force, method, mixed_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,14 +30,22 @@ GROUP_SIZE = 32
 
 @dataclass(frozen=True)
 class Int4CpuOptions:
-    """`group_size` inputs share a scale of 16 bits: 32 takes 4.5 bits a weight, 128 takes 4.125.
+    """`group_size` inputs share a scale of 16 bits: 32, which is taken where nothing is said, takes
+    4.5 bits a weight, 64 takes 4.25, 128 takes 4.125.
 
-    `kernel`: `native` is written here and compiled once, `torch` is torch's; `auto` takes torch's
-    where the other cannot be compiled, with a warning.
+    `head`: the output head is stored too, in groups of so many bits; where it is tied it becomes a
+    copy of its own, and the embedding stays. None: as it is. `kernel`: `native` is written here and
+    compiled once, `torch` is torch's; `auto` takes torch's where the other cannot be compiled, with
+    a warning.
     """
 
     group_size: Literal[32, 64, 128] | None = None
+    head: Literal[4, 8] | None = None
     kernel: Literal["auto", "native", "torch"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.head == 8 and self.kernel == "torch":
+            raise ValueError("torch's kernel has no weights of 8 bits in groups; take head=4")
 
 
 class Int4Cpu(Quantizer):
@@ -45,7 +54,7 @@ class Int4Cpu(Quantizer):
     name = "int4-cpu"
     options = Int4CpuOptions
     capabilities = QuantizerCapabilities(
-        dtypes=frozenset({"bfloat16"}), devices=frozenset({"cpu"}), adapters=True
+        dtypes=frozenset({"bfloat16"}), devices=frozenset({"cpu"}), batch_invariant=True
     )
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
@@ -58,36 +67,60 @@ class Int4Cpu(Quantizer):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        group = (requirements.stored or {}).get("group_size")
-        if group is not None and getattr(options, "group_size", None) not in (None, group):
-            reasons.append(f"the checkpoint has groups of {group}, not of {options.group_size}")
-        if not reasons and (kernel := _kernel(options)) == "native":
-            from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
+        stored = requirements.stored or {}
+        for name in ("group_size", "head"):
+            asked = getattr(options, name, None)
+            if requirements.stored and asked not in (None, stored.get(name)):
+                reasons.append(f"the checkpoint has {name}={stored.get(name)}, not {asked}")
+        return reasons or self._refuse_kernel(requirements, _meant(requirements, options))
 
-            reasons = why_torch(kernel)
-        return reasons
+    def _refuse_kernel(self, requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
+        from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
+
+        kernel = str(meant.get("kernel") or "auto")
+        missing = why_torch(kernel)
+        if kernel == "native":
+            return missing
+        if missing and requirements.batch_invariant:
+            return ["is batch-invariant on its own kernel only, and runs on torch's here"]
+        return []
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
         from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
 
-        group = _group_size(requirements.stored, options)
-        of_group = 4 if why_torch(_kernel(options)) else 2  # torch's keeps a zero point as well
+        meant = _meant(requirements, options)
+        group = int(meant["group_size"])
+        # torch's kernel keeps a zero point as well.
+        of_group = 4 if why_torch(str(meant.get("kernel") or "auto")) else 2
 
-        def size(out_features: int, in_features: int) -> int | None:
-            if in_features % group:
+        def size(shape: tuple[int, int] | None, bits: int = 4) -> int | None:
+            if shape is None or shape[1] % group:
                 return None
-            filled = -(-out_features // 64) * 64  # kernels lay out 64 outputs together
-            return filled * (in_features // 2 + in_features // group * of_group)
+            filled = -(-shape[0] // 64) * 64  # kernels lay out 64 outputs together
+            return filled * (shape[1] * bits // 8 + shape[1] // group * of_group)
 
-        return mixed_bytes(requirements, size)
+        total = mixed_bytes(requirements, lambda weight: size(weight.linear))
+        if not requirements.weights or not meant.get("head"):
+            return total
+        head = size(requirements.head, int(meant["head"]))
+        if head is None or requirements.tied_head:
+            return total + (head or 0)
+        return total + head - _plain_head(requirements)
+
+    def bind(self, context: BindContext) -> Quantization:
+        from jackfield_plugins.quantizer.int4_cpu.loading import flaws, store_head
+
+        needs: Requirements | None = context.requirements
+        bound, meant = super().bind(context), _meant(needs, context.options)
+        if needs is None or not needs.stored:
+            return replace(bound, finish=store_head) if meant.get("head") else bound
+        return replace(bound, misfits=lambda shapes: flaws(shapes, meant))
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin:
         from jackfield_plugins.quantizer.int4_cpu.loading import Int4CpuConfig, register
 
         register()
-        options = context.options
-        group = options.group_size or GROUP_SIZE
-        return Int4CpuConfig(group_size=group, kernel=options.kernel)
+        return Int4CpuConfig(**_meant(context.requirements, context.options))
 
     def converted(self, module: nn.Module) -> bool:
         from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
@@ -95,13 +128,26 @@ class Int4Cpu(Quantizer):
         return isinstance(module, GroupwiseLinear)
 
 
-def _kernel(options: Any) -> str:
-    return str((options.config if isinstance(options, GivenConfig) else options).kernel)
+def _meant(requirements: Requirements | None, options: Any) -> dict[str, Any]:
+    """`group_size`, `head` and `kernel`, by the checkpoint, a given config or the options."""
+    given = in_force(requirements, options) if requirements is not None else None
+    kernel = getattr(getattr(options, "config", options), "kernel", "auto")
+    if given is not None:
+        return {"group_size": GROUP_SIZE, "head": None, **_own(given), "kernel": kernel}
+    group_size = options.group_size or GROUP_SIZE
+    return {"group_size": group_size, "head": options.head, "kernel": kernel}
 
 
-def _group_size(stored: Mapping[str, Any] | None, options: Any) -> int:
-    given = options.config if isinstance(options, GivenConfig) else options
-    return int((stored or {}).get("group_size") or given.group_size or GROUP_SIZE)
+def _own(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("group_size", "head") if name in given}
+
+
+def _plain_head(requirements: Requirements) -> int:
+    """What the head takes where it is not stored in groups."""
+    assert requirements.head is not None
+    size = requirements.head[0] * requirements.head[1]
+    name = Weight("", size)
+    return mixed_bytes(replace(requirements, weights=(name,)), lambda _: None)
 
 
 @hookimpl

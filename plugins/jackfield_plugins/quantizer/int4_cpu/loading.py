@@ -6,6 +6,7 @@ what was read of the file is given back at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from jackfield_plugins.quantizer.int4_cpu.files import flaws, forget_files
+from jackfield.errors import PlanError
+from jackfield_plugins.quantizer.int4_cpu.files import forget_files
 from jackfield_plugins.quantizer.int4_cpu.kernels import product
 from jackfield_plugins.quantizer.int4_cpu.linear import WEIGHTS, GroupwiseLinear, Product
 from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, cannot_quantize, quantize
@@ -31,7 +33,8 @@ METHOD = "int4-cpu"
 
 
 class Int4CpuConfig(QuantizationConfigMixin):
-    """What a checkpoint says of itself: `group_size` inputs share a scale.
+    """What a checkpoint says of itself: `group_size` inputs share a scale, `head` is how many bits
+    the output head has (None: it is whole).
 
     `kernel` is how it is computed and not part of a checkpoint. `modules_to_not_convert` are names
     or beginnings of names; None: the output head and what is tied to it.
@@ -40,12 +43,14 @@ class Int4CpuConfig(QuantizationConfigMixin):
     def __init__(
         self,
         group_size: int = 32,
+        head: int | None = None,
         kernel: str = "auto",
         modules_to_not_convert: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method: Any = METHOD
         self.group_size = group_size
+        self.head = head
         self.kernel = kernel
         self.modules_to_not_convert = modules_to_not_convert
 
@@ -74,13 +79,8 @@ class Int4CpuHfQuantizer(HfQuantizer):
         if stray := {str(place) for place in found} - {"cpu"}:
             raise ValueError(f"int4-cpu runs on the CPU, not on {', '.join(sorted(stray))}")
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
-        if self.pre_quantized and (found := flaws(checkpoint_files or [], config.group_size)):
-            more = f" ({len(found)} layers in all)" if len(found) > 1 else ""
-            raise ValueError(f"{found[0]}{more}; fetch or quantize the checkpoint again")
         self.product = product(config.kernel)
         self._kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
 
@@ -112,9 +112,14 @@ class Int4CpuHfQuantizer(HfQuantizer):
         path = name.rpartition(".")[0]
         linear: Any = model.get_submodule(path)
         out_features, in_features = _matrix(linear).shape
-        group_size = self.quantization_config.group_size
+        config = self.quantization_config
         made = GroupwiseLinear(
-            in_features, out_features, linear.bias is not None, self.product, group_size=group_size
+            in_features,
+            out_features,
+            linear.bias is not None,
+            self.product,
+            group_size=config.group_size,
+            bits=config.head or 4 if linear is model.get_output_embeddings() else 4,
         )
         made.set_weight(quantized, linear.bias)
         setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
@@ -182,6 +187,42 @@ class _Read(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Read:
         """transformers copies a conversion for each layer; the quantizer is one for all."""
         return self
+
+
+def store_head(model: PreTrainedModel) -> None:
+    """Store the output head of a model that was read in groups too, in a copy where it is tied."""
+    config: Int4CpuConfig = model.config.quantization_config
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or cannot_quantize(head.weight, config.group_size):
+        raise PlanError(
+            f"int4-cpu cannot store the output head of {type(model).__name__} in groups of "
+            f"{config.group_size}; leave 'head' out"
+        )
+    made = GroupwiseLinear.from_linear(
+        head, product(config.kernel), group_size=config.group_size, bits=config.head or 4
+    )
+    model.set_output_embeddings(made)
+    model.config.tie_word_embeddings = False
+    forget_files()
+
+
+def flaws(shapes: Mapping[str, tuple[int, ...]], meant: Mapping[str, Any]) -> list[str]:
+    """What does not fit in a quantized checkpoint, by the shapes of its tensors."""
+    found = []
+    for key, (_, columns) in ((k, s) for k, s in shapes.items() if k.endswith(".qweight")):
+        path = key.removesuffix(".qweight")
+        groups = shapes.get(f"{path}.scales")
+        if groups is None:
+            found.append(f"{path} has no scales")
+            continue
+        of_head = path.endswith("lm_head") and meant.get("head") == 8
+        inputs = columns if of_head else columns * 2
+        if groups[1] * meant["group_size"] != inputs:
+            size = inputs // groups[1]
+            found.append(f"{path} has groups of {size}, and its config says {meant['group_size']}")
+    if not any(key.endswith(".qweight") for key in shapes):
+        found.append("its config says int4-cpu, and none of its weights is quantized")
+    return [f"{found[0]} ({len(found)} layers in all)"] if len(found) > 1 else found
 
 
 def register() -> None:

@@ -1,0 +1,116 @@
+"""A model bound to a plan: its cache, its attention plugged in, and one forward call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from jackfield.bridge.adapters import AdapterSwitch, load_adapter
+from jackfield.bridge.attention import AttentionPort, decoder_configs
+from jackfield.bridge.footprint import stored_as
+from jackfield.bridge.forward import forward_of
+from jackfield.bridge.layers import bind_layers
+from jackfield.bridge.placement import folder_for
+from jackfield.bridge.weights import load_model
+from jackfield.contracts import BindContext, KVCache, PackedKVCache
+from jackfield.deciding import Job
+from jackfield.errors import UsageError
+from jackfield.planning import Choice, Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: The ids of configs that an engine has changed and will give back; models may share one.
+_in_use: set[int] = set()
+
+
+def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
+    """The model of `job`, loaded as planned; a live one as it is.
+
+    Leaving `files` removes what was written to disk for it.
+    """
+    source = job.source
+    if source.live is None:
+        assert plan.placement is not None
+        folder = files.enter_context(folder_for(plan.placement, job.asked))
+        choice = plan["quantizer"]
+        context = BindContext(
+            model=None,
+            config=source.config,
+            requirements=plan.requirements,
+            options=choice.options,
+            tokenizer=tokenizer,
+        )
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
+        return load_adapter(model, job.found) if job.found else model
+    if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
+        raise UsageError(
+            "this model, or one that shares its config, already runs in an engine; close that one "
+            "first, or give the model a config of its own"
+        )
+    if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
+        raise UsageError(
+            f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
+            "drop dtype"
+        )
+    return source.live
+
+
+class BoundModel:
+    """What the loop calls of a model. Nothing is changed in the model before `plug`."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
+        self.port = AttentionPort(
+            plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
+        self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
+        self.stored = stored_as(model, plan["quantizer"].registered)
+        self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
+
+    def context(self, kind: str, choice: Choice | None = None) -> BindContext:
+        """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
+        return BindContext(
+            model=self.model,
+            config=self.model.config,
+            requirements=self.plan.requirements,
+            options=(choice or self.plan[kind]).options,
+        )
+
+    def switch_adapter(self, *, on: bool) -> None:
+        """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
+        if self.adapter is None:
+            raise UsageError("the engine has no adapter to switch; load it with adapter=…")
+        self.adapter.switch(on=on)
+        self.cache.forget()
+
+    def discard(self) -> None:
+        """Undo the binding of a model that was never plugged in."""
+        self.port.remove()
+
+    def plug(self) -> Callable[[], None]:
+        """Make the model run what was bound. Returns the function that gives it back as it was."""
+        model = self.model
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
+        trained = [module for module in model.modules() if module.training]
+        model.eval()
+        _in_use.update(map(id, decoder_configs(model)))
+
+        def give_back() -> None:
+            for unplug in undo:
+                unplug()
+            if self.adapter is not None:
+                self.adapter.restore()
+            for module in trained:
+                module.training = True
+            _in_use.difference_update(map(id, decoder_configs(model)))
+
+        return give_back
