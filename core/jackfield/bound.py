@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jackfield.bridge.attention import AttentionPort, decoder_configs
@@ -47,6 +47,18 @@ def weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel
     return source.live
 
 
+def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Plug all of them or none; returns what gives each back."""
+    plugged: list[Callable[[], None]] = []
+    try:
+        plugged.extend(model.plug() for model in models)
+    except BaseException:
+        for give_back in plugged:
+            give_back()
+        raise
+    return plugged
+
+
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `plug`."""
 
@@ -54,14 +66,8 @@ class BoundModel:
         self.model = model
         self.plan = plan
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
-        self.port = AttentionPort(
-            plan["attention"].registered,
-            self.context("attention"),
-            model,
-            self.cache if isinstance(self.cache, PackedKVCache) else None,
-        )
+        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
-        self.stored = stored_as(model, plan["quantizer"].registered)
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -75,6 +81,13 @@ class BoundModel:
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
+        self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.port = AttentionPort(
+            self.plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
         unplug = self.port.plug(model)
         trained = [module for module in model.modules() if module.training]
         model.eval()

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
-from jackfield.bound import BoundModel, weights
+from jackfield.bound import BoundModel, plug_all, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.requirements import requirements_of
 from jackfield.bridge.source import find
@@ -168,6 +168,7 @@ class Engine:
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
+        plugged = plug_all([bound] if draft is None else [bound, draft.bound])
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
@@ -177,8 +178,6 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
-        models = [bound] if draft is None else [bound, draft.bound]
-        plugged = [one.plug() for one in models]
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         self._give_back = weakref.finalize(self, _give_back, self._worker, *plugged)
 

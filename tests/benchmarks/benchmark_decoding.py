@@ -147,7 +147,8 @@ def benchmark_against_the_formula(batch: int, alternate: Any, capsys: Any) -> No
     speed = gain / ((DRAFTS * guess + check) / step)
     with capsys.disabled():
         print(  # noqa: T201
-            f"  agreement {rate:.2f}: {gain:.2f} tokens a step predicted, {found.tokens_per_step:.2f} "
-            f"measured; a draft takes {guess / step:.2f} and a verification {check / step:.2f} of a "
-            f"step: {speed:.2f} times the speed predicted, {ratio:.2f} measured ({found})"
+            f"  agreement {rate:.2f}: {gain:.2f} tokens a step predicted, "
+            f"{found.tokens_per_step:.2f} measured; a draft takes {guess / step:.2f} and a "
+            f"verification {check / step:.2f} of a step: {speed:.2f} times the speed predicted, "
+            f"{ratio:.2f} measured ({found})"
         )

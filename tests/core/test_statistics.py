@@ -210,7 +210,7 @@ def test_drafts_are_in_the_figures(model: Any) -> None:
     each = [completion.report.speculation for completion in found]
     assert drafts.proposed == sum(one.proposed for one in each if one)
     assert drafts.tokens == figures.tokens_out == 80
-    assert 0 < drafts.proposed
+    assert drafts.proposed > 0
     assert drafts.tokens_per_step == drafts.tokens / drafts.steps
     assert figures.to_dict()["speculation"]["acceptance_rate"] == drafts.acceptance_rate
     assert f"{drafts.accepted} of {drafts.proposed} drafts right" in str(figures)
