@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +16,7 @@ from jackfield.drafted import Drafted
 from jackfield.report import Speculation, total
 from jackfield.sampling import Sampler
 from jackfield.sequences import Feed, Sequence, Step
+from jackfield.structured import Structures
 
 logger = logging.getLogger("jackfield")
 
@@ -26,12 +29,17 @@ class Decoder:
     """
 
     def __init__(
-        self, strategies: Mapping[str, Strategy], drafting: frozenset[str] = frozenset()
+        self,
+        strategies: Mapping[str, Strategy],
+        drafting: frozenset[str] = frozenset(),
+        structures: Structures | None = None,
     ) -> None:
         self.strategies = dict(strategies)
         self.drafting = drafting
         self.calls: Counter[str] = Counter()
         self.totals = {name: Drafted() for name in strategies}
+        self._structures = structures
+        self._allowed: Future[torch.Tensor] | None = None
         self._sampler = Sampler()
 
     def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
@@ -46,6 +54,11 @@ class Decoder:
                 found |= {s.id: own for s, own in zip(most, drafts, strict=True)}
         return [found.get(sequence.id, []) for sequence in sequences]
 
+    def expect(self, step: Step) -> None:
+        """Find out, while the model computes `step`, which tokens may follow it."""
+        if self._structures is not None:
+            self._allowed = self._structures.begin(step.feeds)
+
     def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
         """What each feed gains by `logits` (`[feeds, k, vocab]`, may be modified in place).
 
@@ -58,9 +71,11 @@ class Decoder:
             feeds = [step.feeds[i] for i in ready]
             drafts = [feed.drafts for feed in feeds]
             rows = _rows(logits, ready, drafts)
-            chosen = self._sampler.sample([feed.sequence for feed in feeds], rows, drafts)
+            allowed = None if self._allowed is None else self._allowed.result()
+            sequences = [feed.sequence for feed in feeds]
+            chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, gain in zip(ready, chosen, strict=True):
-                gains[i] = gain
+                gains[i] = _within(step.feeds[i].sequence, gain)
                 self._learn(step.feeds[i], gain)
         self.calls.update({feed.sequence.settings.decoding for feed in step.feeds})
         return gains
@@ -86,6 +101,19 @@ class Decoder:
     def release(self, sequences: Seq[Sequence]) -> None:
         for name in self.drafting:
             self.strategies[name].release(sequences)
+
+
+def _within(sequence: Sequence, gain: Accepted) -> Accepted:
+    """The same, and whether it completes what the text must look like."""
+    constraint = sequence.constraint
+    if constraint is None:
+        return gain
+    end = constraint.advance(gain.tokens)
+    if (cause := constraint.error) is not None:
+        return replace(gain, error=f"its structure cannot be followed: {cause}")
+    if end is None:
+        return gain
+    return replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end], ends=True)
 
 
 def _room(sequence: Sequence) -> int:

@@ -39,6 +39,7 @@ from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
 from jackfield.statistics import Statistics
 from jackfield.strategies import Strategies, pick
+from jackfield.structured import Structures
 from jackfield.texts import Text, bridge
 from jackfield.worker import Health, Worker
 
@@ -162,6 +163,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
+        self._structures = Structures(tokenizer, self._text.vocab_size)
         # A backend that fails to bind must leave a live model as it was, so plugs come last.
         bound = self._bound = BoundModel(model, plan)
         scheduler = plan["scheduler"].registered
@@ -200,7 +202,7 @@ class Engine:
             bound[name] = CheckedStrategy(strategy, str(choice.registered), self._text.vocab_size)
             if choice.backend.capabilities.rollback:
                 drafting.add(name)
-        return Decoder(bound, frozenset(drafting))
+        return Decoder(bound, frozenset(drafting), self._structures)
 
     def generate(
         self,
@@ -326,7 +328,9 @@ class Engine:
             if self.tokenizer is not None and (streams or settings.stop_strings):
                 detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
             leader = made[0] if made else None
-            made.append(Running(next(self._ids), ids, settings, detokenizer, leader, sample))
+            running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
+            running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
+            made.append(running)
         return made
 
     def _limits(self, decoding: str) -> Limits:

@@ -75,6 +75,7 @@ class Loop:
             return late
         drafts = self.decoding.propose(self.running)
         step = self._fitting(drafts)
+        self.decoding.expect(step)
         inputs = self.cache.prepare(step)
         logits = self.forward(inputs)
         self.steps += 1
@@ -209,7 +210,7 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
-        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs))
+        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs, ends=gain.ends))
     except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
         return Event(sequence, sequence.tokens[before:], "")

@@ -21,6 +21,7 @@ import torch
 from jackfield.contracts import Accepted
 from jackfield.sequences import Sequence, TokenLogprob
 from jackfield.settings import Settings
+from jackfield.structured import unpacked
 
 _MASK = (1 << 64) - 1
 NEVER = -math.inf
@@ -49,15 +50,18 @@ class Sampler:
         sequences: Seq[Sequence],
         logits: torch.Tensor,
         drafts: Seq[Seq[int]] | None = None,
+        allowed: torch.Tensor | None = None,
     ) -> list[Accepted]:
         """What each sequence gains: its next token, and after each draft that was right, another.
 
         `logits` is `[rows, vocab]` and may be modified: `1 + len(drafts[i])` rows in a row for
-        sequence i. One device-to-host copy, and one for each draft of a request with processors
-        of its own.
+        sequence i. `allowed` has the bits of the tokens that may come (int32 `[rows, words]`), for
+        the rows of the sequences with a constraint only. One device-to-host copy, and one for each
+        draft of a request with processors of its own.
         """
         batch = self.batch_of(sequences, logits)
         batch.spread(drafts)
+        batch.confine(allowed)
         wanted = batch.most_logprobs
         raw = logits if wanted is None else torch.log_softmax(_precise(logits), -1)
         tokens, scores = batch.choose(logits)
@@ -147,6 +151,7 @@ class Batch:
         self.seen, self.counts = self._history()
         self.processed_by = [i for i, s in enumerate(every) if s.logits_processor]
         self.spread(None)
+        self.confine(None)
 
     def _column(self, values: Seq[float], inert: float | None = None) -> torch.Tensor | None:
         """`[sequences, 1]`, or None where none asks for anything."""
@@ -209,6 +214,15 @@ class Batch:
         self._owner = None if one_each else torch.tensor(owners, device=self.device)
         self._guessed = any(depth for _, depth in self.rows)
 
+    def confine(self, allowed: torch.Tensor | None) -> None:
+        """The tokens that the rows of sequences with a constraint are left with."""
+        self._forbidden: torch.Tensor | None = None
+        if allowed is not None:
+            rows = [r for r, (i, _) in enumerate(self.rows) if self.sequences[i].constraint]
+            shape = (len(self.rows), self.vocab_size)
+            self._forbidden = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._forbidden[rows] = ~unpacked(allowed.to(self.device), self.vocab_size)
+
     def _by_row(self, of_sequences: torch.Tensor) -> torch.Tensor:
         return of_sequences if self._owner is None else of_sequences.index_select(0, self._owner)
 
@@ -260,6 +274,8 @@ class Batch:
         return self._chosen(self.processed(logits), slice(None))
 
     def _chosen(self, scores: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._forbidden is not None:
+            scores = scores.masked_fill(self._forbidden[rows], NEVER)
         best, tokens = scores.max(-1)
         if self.samples and self.do_sample is not None:
             drawn = self._draw(self.warped(scores, rows), rows)

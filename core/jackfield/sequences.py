@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jackfield.detokenize import Detokenizer
     from jackfield.report import Report
     from jackfield.settings import Settings
+    from jackfield.structured import Constraint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -38,13 +39,14 @@ class Sequence:
     """One request while it runs. The loop and the cache mutate it; nobody else does.
 
     `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
-    `sample` tells apart the sequences that continue one prompt; all but the first have it as their
-    `leader`. `arrival` is the loop's step before which the sequence came. Times are in seconds of
+    `constraint` says what may follow them, where the text is to have a structure. `sample` tells
+    apart the sequences that continue one prompt; all but the first have it as their `leader`.
+    `arrival` is the loop's step before which the sequence came. Times are in seconds of
     `time.perf_counter`.
     """
 
     __slots__ = (
-        "arrival", "detokenizer", "drafted", "error", "evictions", "finish_reason",
+        "arrival", "constraint", "detokenizer", "drafted", "error", "evictions", "finish_reason",
         "first_token_at", "id", "leader", "logprobs", "num_cached", "prompt_length",
         "report_before", "sample", "settings", "started", "tokens",
     )  # fmt: skip
@@ -69,6 +71,7 @@ class Sequence:
         self.prompt_length = len(self.tokens)
         self.num_cached = 0
         self.settings = settings
+        self.constraint: Constraint | None = None
         self.detokenizer = detokenizer
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -91,8 +94,10 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
-    def extend(self, tokens: Seq[int], logprobs: Seq[TokenLogprob]) -> tuple[list[int], str]:
-        """Append what a step accepted, up to the first reason to finish.
+    def extend(
+        self, tokens: Seq[int], logprobs: Seq[TokenLogprob], *, ends: bool = False
+    ) -> tuple[list[int], str]:
+        """Append what a step accepted, up to the first reason to finish; `ends`: it is the last.
 
         Returns the tokens that were taken and the text that may be shown now.
         """
@@ -105,6 +110,8 @@ class Sequence:
                 text += self.detokenizer.push([token])
             if self._finishes(token):
                 break
+        if ends and self.finish_reason is None:
+            self.finish_reason = "stop"
         self.logprobs.extend(logprobs[: len(taken)])
         if self.detokenizer is not None and self.finish_reason is not None:
             text += self.detokenizer.finish()

@@ -1,7 +1,8 @@
 """Generation settings: transformers' `GenerationConfig` fields, each one honoured or refused.
 
 Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
-`presence_penalty`, `frequency_penalty`, and, for a request among others, `decoding`, `priority`,
+`presence_penalty`, `frequency_penalty`, what structures a text (`json_schema`, `regex`, `grammar`,
+`choices`), and, for a request among others, `decoding`, `priority`,
 `deadline` and `cache_salt`. `logits_processor` is what `generate` takes under that name; `stop` is
 short for `stop_strings`.
 """
@@ -16,9 +17,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from jackfield import structured
 from jackfield.draft_settings import DraftSettings, read
 from jackfield.errors import PromptError, SettingsError
 from jackfield.selection import nearest
+from jackfield.structured import Structure
 from jackfield.vocabulary import CODE, FACTS, INERT, LOOP, OWN
 
 _VOCABULARY = frozenset(k for k in vars(GenerationConfig()) if not k.startswith("_"))
@@ -37,7 +40,7 @@ class Settings:
     functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties.
     A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
     equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
-    `drafts` is what it is asked for.
+    `drafts` is what it is asked for. `structure` says what the text must look like.
     """
 
     max_new_tokens: int
@@ -62,6 +65,7 @@ class Settings:
     cache_salt: str = ""
     decoding: str = ""
     drafts: DraftSettings = field(default_factory=DraftSettings)
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def resolve(
         cache_salt=_salt(given.get("cache_salt", "")),
         decoding=limits.decoding,
         drafts=read(given, limits.honoured, number),
+        structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
     )
     if settings.num_return_sequences > 1 and not do_sample:
         raise SettingsError(

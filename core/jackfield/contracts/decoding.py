@@ -45,12 +45,13 @@ class DecodingCapabilities:
 class Accepted:
     """The tokens that one sequence gained in a step (none while its prompt is still being fed).
 
-    `error` ends this request, and only this one.
+    `error` ends this request, and only this one. `ends`: nothing may follow these tokens.
     """
 
     tokens: Seq[int] = ()
     logprobs: Seq[TokenLogprob] = ()
     error: str | None = None
+    ends: bool = False
 
 
 class Assistant(Protocol):
