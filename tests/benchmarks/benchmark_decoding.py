@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import jackfield
 from jackfield.demo.tasks import heldout
 
-ITEMS = 8
+ITEMS = 3
 NEW = 60
 DRAFTS = 4  # of the random pair
 
@@ -48,7 +48,7 @@ def measure(engine: jackfield.Engine, texts: Any, batch: int, alternate: Any, ca
     with jackfield.load("demo") as plain:
         ours, theirs = runner(engine, texts, batch), runner(plain, texts, batch)
         units = sum(map(len, theirs()))
-        alternate(ours, theirs, units)
+        alternate(ours, theirs, units, rounds=7)
     with capsys.disabled():
         print(f"  {engine.report().speculation}")  # noqa: T201 - the figures are what this is for
 
