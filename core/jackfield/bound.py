@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import pick_device
-from jackfield.bridge.source import ModelSource
+from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, KVCache, PackedKVCache
+from jackfield.deciding import Job
 from jackfield.errors import UsageError
 from jackfield.planning import Choice, Plan
 
@@ -22,10 +24,15 @@ if TYPE_CHECKING:
 _in_use: set[int] = set()
 
 
-def weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
-    """The model of `source`, loaded as planned; a live one as it is."""
+def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
+    """The model of `job`, loaded as planned; a live one as it is.
+
+    Leaving `files` removes what was written to disk for it.
+    """
+    source = job.source
     if source.live is None:
-        device = pick_device(device_map, source)
+        assert plan.placement is not None
+        folder = files.enter_context(folder_for(plan.placement, job.asked))
         choice = plan["quantizer"]
         context = BindContext(
             model=None,
@@ -33,7 +40,9 @@ def weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel
             requirements=plan.requirements,
             options=choice.options,
         )
-        return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
+        return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(
             "this model, or one that shares its config, already runs in an engine; close that one "
@@ -68,6 +77,7 @@ class BoundModel:
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
+        self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -77,6 +87,13 @@ class BoundModel:
             requirements=self.plan.requirements,
             options=(choice or self.plan[kind]).options,
         )
+
+    def switch_adapter(self, *, on: bool) -> None:
+        """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
+        if self.adapter is None:
+            raise UsageError("the engine has no adapter to switch; load it with adapter=…")
+        self.adapter.switch(on=on)
+        self.cache.forget()
 
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
@@ -95,6 +112,8 @@ class BoundModel:
 
         def give_back() -> None:
             unplug()
+            if self.adapter is not None:
+                self.adapter.restore()
             for module in trained:
                 module.training = True
             _in_use.difference_update(map(id, decoder_configs(model)))

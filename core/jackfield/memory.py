@@ -16,14 +16,15 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def free_bytes(device: str | None) -> int | None:
-    """Memory that can be had on a torch device type now, in bytes; None where nobody tells.
+    """Memory that can be had on a torch device now, in bytes; None where nobody tells.
 
     Imports torch for a GPU only.
     """
-    if device in ("cuda", "xpu"):
+    kind, _, index = (device or "cpu").partition(":")
+    if kind in ("cuda", "xpu"):
         import torch
 
-        free, _ = getattr(torch, device).mem_get_info()
+        free, _ = getattr(torch, kind).mem_get_info(int(index) if index else None)
         return int(free)
     if device == "mps":
         import torch
@@ -41,7 +42,9 @@ def _free_host_bytes() -> int | None:
         found.append(int(said[1]) * 1024)
     most, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if most.isdigit() and used.isdigit():
-        found.append(max(0, int(most) - int(used)))
+        # Files that were read and are not in use count as used, and go as soon as memory is wanted.
+        idle = re.search(r"^inactive_file (\d+)", _read(_CGROUP / "memory.stat"), re.M)
+        found.append(max(0, int(most) - int(used) + int(idle[1] if idle else 0)))
     return min(found, default=None)
 
 

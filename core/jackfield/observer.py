@@ -29,6 +29,7 @@ class Observer:
         self._loop = loop
         self._text = text
         self._stored = bound.stored
+        self._adapter = bound.adapter
         self._draft = draft
         self._reached = False
 
@@ -46,6 +47,7 @@ class Observer:
                 *(self._draft.observations() if self._draft else ()),
             ),
             self._loop.decoding.speculation(),
+            self._adapter.use() if self._adapter else None,
         )
 
     def _decoding(self, name: str) -> Observation:

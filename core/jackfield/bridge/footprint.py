@@ -99,7 +99,11 @@ def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
     if stored_quantization(model.config) is None:
         return None
     converted = {id(m) for m in model.modules() if quantizer.backend.converted(m)}  # type: ignore[attr-defined]
-    linear = {id(m) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)}
+    linear = {
+        id(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name
+    }
     if not converted:
         raise ExecutionError(
             f"{quantizer} converted none of the {len(linear)} linear layers of "

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jackfield.bridge.experts import experts_implementation
 from jackfield.bridge.footprint import stored_quantization
+from jackfield.bridge.placement import check_placed, native, no_notes
 from jackfield.bridge.source import ModelSource, first_line, quiet
 from jackfield.contracts import Quantization
 from jackfield.errors import CheckpointError
+from jackfield.placement import Placement
 
 logger = logging.getLogger("jackfield")
 
@@ -38,7 +40,7 @@ def check_files(folder: Path) -> None:
             else f"there are no weights in {folder}: expected model.safetensors"
         )
     for file in files:
-        _check_safetensors(file)
+        safetensors_header(file)
 
 
 def _check_generation_config(file: Path) -> None:
@@ -62,8 +64,10 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _check_safetensors(file: Path) -> None:
-    """Compare the size that the header promises with the size of the file; reads no tensor."""
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """name -> its entry ("dtype", "shape"), after comparing the size that the header promises with
+    the size of the file; reads no tensor. Raises CheckpointError.
+    """
     if not file.is_file():
         raise CheckpointError(f"the shard {file} is missing; fetch the model again")
     size = file.stat().st_size
@@ -83,22 +87,29 @@ def _check_safetensors(file: Path) -> None:
         raise CheckpointError(
             f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
         )
+    return header  # type: ignore[no-any-return]
 
 
 def load_model(
-    source: ModelSource, dtype: str, device: torch.device, quantization: Quantization
+    source: ModelSource,
+    dtype: str,
+    where: Placement,
+    quantization: Quantization,
+    folder: Path | None = None,
 ) -> PreTrainedModel:
-    """Load the weights of `source` in `dtype` onto `device`. Raises CheckpointError.
+    """Load the weights of `source` in `dtype` to their places. Raises CheckpointError.
 
-    A weight that the checkpoint lacks is an error, not a random number.
+    What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
+    it in another form. A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
         check_files(source.folder)
     stored = stored_quantization(source.config) is not None
     # A quantizer puts weights where they belong as it makes them.
-    placed = (stored or quantization.config is not None) and device.type != "cpu"
+    device = torch.device(where.device)
+    placed = where.spread or ((stored or quantization.config is not None) and device.type != "cpu")
     try:
-        with quiet():
+        with quiet(), no_notes():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location or "",
                 config=source.config,
@@ -107,7 +118,8 @@ def load_model(
                 attn_implementation="eager",  # the plan plugs in what was chosen
                 experts_implementation=experts_implementation(dtype),
                 quantization_config=quantization.config,
-                device_map={"": device} if placed else None,
+                device_map=native(where) if placed else None,
+                offload_folder=None if folder is None else str(folder),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and refused below with the names
@@ -117,7 +129,9 @@ def load_model(
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    if not placed:
+    if where.spread:
+        check_placed(model, where)
+    elif not placed:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
     return model

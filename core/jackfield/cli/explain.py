@@ -48,20 +48,20 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     Example: jackfield explain demo --attention eager
     """
     from jackfield.assistance import find_assistant
-    from jackfield.bridge.requirements import requirements_of
-    from jackfield.bridge.source import find
+    from jackfield.deciding import spread_over, understand
     from jackfield.discovery import registry
     from jackfield.errors import PlanError
-    from jackfield.planning import decide
 
-    source = find(model, backends.revision)
-    needs = requirements_of(source, dtype=backends.dtype, device=backends.device)
+    job = understand(model, **backends.job())
+    needs = job.needs
     selections: dict[str, Selectable] = {**backends.selections()}
     plan, error = None, None
     try:
-        plan = decide(registry(), needs, selections)
-        draft = find_assistant(plan, backends.assistant_model, None, backends.device)
+        plan = job.decide(registry(), selections)
+        draft = find_assistant(plan, backends.assistant_model, None, job.asked.device_map)
         plan = plan if draft is None else replace(plan, assistant=draft.plan)
+        if plan.placement and plan.placement.spread:
+            needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
     verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
@@ -140,6 +140,10 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
+    if plan is not None and plan.placement:
+        out.print(f"  weights: {plan.placement}")
+    if plan is not None and plan.adapter:
+        out.print(f"  adapter: {plan.adapter}")
     if plan is not None and (memory := plan.memory()):
         out.print(f"  memory for keys and values: {memory}")
     rows = table("kind", "backend", "verdict", "distribution", "why")

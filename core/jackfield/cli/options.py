@@ -51,7 +51,22 @@ class Backends:
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
-    device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
+    device: Annotated[
+        str,
+        _flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
+    ] = "auto"
+    max_memory: Annotated[
+        str | None, _flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")
+    ] = None
+    offload_folder: Annotated[
+        str | None, _flag("--offload-folder", "FOLDER", "Where weights on disk are written.")
+    ] = None
+    adapter: Annotated[
+        str | None, _flag("--adapter", "ADAPTER", "A LoRA adapter of PEFT: a folder or hub id.")
+    ] = None
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
+    ] = False
     revision: Annotated[
         str | None, _flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
@@ -68,12 +83,36 @@ class Backends:
         from jackfield.planning import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
-        return chosen | {
-            "assistant_model": self.assistant_model,
+        return chosen | {"assistant_model": self.assistant_model} | self.job()
+
+    def job(self) -> dict[str, Any]:
+        """What says which model, and where: arguments that select no backend."""
+        return {
             "dtype": self.dtype,
-            "device_map": self.device,
+            "device_map": _device_map(self.device),
+            "max_memory": _pairs("--max-memory", self.max_memory) if self.max_memory else None,
+            "offload_folder": self.offload_folder,
+            "adapter": self.adapter,
+            "merge_adapter": self.merge_adapter,
             "revision": self.revision,
         }
+
+
+def _device_map(text: str) -> str | dict[str, str]:
+    return _pairs("--device", text) if "=" in text else text
+
+
+def _pairs(flag: str, text: str) -> dict[str, str]:
+    """'cpu=4GB,0=10GB' as a dict. Raises UsageError."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, mark, value = map(str.strip, part.partition("="))
+        if not mark or not value:
+            raise UsageError(f"cannot read {flag} {text!r}: write {flag} NAME=VALUE,NAME=VALUE")
+        if key in found:
+            raise UsageError(f"{flag} names {key!r} twice; name it once")
+        found[key] = value
+    return found
 
 
 def _selectable(names: list[str] | None) -> str | list[str]:

@@ -65,12 +65,13 @@ def note(text: str) -> None:
 
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
-    return " · ".join(
+    told = [
         f"{o.kind} {o.name} ({o.distribution} {o.version}"
         f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
         for o in report.observations
         if o.calls or o.kind != "decoding"  # one that nobody asked for
-    ) + (f" · {report.speculation}" if report.speculation else "")
+    ]
+    return " · ".join(map(str, filter(None, (*told, report.speculation, report.adapter))))
 
 
 class _Lines(logging.Handler):

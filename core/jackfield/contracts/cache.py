@@ -170,6 +170,13 @@ class KVCache(ABC):
         del sequences
         return wanted
 
+    def forget(self) -> None:
+        """Drop what is kept of sequences that have left: the model computes something else now.
+
+        Called while it holds no sequence (an adapter is switched on or off).
+        """
+        return
+
     def usage(self) -> CacheUsage | None:
         """What it holds; None where that has no meaning of its own."""
         return None
@@ -248,10 +255,9 @@ class TransformersCache(Cache):
     def bind(self, context: BindContext) -> KVCache:
         from jackfield.padded import PaddedKVCache
 
-        assert context.model is not None
         return PaddedKVCache(
             lambda length: self.make(context, length),
-            context.model.device,
+            context.device,
             max_cache_len=self.max_cache_len(context.options),
             static=self.capabilities.static_shapes,
         )

@@ -109,7 +109,7 @@ class Quantizer(Backend):
             reasons.append(f"does not run with dtype {r.dtype} (only {', '.join(_order(can))})")
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
-        return reasons
+        return [*reasons, *_lacking(can, r)]
 
     def _dtype(self, requirements: Requirements) -> str | None:
         """The dtype of what is not quantized; None: the one that was asked for does not do."""
@@ -156,6 +156,18 @@ class Quantizer(Backend):
         if not isinstance(getattr(self, "capabilities", None), QuantizerCapabilities):
             found.append("`capabilities` must be a QuantizerCapabilities")
         return found
+
+
+def _lacking(can: QuantizerCapabilities, requirements: Requirements) -> list[str]:
+    """What of the job is about more than the weights by themselves, and cannot be done."""
+    found = []
+    if (places := requirements.several_places) and not can.offload:
+        found.append(f"keeps all weights on one device (offload), and they go to {places}")
+    if requirements.adapter and not can.adapters:
+        found.append(f"takes no {requirements.adapter} adapter on top (adapters)")
+    if requirements.merge_adapter and not can.merges:
+        found.append("cannot merge an adapter into its weights (merges); drop merge_adapter")
+    return found
 
 
 def method(stored: Mapping[str, Any]) -> str:

@@ -69,6 +69,10 @@ class Requirements:
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
+    `execution_devices` are the devices that layers compute on, the one where a step begins first;
+    empty where that is one, `device`. `offloaded` are places that only hold weights (the CPU beside
+    a GPU, "disk"). `adapter` is the type of the adapter on top of the weights ("LORA"), None
+    without one; with `merge_adapter` it is added into them.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
     """
@@ -94,9 +98,19 @@ class Requirements:
     dtype_named: bool = False
     irregular: str | None = None
     experts_implementation: str | None = None
+    execution_devices: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    adapter: str | None = None
+    merge_adapter: bool = False
     layout: str = "padded"
     rollback: bool = False
     batch_invariant: bool = False
+
+    @property
+    def several_places(self) -> str | None:
+        """Where weights lie, if that is not one device."""
+        places = (*self.execution_devices, *self.offloaded)
+        return ", ".join(places) if len(places) > 1 else None
 
     @property
     def whole_prompt(self) -> str | None:

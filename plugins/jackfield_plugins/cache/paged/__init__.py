@@ -83,6 +83,9 @@ class PagedCache(Cache):
         for feature, problem in _NO_PAGES.items():
             if evidence := requirements.features.get(feature):
                 reasons.append(f"{problem} ({evidence})")
+        if len(requirements.execution_devices) > 1:
+            names = ", ".join(requirements.execution_devices)
+            reasons.append(f"keeps its page tables on one device, and layers compute on {names}")
         if requirements.irregular:
             reasons.append(
                 "stores one layer's keys and values for each call of an attention, and here "
@@ -133,8 +136,7 @@ class PagedCache(Cache):
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
-        assert context.model is not None
-        options, device = context.options, context.model.device
+        options, device = context.options, context.device
         return PagedKVCache(
             context.requirements.windows,
             options.page_size,

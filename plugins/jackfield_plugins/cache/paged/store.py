@@ -303,6 +303,10 @@ class PagedKVCache(PackedKVCache):
             if self._forgets and not self._running:
                 group.allocator.forget()
 
+    def forget(self) -> None:
+        for group in self.groups.values():
+            group.allocator.forget()
+
     def usage(self) -> CacheUsage:
         pools = [group.allocator for group in self.groups.values()]
         kept = sum(pool.num_kept for pool in pools)
