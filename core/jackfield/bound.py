@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _in_use: set[int] = set()
 
 
-def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
+def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
     """The model of `job`, loaded as planned; a live one as it is.
 
     Leaving `files` removes what was written to disk for it.
@@ -39,6 +39,7 @@ def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
             config=source.config,
             requirements=plan.requirements,
             options=choice.options,
+            tokenizer=tokenizer,
         )
         bound = choice.registered.bind(context)
         model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)

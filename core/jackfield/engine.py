@@ -146,7 +146,7 @@ def load(
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
     with contextlib.ExitStack() as files:
-        model = weights(job, plan, files)
+        model = weights(job, plan, files, tokenizer)
         engine = Engine(
             model,
             plan,
@@ -190,12 +190,34 @@ class Engine:
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         self._structures = Structures(tokenizer, self._text.vocab_size)
         # A backend that fails to bind must leave a live model as it was, so plugs come last.
-        bound = self._bound = BoundModel(model, plan)
+        with contextlib.ExitStack() as failing:
+            plugged = self._assemble(bounds, max_waiting, stall_after, assistance, failing)
+            failing.pop_all()
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._when_closed = plugged
+        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+
+    def _assemble(
+        self,
+        bounds: Bounds,
+        max_waiting: int | None,
+        stall_after: float,
+        assistance: Assistance | None,
+        failing: contextlib.ExitStack,
+    ) -> list[Callable[[], None]]:
+        """Bind everything, then plug it in. Returns what gives the models back.
+
+        Leaving `failing` gives them back.
+        """
+        plan = self.plan
+        bound = self._bound = BoundModel(self.model, plan)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
         plugged = plug_all([bound] if draft is None else [bound, draft.bound])
+        for give_back in plugged:
+            failing.callback(give_back)
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
@@ -205,9 +227,7 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._when_closed = plugged
-        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+        return plugged
 
     @property
     def closed(self) -> bool:

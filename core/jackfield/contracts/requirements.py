@@ -38,14 +38,16 @@ class Weight:
     """One parameter of a model, before it is loaded; tied ones are one.
 
     `linear` is `(out_features, in_features)` where it is the matrix of a linear layer that
-    quantizers may store in their own way, which the output head is not. `dtype` is the one that it
-    keeps whatever the model's is, None where it keeps none.
+    quantizers may store in their own way, which the output head is not; `transposed` where the
+    model has it as in × out, a `Conv1D`. `dtype` is the one that it keeps whatever the model's is,
+    None where it keeps none.
     """
 
     name: str
     numbers: int
     linear: tuple[int, int] | None = None
     dtype: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
