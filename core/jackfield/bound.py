@@ -10,6 +10,7 @@ from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, KVCache, PackedKVCache
@@ -79,6 +80,7 @@ class BoundModel:
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -106,13 +108,14 @@ class BoundModel:
             model,
             self.cache if isinstance(self.cache, PackedKVCache) else None,
         )
-        unplug = self.port.plug(model)
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
         def give_back() -> None:
-            unplug()
+            for unplug in undo:
+                unplug()
             if self.adapter is not None:
                 self.adapter.restore()
             for module in trained:

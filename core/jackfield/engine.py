@@ -57,6 +57,7 @@ def load(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: DeviceMap = AUTO,
     max_memory: Mapping[str | int, str | int] | None = None,
@@ -78,8 +79,8 @@ def load(
     model, which is given back as it was when the engine is closed. Each selection is "auto",
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `dtype` is "auto"
-    or a name such as "bfloat16".
+    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
 
     `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
     the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
@@ -128,6 +129,7 @@ def load(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }

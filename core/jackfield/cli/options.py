@@ -49,6 +49,10 @@ class Backends:
         flag("--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."),
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
+    kernel: Annotated[
+        list[str] | None,
+        flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
+    ] = None
     dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[
         str,

@@ -24,6 +24,7 @@ from jackfield.contracts.decoding import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -49,8 +50,11 @@ __all__ = [
     "CacheUsage",
     "Decoding",
     "DecodingCapabilities",
+    "FusedLayer",
     "GivenConfig",
     "KVCache",
+    "Kernel",
+    "KernelCapabilities",
     "ModelAttention",
     "ModelInputs",
     "NoOptions",
@@ -75,6 +79,7 @@ CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
     "decoding": Decoding,
+    "kernel": Kernel,
     "quantizer": Quantizer,
     "scheduler": Scheduler,
 }
