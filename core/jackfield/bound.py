@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,18 @@ def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> Pr
     return source.live
 
 
+def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Plug all of them or none; returns what gives each back."""
+    plugged: list[Callable[[], None]] = []
+    try:
+        plugged.extend(model.plug() for model in models)
+    except BaseException:
+        for give_back in plugged:
+            give_back()
+        raise
+    return plugged
+
+
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `plug`."""
 
@@ -65,14 +77,8 @@ class BoundModel:
         self.model = model
         self.plan = plan
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
-        self.port = AttentionPort(
-            plan["attention"].registered,
-            self.context("attention"),
-            model,
-            self.cache if isinstance(self.cache, PackedKVCache) else None,
-        )
+        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
-        self.stored = stored_as(model, plan["quantizer"].registered)
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
         self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
@@ -92,13 +98,16 @@ class BoundModel:
         self.adapter.switch(on=on)
         self.cache.forget()
 
-    def discard(self) -> None:
-        """Undo the binding of a model that was never plugged in."""
-        self.port.remove()
-
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
+        self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.port = AttentionPort(
+            self.plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
         undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()

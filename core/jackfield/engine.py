@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
-from jackfield.bound import BoundModel, weights
+from jackfield.bound import BoundModel, plug_all, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.weights import load_tokenizer
 from jackfield.checked import CheckedSchedule, CheckedStrategy
@@ -209,17 +209,17 @@ class Engine:
     ) -> list[Callable[[], None]]:
         """Bind everything, then plug it in. Returns what gives the models back.
 
-        Leaving `failing` undoes what was bound.
+        Leaving `failing` gives them back.
         """
         plan = self.plan
         bound = self._bound = BoundModel(self.model, plan)
-        failing.callback(bound.discard)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
-        if draft is not None:
-            failing.callback(draft.bound.discard)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
+        plugged = plug_all([bound] if draft is None else [bound, draft.bound])
+        for give_back in plugged:
+            failing.callback(give_back)
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
@@ -229,8 +229,7 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
-        models = [bound] if draft is None else [bound, draft.bound]
-        return [one.plug() for one in models]
+        return plugged
 
     @property
     def closed(self) -> bool:

@@ -331,3 +331,35 @@ def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch
     done = cli("generate", "hi", "--max-new-tokens", "1", "--json")
     assert (done.code, done.err) == (1, "error: it broke\n")
     assert done.json["finish_reason"] == "error"
+
+
+DRAFTING = ("--decoding", "assisted", "--assistant-model", "demo-draft")
+
+
+def test_a_draft_model_on_the_command_line(cli: Cli) -> None:
+    question = ("--chat", "Sort these numbers: 41 7 88 23")
+    plain = cli("generate", *question, "--json").json
+    drafted = cli("generate", *question, "--json", *DRAFTING).json
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["report"]["decoding"]["name"] == "assisted"
+    assert drafted["report"]["speculation"]["accepted"] > 3
+    assert drafted["plan"]["assistant"]["chosen"]["cache"]["name"] == "paged"
+    told = cli("generate", *question, *DRAFTING)
+    assert told.out == "7 23 41 88\n"
+    assert re.search(r"decoding assisted .* drafts right .* tokens a step", told.err)
+    assert "decoding sample" not in told.err
+
+
+def test_explain_shows_the_plan_of_the_draft_model(cli: Cli) -> None:
+    done = cli("explain", "demo", *DRAFTING)
+    assert done.code == 0
+    assert "assistant: LlamaForCausalLM, float32 on cpu" in done.out
+    cli("explain", "demo", "--decoding", "assisted").failed(2, "needs a draft model")
+    cli("generate", "x", "--assistant-model", "demo-draft").failed(2, "none of the decodings")
+    cli("generate", "x", *DRAFTING, "--set", "num_assistant_tokens=0").failed(2, "at least 1")
+
+
+def test_eval_with_drafts(cli: Cli) -> None:
+    done = cli("eval", "--count", "1", "--json", *DRAFTING)
+    assert done.code == 0
+    assert done.json["report"]["speculation"]["acceptance_rate"] > 0.3

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         "README.md",
         "docs/batching.md",
         "docs/caches.md",
+        "docs/decoding.md",
         "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",
