@@ -55,7 +55,7 @@ class FoundAssistant:
 
     def load(self, beside: PreTrainedModel, files: ExitStack) -> Assistance:
         """Read its weights. Raises UsageError where it is the model that it is to assist."""
-        model = weights(self.job, self.plan, files)
+        model = weights(self.job, self.plan, files, self.tokenizer)
         if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
             raise UsageError(
                 "assistant_model is the model itself, or shares its config; give another one, or a "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, KVCache, PackedKVCache
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _in_use: set[int] = set()
 
 
-def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
+def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
     """The model of `job`, loaded as planned; a live one as it is.
 
     Leaving `files` removes what was written to disk for it.
@@ -39,6 +40,7 @@ def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
             config=source.config,
             requirements=plan.requirements,
             options=choice.options,
+            tokenizer=tokenizer,
         )
         bound = choice.registered.bind(context)
         model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
@@ -56,6 +58,18 @@ def weights(job: Job, plan: Plan, files: ExitStack) -> PreTrainedModel:
     return source.live
 
 
+def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Plug all of them or none; returns what gives each back."""
+    plugged: list[Callable[[], None]] = []
+    try:
+        plugged.extend(model.plug() for model in models)
+    except BaseException:
+        for give_back in plugged:
+            give_back()
+        raise
+    return plugged
+
+
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `plug`."""
 
@@ -63,15 +77,10 @@ class BoundModel:
         self.model = model
         self.plan = plan
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
-        self.port = AttentionPort(
-            plan["attention"].registered,
-            self.context("attention"),
-            model,
-            self.cache if isinstance(self.cache, PackedKVCache) else None,
-        )
+        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
-        self.stored = stored_as(model, plan["quantizer"].registered)
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -92,13 +101,21 @@ class BoundModel:
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
-        unplug = self.port.plug(model)
+        self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.port = AttentionPort(
+            self.plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
         def give_back() -> None:
-            unplug()
+            for unplug in undo:
+                unplug()
             if self.adapter is not None:
                 self.adapter.restore()
             for module in trained:

@@ -14,11 +14,11 @@ from jackfield.bridge.requirements import requirements_of, skeleton
 from jackfield.bridge.source import ModelSource, find
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import PlanError, UsageError
-from jackfield.memory import in_units
 from jackfield.placement import Asked, Placement, asked
 from jackfield.planning import Plan, decide, judge
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Quantizable, make_options
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

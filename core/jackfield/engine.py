@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
 from jackfield.beam_settings import check_width
-from jackfield.bound import BoundModel, weights
+from jackfield.bound import BoundModel, plug_all, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.weights import load_tokenizer
 from jackfield.checked import CheckedSchedule, checked
@@ -60,6 +60,7 @@ def load(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: DeviceMap = AUTO,
     max_memory: Mapping[str | int, str | int] | None = None,
@@ -81,8 +82,8 @@ def load(
     model, which is given back as it was when the engine is closed. Each selection is "auto",
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `dtype` is "auto"
-    or a name such as "bfloat16".
+    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
 
     `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
     the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
@@ -131,6 +132,7 @@ def load(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }
@@ -149,7 +151,7 @@ def load(
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
     with contextlib.ExitStack() as files:
-        model = weights(job, plan, files)
+        model = weights(job, plan, files, tokenizer)
         engine = Engine(
             model,
             plan,
@@ -193,11 +195,34 @@ class Engine:
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         self._structures = Structures(tokenizer, self._text.vocab_size)
         # A backend that fails to bind must leave a live model as it was, so plugs come last.
-        bound = self._bound = BoundModel(model, plan)
+        with contextlib.ExitStack() as failing:
+            plugged = self._assemble(bounds, max_waiting, stall_after, assistance, failing)
+            failing.pop_all()
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._when_closed = plugged
+        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+
+    def _assemble(
+        self,
+        bounds: Bounds,
+        max_waiting: int | None,
+        stall_after: float,
+        assistance: Assistance | None,
+        failing: contextlib.ExitStack,
+    ) -> list[Callable[[], None]]:
+        """Bind everything, then plug it in. Returns what gives the models back.
+
+        Leaving `failing` gives them back.
+        """
+        plan = self.plan
+        bound = self._bound = BoundModel(self.model, plan)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
+        plugged = plug_all([bound] if draft is None else [bound, draft.bound])
+        for give_back in plugged:
+            failing.callback(give_back)
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
@@ -207,11 +232,7 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
-        models = [bound] if draft is None else [bound, draft.bound]
-        plugged = [one.plug() for one in models]
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._when_closed = plugged
-        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+        return plugged
 
     @property
     def closed(self) -> bool:

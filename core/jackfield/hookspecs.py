@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Attention, Cache, Decoding, Quantizer, Scheduler
+    from jackfield.contracts import Attention, Cache, Decoding, Kernel, Quantizer, Scheduler
 
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
@@ -23,6 +23,7 @@ HOOKS = {
     "attention": "jackfield_attention",
     "cache": "jackfield_cache",
     "decoding": "jackfield_decoding",
+    "kernel": "jackfield_kernel",
     "quantizer": "jackfield_quantizer",
     "scheduler": "jackfield_scheduler",
 }
@@ -41,6 +42,11 @@ def jackfield_cache() -> Sequence[Cache]:  # type: ignore[empty-body]
 @hookspec
 def jackfield_decoding() -> Sequence[Decoding]:  # type: ignore[empty-body]
     """Offer backends that decide which tokens come next."""
+
+
+@hookspec
+def jackfield_kernel() -> Sequence[Kernel]:  # type: ignore[empty-body]
+    """Offer backends that compute a layer in place of the model's own code."""
 
 
 @hookspec

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.errors import UsageError
-from jackfield.memory import in_units
 from jackfield.selection import AUTO, nearest
+from jackfield.units import in_units
 
 DISK = "disk"
 

@@ -12,6 +12,7 @@ from jackfield.adapter import Adapter
 from jackfield.candidates import Candidate, candidates_of
 from jackfield.contracts import Backend, GivenConfig, Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
+from jackfield.fused import chosen_kernels
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.placement import DeviceMap, Placement
 from jackfield.registry import Registered, Registry
@@ -39,6 +40,7 @@ ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
     "decoding": "decoding",
+    "kernel": "kernels",
     "quantizer": "quantization",
     "scheduler": "scheduler",
 }
@@ -89,7 +91,7 @@ class Plan:
 
     `placement` says where weights go, `adapter` what is on top of them, None where nothing is.
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
-    is the plan of their draft model.
+    is the plan of their draft model. `kernels` stand in for layers.
     """
 
     requirements: Requirements
@@ -99,6 +101,7 @@ class Plan:
     adapter: Adapter | None = None
     decodings: Mapping[str, Choice] = field(default_factory=dict)
     assistant: Plan | None = None
+    kernels: tuple[Choice, ...] = ()
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -150,6 +153,7 @@ class Plan:
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
+            "kernels": [choice.to_dict() for choice in self.kernels],
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -170,6 +174,9 @@ class Plan:
             lines.append(f"  weights: {self.placement}")
         if self.adapter:
             lines.append(f"  adapter: {self.adapter}")
+        for choice in self.kernels:
+            r = choice.registered
+            lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")
         if len(self.decodings) > 1:
             lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
@@ -257,6 +264,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
+    selections = dict(selections)
+    kernels = selections.pop("kernel", AUTO)
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)
@@ -268,7 +277,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
-    plan = replace(plan, decodings=offered(registry, plan, default, beside))
+    plan = replace(
+        plan,
+        decodings=offered(registry, plan, default, beside),
+        kernels=chosen_kernels(registry, plan.requirements, kernels),
+    )
     for choice in plan.choices.values():
         if choice.how == AUTO and choice.backend.auto_notice:
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
@@ -359,6 +372,7 @@ def plan(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: DeviceMap = AUTO,
     max_memory: Mapping[str | int, str | int] | None = None,
@@ -392,6 +406,7 @@ def plan(
         "attention": attn_implementation,
         "cache": cache_implementation,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
         "README.md",
         "docs/batching.md",
         "docs/caches.md",
+        "docs/decoding.md",
+        "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",
         "docs/tutorial.md",

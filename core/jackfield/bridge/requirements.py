@@ -28,7 +28,7 @@ from transformers import (
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
 from jackfield.bridge.experts import check_experts, experts_of
-from jackfield.bridge.footprint import stored_quantization, weights_of
+from jackfield.bridge.footprint import head_is_tied, head_of, stored_quantization, weights_of
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
 from jackfield.bridge.source import (
     ModelSource,
@@ -101,6 +101,8 @@ def describe(
         packed_numbers=_packed_numbers(len(types), calls),
         weights=weights,
         weight_bytes=sum(w.numbers * BYTES[w.dtype or dtype] for w in weights),
+        head=head_of(model),
+        tied_head=head_is_tied(model),
         stored=stored_quantization(config),
         live=live,
         dtype_named=dtype_named,

@@ -26,8 +26,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_files(folder: Path) -> None:
-    """Refuse a folder whose weights are missing, incomplete, or only in pickles."""
+Shape = tuple[int, ...]
+
+
+def check_files(folder: Path) -> dict[str, Shape]:
+    """The shape of every tensor in `folder`, from the headers of its files.
+
+    Refuse a folder whose weights are missing, incomplete, or only in pickles.
+    """
     _check_generation_config(folder / "generation_config.json")
     index = folder / "model.safetensors.index.json"
     files = _shards(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
@@ -39,8 +45,10 @@ def check_files(folder: Path) -> None:
             if pickles
             else f"there are no weights in {folder}: expected model.safetensors"
         )
+    found: dict[str, Shape] = {}
     for file in files:
-        safetensors_header(file)
+        found |= {name: tuple(entry["shape"]) for name, entry in safetensors_header(file).items()}
+    return found
 
 
 def _check_generation_config(file: Path) -> None:
@@ -78,7 +86,8 @@ def safetensors_header(file: Path) -> dict[str, Any]:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+        ends = [entry["data_offsets"][1] for entry in header.values() if entry["shape"] is not None]
+        expected = 8 + length + max(ends, default=0)
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({first_line(error)}); fetch it again"
@@ -103,13 +112,15 @@ def load_model(
     it in another form. A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
-        check_files(source.folder)
+        reasons = quantization.misfits(check_files(source.folder))
+        if reasons:
+            raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
     stored = stored_quantization(source.config) is not None
     # A quantizer puts weights where they belong as it makes them.
     device = torch.device(where.device)
     placed = where.spread or ((stored or quantization.config is not None) and device.type != "cpu")
     try:
-        with quiet(), no_notes():
+        with quantization.reading(), quiet(), no_notes():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location or "",
                 config=source.config,
@@ -129,9 +140,10 @@ def load_model(
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
+    quantization.finish(model)
     if where.spread:
         check_placed(model, where)
-    elif not placed:
+    elif not placed and model.device != device:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
     return model

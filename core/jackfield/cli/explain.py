@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from jackfield.contracts import Requirements
     from jackfield.errors import PlanError
-    from jackfield.planning import Plan
+    from jackfield.planning import Choice, Plan
     from jackfield.registry import Registered, Registry
     from jackfield.selection import Selectable
 
@@ -85,20 +85,26 @@ class _Judge:
         """Every backend of every kind, against what the kinds decided before it imply."""
         from jackfield.planning import ORDER
 
-        for kind in ORDER:
+        for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
                 yield self._verdict(registered, needs)
-            if self.plan is not None:
+            if self.plan is not None and kind in ORDER:
                 choice = self.plan[kind]
                 needs = choice.backend.imply(needs, choice.options)
 
     def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
         kind = registered.kind
         origin = (kind, registered.name, registered.distribution, registered.version)
-        if self.plan is not None and self.plan[kind].registered is registered:
-            return Verdict(*origin, "chosen", self.plan[kind].how)
+        for choice in self._chosen(kind):
+            if choice.registered is registered:
+                return Verdict(*origin, "chosen", choice.how)
         reasons = tuple(self._reasons(registered, needs))
         return Verdict(*origin, "refused" if reasons else "possible", None, reasons)
+
+    def _chosen(self, kind: str) -> Sequence[Choice]:
+        if self.plan is None:
+            return ()
+        return self.plan.kernels if kind == "kernel" else (self.plan[kind],)
 
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""

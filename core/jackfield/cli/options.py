@@ -29,8 +29,9 @@ def _backend(kind: str, *flags: str) -> Any:
     return typer.Option(*flags, metavar="NAME", help=text)
 
 
-def _flag(flag: str, metavar: str, text: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=text)
+def flag(name: str, metavar: str, text: str) -> Any:
+    """A flag that takes a value."""
+    return typer.Option(name, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,32 @@ class Backends:
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     assistant_model: Annotated[
         str | None,
-        _flag(
-            "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
-        ),
+        flag("--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."),
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
-    dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    kernel: Annotated[
+        list[str] | None,
+        flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
+    ] = None
+    dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[
         str,
-        _flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
+        flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
     ] = "auto"
     max_memory: Annotated[
-        str | None, _flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")
+        str | None, flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")
     ] = None
     offload_folder: Annotated[
-        str | None, _flag("--offload-folder", "FOLDER", "Where weights on disk are written.")
+        str | None, flag("--offload-folder", "FOLDER", "Where weights on disk are written.")
     ] = None
     adapter: Annotated[
-        str | None, _flag("--adapter", "ADAPTER", "A LoRA adapter of PEFT: a folder or hub id.")
+        str | None, flag("--adapter", "ADAPTER", "A LoRA adapter of PEFT: a folder or hub id.")
     ] = None
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
     ] = False
     revision: Annotated[
-        str | None, _flag("--revision", "REV", "Branch, tag or commit of a hub model.")
+        str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
 
     def selections(self) -> dict[str, str | list[str]]:
@@ -133,28 +136,28 @@ class Settings:
     """How tokens are chosen, under the names of transformers' `GenerationConfig`."""
 
     max_new_tokens: Annotated[
-        int | None, _flag("--max-new-tokens", "N", "How many tokens to make at most.")
+        int | None, flag("--max-new-tokens", "N", "How many tokens to make at most.")
     ] = None
     temperature: Annotated[
-        float | None, _flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
+        float | None, flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
     ] = None
-    top_k: Annotated[int | None, _flag("--top-k", "K", "Sample from the K likeliest.")] = None
+    top_k: Annotated[int | None, flag("--top-k", "K", "Sample from the K likeliest.")] = None
     top_p: Annotated[
-        float | None, _flag("--top-p", "P", "Sample from the likeliest that sum to P.")
+        float | None, flag("--top-p", "P", "Sample from the likeliest that sum to P.")
     ] = None
     min_p: Annotated[
-        float | None, _flag("--min-p", "P", "Drop tokens below P times the likeliest.")
+        float | None, flag("--min-p", "P", "Drop tokens below P times the likeliest.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
+        float | None, flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
     ] = None
-    seed: Annotated[int | None, _flag("--seed", "N", "The same seed draws the same text.")] = None
+    seed: Annotated[int | None, flag("--seed", "N", "The same seed draws the same text.")] = None
     stop: Annotated[
-        list[str] | None, _flag("--stop", "TEXT", "End before this text; repeatable.")
+        list[str] | None, flag("--stop", "TEXT", "End before this text; repeatable.")
     ] = None
     extra: Annotated[
         list[str] | None,
-        _flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
+        flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
     ] = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from jackfield.contracts.decoding import (
     Search,
     Strategy,
 )
+from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -55,9 +56,12 @@ __all__ = [
     "Decision",
     "Decoding",
     "DecodingCapabilities",
+    "FusedLayer",
     "GivenConfig",
     "Hypothesis",
     "KVCache",
+    "Kernel",
+    "KernelCapabilities",
     "ModelAttention",
     "ModelInputs",
     "NoOptions",
@@ -83,6 +87,7 @@ CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
     "decoding": Decoding,
+    "kernel": Kernel,
     "quantizer": Quantizer,
     "scheduler": Scheduler,
 }

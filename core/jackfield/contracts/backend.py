@@ -32,7 +32,7 @@ class BindContext:
 
     `model` is None where transformers itself is still loading it (attention), and where it is
     loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
-    declares one.
+    declares one, `tokenizer` what a quantizer may measure texts with, where the model has one.
     """
 
     model: PreTrainedModel | None
@@ -40,6 +40,7 @@ class BindContext:
     requirements: Requirements
     options: Any
     assistant: Assistant | None = None
+    tokenizer: Any | None = None
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
-from jackfield.memory import known, kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +184,13 @@ class KVCache(ABC):
         del sequences
         return wanted
 
+    def held_bytes(self) -> int | None:
+        """The memory of the keys and values of running sequences, as it is allocated.
+
+        None where nobody can tell. Pages count whole; pages that nobody holds do not.
+        """
+        return None
+
     def forget(self) -> None:
         """Drop what is kept of sequences that have left: the model computes something else now.
 
@@ -224,6 +230,8 @@ class Cache(Backend):
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
+        from jackfield.memory import known, kv_bytes  # which needs the contracts
+
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
 
@@ -231,6 +239,18 @@ class Cache(Backend):
         """The memory that requests share, where `options` fix it; None: what is free."""
         del requirements, options
         return None
+
+    def allocated_bytes(
+        self, requirements: Requirements, options: Any, tokens: int, requests: int
+    ) -> int | None:
+        """What is allocated once `requests` requests of `tokens` tokens run; None: unknown.
+
+        More than they hold, where there is a pool or memory is taken in large pieces.
+        """
+        if (pool := self.pool_bytes(requirements, options)) is not None:
+            return pool
+        held = self.request_bytes(requirements, options, tokens)
+        return None if held is None else requests * held
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         del options

@@ -38,14 +38,16 @@ class Weight:
     """One parameter of a model, before it is loaded; tied ones are one.
 
     `linear` is `(out_features, in_features)` where it is the matrix of a linear layer that
-    quantizers may store in their own way, which the output head is not. `dtype` is the one that it
-    keeps whatever the model's is, None where it keeps none.
+    quantizers may store in their own way, which the output head is not; `transposed` where the
+    model has it as in × out, a `Conv1D`. `dtype` is the one that it keeps whatever the model's is,
+    None where it keeps none.
     """
 
     name: str
     numbers: int
     linear: tuple[int, int] | None = None
     dtype: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,9 @@ class Requirements:
     `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
     already), and `weight_bytes` what they will take as they are stored. `stored` is the
     `quantization_config` of a checkpoint, or of a live model, that is quantized already.
-    `dtype_named`: the caller named the dtype, so nobody may choose another.
+    `head` is `(out_features, in_features)` of the output head, `tied_head` whether it shares its
+    weight with the embedding. `dtype_named`: the caller named the dtype, so nobody may choose
+    another.
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
@@ -94,6 +98,8 @@ class Requirements:
     packed_numbers: tuple[int, ...] = ()
     weights: tuple[Weight, ...] = ()
     weight_bytes: int = 0
+    head: tuple[int, int] | None = None
+    tied_head: bool = False
     stored: Mapping[str, Any] | None = None
     live: bool = False
     dtype_named: bool = False
