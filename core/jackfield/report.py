@@ -32,8 +32,8 @@ class Tally:
 class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
-    `source` is whose kernel it ran on, for a backend that has a choice. `beams` is how many a search
-    had for the one request that is reported.
+    `source` is whose kernel it ran on, for a backend that has a choice. `beams` is how many a
+    search had for the one request that is reported.
     """
 
     kind: str

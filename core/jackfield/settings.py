@@ -95,8 +95,8 @@ def resolve(
     """
     asked = normalized(asked)
     model = {k: v for k, v in _fields(defaults).items() if k not in CODE}
-    if "do_sample" not in limits.honoured and asked.get("do_sample", True) is False:
-        model = {k: v for k, v in model.items() if k not in _SAMPLING}  # shape what is drawn
+    if "do_sample" not in limits.honoured:  # whose own refusal is enough
+        model = {k: v for k, v in model.items() if k not in _SAMPLING}
     _refuse_unhonoured(asked, limits, "")
     _refuse_unhonoured({k: v for k, v in model.items() if k not in asked}, limits,
                        ", which the model's generation_config.json sets")  # fmt: skip
@@ -188,7 +188,7 @@ def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -
         hint = f"; override it with {key}={INERT[key][0]}" if origin and key in INERT else ""
         raise SettingsError(
             f"the decoding {limits.decoding!r} does not honour {key}={value!r}{origin}; it is "
-            f"never ignored{hint or ', so drop it or choose a decoding that does'}"
+            f"never ignored{hint or ', so drop it'} or choose a decoding that does"
             f"{limits.elsewhere(key)}"
         )
 
