@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from driven import Arrival, drive
 from families import VOCAB, build, character_tokenizer, config_of, oracle, prompts
 
 import jackfield
+from jackfield import contracts
 from jackfield.checked import checked
 from jackfield.contracts import Continuation, Decision, Hypothesis, Search
+from jackfield.decoder import Decoder
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
@@ -357,3 +360,20 @@ def test_a_search_is_held_to_its_contract(found: Any, text: str) -> None:
     assert isinstance(search, Search)
     wrong(PluginError, f"^mine: .*{text}", lambda: search.decide([group(2)], [torch.zeros(1, 10)]))
     wrong(PluginError, "width must return", lambda: search.width(Settings(max_new_tokens=1)))
+
+
+def test_the_search_of_the_docs_is_greedy_decoding() -> None:
+    """What a stranger reads of the contract is enough to write one that runs."""
+    page = (Path(__file__).parents[2] / "docs/hooks.md").read_text()
+    names: dict[str, Any] = vars(contracts).copy()
+    (code,) = re.findall(r"```python\n(class Greedy.*?)```", page, re.DOTALL)
+    exec(compile(code, "docs/hooks.md", "exec"), names)  # noqa: S102 - our own page
+    with load() as engine:
+        old = engine._loop.decoding.strategies
+        mine = {**old, "beam": checked(names["Greedy"](), "docs", VOCAB)}
+        engine._loop.decoding = Decoder(mine)
+        for stop in (None, ENDS):
+            asked = {"max_new_tokens": COUNT, "eos_token_id": stop}
+            found = engine.generate(prompts(LENGTHS), decoding="beam", **asked)
+            expected = engine.generate(prompts(LENGTHS), decoding="sample", **asked)
+            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
