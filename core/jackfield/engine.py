@@ -40,7 +40,7 @@ from jackfield.requests import Request
 from jackfield.selection import AUTO, Quantizable, Selectable
 from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
-from jackfield.settings import Limits, Settings, normalized, resolve
+from jackfield.settings import Limits, normalized, resolve
 from jackfield.statistics import Statistics
 from jackfield.strategies import Strategies, elsewhere, pick
 from jackfield.structured import Structures
@@ -385,10 +385,7 @@ class Engine:
         self._check_open()
         ids = self._text.encode(prompt)
         asked, defaults = normalized(asked), self.model.generation_config
-        beams = asked.get(
-            "num_beams", defaults.num_beams if (defaults.num_beams or 1) > 1 else None
-        )
-        decoding = pick(self.plan, asked.get("decoding"), beams)
+        decoding = pick(self.plan, asked, defaults.num_beams)
         settings = resolve(defaults, asked, len(ids), self._limits(decoding))
         if "decoding" in asked and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
@@ -401,31 +398,16 @@ class Engine:
             check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
         if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
-        if width is not None:
-            return self._group(ids, settings, width, streams=streams)
         made: list[Running] = []
-        for sample in range(settings.num_return_sequences):
-            detokenizer = self._detokenizer(settings, streams=streams)
-            leader = made[0] if made else None
+        for sample in range(width or settings.num_return_sequences):
+            detokenizer = None
+            if self.tokenizer is not None and (streams or settings.stop_strings):
+                detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
+            leader = made[0] if made and width is None else None
             running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
             running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
             made.append(running)
-        return made
-
-    def _group(
-        self, ids: list[int], settings: Settings, width: int, *, streams: bool
-    ) -> list[Running]:
-        """The sequences that are answered of a request that is searched with `width` beams."""
-        members = [Running(next(self._ids), ids, settings, None) for _ in range(width)]
-        start = self._structures.start(settings.structure, settings.eos_token_ids)
-        members[0].constraint = start
-        detokenizer = self._detokenizer(settings, streams=streams)
-        return Group(members, settings.num_return_sequences, detokenizer).answers
-
-    def _detokenizer(self, settings: Settings, *, streams: bool) -> Detokenizer | None:
-        if self.tokenizer is None or not (streams or settings.stop_strings):
-            return None
-        return Detokenizer(self._text.decode, settings.stop_strings)
+        return made if width is None else Group(made, settings.num_return_sequences).answers
 
     def _limits(self, decoding: str) -> Limits:
         return Limits(

@@ -20,16 +20,14 @@ class Group:
     are texts that are complete, best first.
     """
 
-    def __init__(
-        self, members: Seq[Sequence], answers: int, detokenizer: Detokenizer | None
-    ) -> None:
+    def __init__(self, members: Seq[Sequence], answers: int) -> None:
         self.members = list(members)
         self.answers = self.members[:answers]
         self.beams = self.members[:1]
         self.scores = [0.0]
         self.hypotheses: Seq[Hypothesis] = ()
         self.error: str | None = None  # why it cannot go on
-        self._detokenizer = detokenizer  # that nothing was pushed into
+        self._detokenizer = members[0].detokenizer  # that nothing was pushed into
         for member in self.members:
             member.group = self
             member.detokenizer = self._watching()

@@ -9,7 +9,7 @@ import torch
 
 from jackfield.contracts import Decision, Search
 from jackfield.groups import Group
-from jackfield.sampling import Batch
+from jackfield.sampling import NEVER, Batch
 from jackfield.sequences import Feed
 
 
@@ -36,7 +36,9 @@ class Searcher:
         row = {feed.sequence.id: at for at, feed in enumerate(feeds)}
         batch = Batch([feed.sequence for feed in feeds], logits)
         batch.confine(allowed)
-        scores = batch.confined(torch.log_softmax(logits.float(), -1))
+        scores = batch.processed(torch.log_softmax(logits.float(), -1))
+        if batch.forbidden is not None:
+            scores = scores.masked_fill(batch.forbidden, NEVER)
         found: list[tuple[Group, Decision]] = []
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]

@@ -88,19 +88,20 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
             return
 
 
-def pick(plan: Plan, asked: object, num_beams: object = None) -> str:
-    """The name of the decoding that a request asks for; None: the default. Raises SettingsError.
+def pick(plan: Plan, settings: Mapping[str, object], num_beams: int | None = None) -> str:
+    """The name of the decoding that a request asks for, or the default. Raises SettingsError.
 
-    A request for beams that names none gets the first that has them, and one for a single beam the
-    first that has not; where there is none of the kind, the default says so.
+    One that names none and asks for beams, or whose model does (`num_beams`), gets the first that
+    has them, and one for a single beam the first that has not; where there is none of the kind,
+    the default says so.
     """
-    names = list(plan.decodings)
-    if asked is None and num_beams is not None:
-        several = num_beams != 1
+    names, asked = list(plan.decodings), settings.get("decoding")
+    if asked is None:
+        several = settings.get("num_beams", num_beams or 1) != 1
+        if not (several or "num_beams" in settings):
+            return names[0]
         fitting = (name for name in names if ("num_beams" in _honoured(plan, name)) == several)
         return next(fitting, names[0])
-    if asked is None:
-        return names[0]
     if not isinstance(asked, str) or asked not in plan.decodings:
         near = nearest(asked, names) if isinstance(asked, str) else ""
         raise SettingsError(

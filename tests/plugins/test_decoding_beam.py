@@ -303,7 +303,7 @@ def test_a_group_waits_for_all_of_its_places() -> None:
 
 def group(width: int, **settings: Any) -> Group:
     asked = Settings(max_new_tokens=10, **settings)
-    return Group([Sequence(n, [1, 2], asked, None) for n in range(width)], 1, None)
+    return Group([Sequence(n, [1, 2], asked, None) for n in range(width)], 1)
 
 
 def test_whoever_goes_on_stays_where_it_is() -> None:
