@@ -17,8 +17,8 @@ from families import VOCAB, build, character_tokenizer, config_of, oracle, promp
 
 import jackfield
 from jackfield import contracts
-from jackfield.checked import checked
-from jackfield.contracts import Continuation, Decision, Hypothesis, Search
+from jackfield.checked import CheckedSchedule, checked
+from jackfield.contracts import Continuation, Decision, Hypothesis, Schedule, Search
 from jackfield.decoder import Decoder
 from jackfield.errors import (
     CacheFullError,
@@ -143,7 +143,7 @@ def test_who_gets_beams() -> None:
         same(one(engine, num_beams=4), four)
         same(one(engine, decoding="beam"), four)
         same(one(engine, generation_config=GenerationConfig(num_beams=3)), three)
-    with load(decoding="beam?num_beams=3") as engine:
+    with load(decoding="beam?num_beams=3&early_stopping=false") as engine:
         same(one(engine), three)
         same(one(engine, num_beams=4), four)
         assert one(engine, num_beams=1) == one(engine, decoding="sample") == [(greedy, None)]
@@ -299,6 +299,27 @@ def test_a_group_waits_for_all_of_its_places() -> None:
         drive(engine, arrivals, after=lambda loop: most.append(len(loop.running)))
         (engine.generate(PROMPT, num_beams=4, max_new_tokens=3))
     assert max(most) == 4
+
+
+class Stingy(Schedule):
+    """Gives one sequence a token, in turn."""
+
+    def order(self, waiting: Any, step: int) -> list[Sequence]:
+        return list(waiting)
+
+    def portions(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
+        return [n if i == step % len(pending) else 0 for i, n in enumerate(pending)]
+
+
+def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:
+    with load(cache_implementation="paged") as engine:
+        engine._loop.schedule = CheckedSchedule(Stingy(), "stingy")
+        assert engine.generate(PROMPT, max_new_tokens=3)[0].finish_reason == "length"
+        wrong(
+            PluginError,
+            "^stingy: portions gives no request all of its beams$",
+            lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=3),
+        )
 
 
 def group(width: int, **settings: Any) -> Group:
