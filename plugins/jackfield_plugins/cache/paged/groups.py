@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 from jackfield_plugins.cache.paged.pages import PageAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from collections.abc import Sequence as Seq
+
+    from jackfield.sequences import Feed
 
 
 @dataclass
@@ -88,23 +91,21 @@ class LayerGroup:
         shared = sum(map(self.allocator.is_shared, kept))
         return shared + max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
 
-    def missing_to(self, parts: Iterable[tuple[int, int, int]]) -> int:
-        """How many pages `reserve` will take for (sequence, start, end) of each of `parts`.
+    def missing_of(self, feeds: Seq[Feed]) -> int:
+        """How many pages `reserve` will take for all of `feeds` together.
 
-        Of a page that some share all who write take a copy, but for the last one if nobody else
-        holds it then.
+        Less than the sum where some that share a page write to it: each takes a copy, but the last
+        one keeps it if nobody else holds it then.
         """
         count = 0
-        writers: dict[int, int] = {}
-        for sequence, start, end in parts:
-            table = self.tables.get(sequence, _EMPTY)
+        writers: Counter[int] = Counter()
+        for feed in feeds:
+            table = self.tables.get(feed.sequence.id, _EMPTY)
+            end = feed.start + feed.count + len(feed.drafts)
             count += max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
-            for page in table.pages[(start - table.first) // self.page_size :]:
-                if self.allocator.is_shared(page):
-                    writers[page] = writers.get(page, 0) + 1
-        return count + sum(
-            min(writing, self.allocator.holders(page) - 1) for page, writing in writers.items()
-        )
+            writers.update(table.pages[(feed.start - table.first) // self.page_size :])
+        holders = self.allocator.holders
+        return count + sum(min(n, holders(page) - 1) for page, n in writers.items())
 
     def largest(self, sequence: int, cached: int) -> int:
         """How many tokens can follow `cached` ones in one step, with the whole pool to itself."""

@@ -157,9 +157,14 @@ class PagedKVCache(PackedKVCache):
     def fits(self, step: Step) -> bool:
         if self.num_tokens is None:
             return True
-        parts = [(f.sequence.id, f.start, f.start + f.count + len(f.drafts)) for f in step.feeds]
         return all(
-            group.missing_to(parts) <= group.allocator.num_free for group in self.groups.values()
+            sum(
+                group.missing(f.sequence.id, f.start, f.start + f.count + len(f.drafts))
+                for f in step.feeds
+            )
+            <= group.allocator.num_free
+            or group.missing_of(step.feeds) <= group.allocator.num_free
+            for group in self.groups.values()
         )
 
     def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
