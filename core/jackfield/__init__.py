@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jackfield import quieting
 from jackfield.hookspecs import hookimpl
-from jackfield.quieting import TORCHAO, quieted
 
 if TYPE_CHECKING:
     __version__: str
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
-    with quieted(*TORCHAO):  # transformers, which most of these import, imports torchao
+    with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

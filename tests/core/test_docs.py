@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
         "docs/beam.md",
         "docs/caches.md",
         "docs/decoding.md",
+        "docs/kernels.md",
         "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",
