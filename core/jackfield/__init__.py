@@ -15,6 +15,7 @@ from jackfield.hookspecs import hookimpl
 if TYPE_CHECKING:
     __version__: str
     from jackfield.bridge.cache import cache
+    from jackfield.bridge.generation import decoding
     from jackfield.bridge.install import install, uninstall
     from jackfield.bridge.quantization import quantization
     from jackfield.engine import Engine, load
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "Request",
     "cache",
+    "decoding",
     "estimate",
     "hookimpl",
     "install",
@@ -51,6 +53,7 @@ _HOMES = {
     "Plan": "jackfield.planning",
     "Request": "jackfield.requests",
     "cache": "jackfield.bridge.cache",
+    "decoding": "jackfield.bridge.generation",
     "estimate": "jackfield.estimating",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
