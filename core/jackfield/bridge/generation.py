@@ -24,8 +24,9 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
     `arguments` are those of `jackfield.load`, such as `assistant_model` or `cache_implementation`;
     the attention is the model's own choice unless it is among them. What `generate` prepares from
     its settings and is given (`logits_processor`) is applied as it is. Stopping criteria of a
-    caller's own, `num_beams` (an option of the selection: ``beam?num_beams=4``), a filled cache and dictionaries as results raise UsageError. `generate`
-    itself does not hand on a streamer. Models are planned and bound anew in each call.
+    caller's own, `num_beams` (which ``beam?num_beams=4`` asks for), a filled cache and dictionaries
+    as results raise UsageError. `generate` itself does not hand on a streamer. Models are planned
+    and bound anew in each call.
     """
 
     def custom_generate(
