@@ -144,8 +144,8 @@ def test_beams_are_asked_for_in_the_selection(model: Any, inputs: Any) -> None:
         expected = model.generate(**inputs, max_new_tokens=24, do_sample=False, **asked)
         own = jackfield.decoding(f"beam?{options}")
         found = model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=own)
-        # Behind the end of a text transformers' beam search writes EOS where the padding is token 0.
+        # Behind the end transformers' beam search writes EOS where the padding is token 0.
         filled = (found[:, 1:] == 0) & (expected[:, 1:] == 1) & (expected[:, :-1] == 1)
         assert torch.equal(found[:, 1:].masked_fill(filled, 1), expected[:, 1:])
         with pytest.raises(JackfieldError, match=r"does not take length_penalty=2\.0"):
-            model.generate(**inputs, custom_generate=own, length_penalty=2.0)
+            model.generate(**inputs, max_new_tokens=4, custom_generate=own, length_penalty=2.0)
