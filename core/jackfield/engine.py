@@ -56,6 +56,7 @@ def load(
     quantization: Quantizable = AUTO,
     decoding: Selectable = AUTO,
     scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -100,6 +101,7 @@ def load(
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,
+        "compiler": compile,
         "decoding": decoding,
         "quantizer": quantization,
         "scheduler": scheduler,

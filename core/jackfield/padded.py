@@ -102,9 +102,8 @@ class PaddedKVCache(KVCache):
         }
         busy = [i for i, row in enumerate(self._rows) if row is not None]
         idle = len(busy) < len(rows)
-        return ModelInputs(
-            kwargs, len(rows), torch.tensor(busy, device=self._device) if idle else None
-        )
+        feeding = torch.tensor(busy, device=self._device) if idle else None
+        return ModelInputs(kwargs, len(rows), feeding, step.decode)
 
     def _begin(self, sequences: list[Sequence]) -> None:
         needed = _columns(sequences)

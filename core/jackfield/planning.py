@@ -28,12 +28,13 @@ logger = logging.getLogger("jackfield")
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
 #: meet.
-ORDER = ("quantizer", "scheduler", "decoding", "cache", "attention")
+ORDER = ("compiler", "quantizer", "scheduler", "decoding", "cache", "attention")
 
 #: kind -> the argument of `jackfield.load` that selects it
 ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
+    "compiler": "compile",
     "decoding": "decoding",
     "quantizer": "quantization",
     "scheduler": "scheduler",
@@ -368,6 +369,7 @@ def plan(
     quantization: Quantizable = AUTO,
     decoding: Selectable = AUTO,
     scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -387,6 +389,7 @@ def plan(
     selections = {
         "attention": attn_implementation,
         "cache": cache_implementation,
+        "compiler": compile,
         "decoding": decoding,
         "quantizer": quantization,
         "scheduler": scheduler,

@@ -42,6 +42,7 @@ class Backends:
     ] = None
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
+    compiler: Annotated[list[str] | None, _backend("compiler", "--compile")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"

@@ -16,6 +16,7 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
+from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabilities, Uncompiled
 from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
@@ -38,6 +39,9 @@ __all__ = [
     "Cache",
     "CacheCapabilities",
     "CacheUsage",
+    "Compilation",
+    "Compiler",
+    "CompilerCapabilities",
     "Decoding",
     "DecodingCapabilities",
     "GivenConfig",
@@ -58,6 +62,7 @@ __all__ = [
     "Span",
     "Strategy",
     "TransformersCache",
+    "Uncompiled",
     "Weight",
 ]
 
@@ -65,6 +70,7 @@ __all__ = [
 CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
+    "compiler": Compiler,
     "decoding": Decoding,
     "quantizer": Quantizer,
     "scheduler": Scheduler,

@@ -26,7 +26,9 @@ class CacheCapabilities:
     """What a cache backend declares it can do. What is not declared is not had.
 
     `rollback`: the layer types whose tokens can be taken back once they were fed (rejected drafts).
-    `static_shapes`: buffers keep their address and shape from step to step.
+    `static_shapes`: buffers keep their address and shape from step to step. `compiles`: keys and
+    values may be given to it by a compiled step, outside of the model's code: in the packed layout
+    through `write`, in the padded one through the `update` of the `past_key_values` it prepared.
     """
 
     layout: str
@@ -34,6 +36,7 @@ class CacheCapabilities:
     dtypes: frozenset[str] = frozenset(DTYPES)
     rollback: frozenset[str] = frozenset()
     static_shapes: bool = False
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
@@ -53,6 +56,8 @@ class CacheCapabilities:
             reasons.append(f"does not hold dtype {requirements.dtype}")
         if requirements.batch_invariant and self.layout != "packed":
             reasons.append("pads rows to the longest, so a text depends on its batch")
+        if requirements.compiled and not self.compiles:
+            reasons.append("is not known to work with steps that are compiled")
         if requirements.rollback and (reason := self._stuck(requirements)):
             reasons.append(f"{reason}, which the decoding strategy needs")
         return reasons
@@ -70,12 +75,14 @@ class ModelInputs:
 
     The model's logits become `[rows, k, vocab]`, one row per feed of the step, where the last `k`
     positions of row i line up with the last `k` tokens of feed i. Where some rows are nobody's,
-    `feeds` (int64 `[feeds]`) says which row is that of feed i.
+    `feeds` (int64 `[feeds]`) says which row is that of feed i. `decode`: every sequence feeds one
+    token and its drafts.
     """
 
     kwargs: dict[str, Any]
     rows: int
     feeds: torch.Tensor | None = None
+    decode: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

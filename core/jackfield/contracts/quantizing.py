@@ -25,7 +25,7 @@ class QuantizerCapabilities:
     `dtypes` are those of activations and of the weights that stay as they are. `offload`: layers
     may lie on several devices or on disk. `adapters`: a LoRA adapter can be put on top of it, and
     with `merges` be added into its weights. `batch_invariant`: the bits of a row of a layer's
-    output do not depend on the other rows.
+    output do not depend on the other rows. `compiles`: its layers can be traced by a compiler.
     """
 
     dtypes: frozenset[str] = frozenset(DTYPES)
@@ -34,6 +34,7 @@ class QuantizerCapabilities:
     adapters: bool = False
     merges: bool = False
     batch_invariant: bool = False
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -109,6 +110,8 @@ class Quantizer(Backend):
             reasons.append(f"does not run with dtype {r.dtype} (only {', '.join(_order(can))})")
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
+        if r.compiled and not can.compiles:
+            reasons.append("has layers that are not known to compile")
         return reasons
 
     def _dtype(self, requirements: Requirements) -> str | None:

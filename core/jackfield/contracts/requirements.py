@@ -68,6 +68,7 @@ class Requirements:
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
+    `compiled`: steps are compiled, around the attention and what the cache does.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
@@ -97,6 +98,7 @@ class Requirements:
     layout: str = "padded"
     rollback: bool = False
     batch_invariant: bool = False
+    compiled: bool = False
 
     @property
     def whole_prompt(self) -> str | None:

@@ -60,6 +60,7 @@ class PagedCache(Cache):
         layout="packed",
         layer_types=frozenset({"full_attention", "sliding_attention"}),
         rollback=frozenset({"full_attention", "sliding_attention"}),
+        compiles=True,
     )
 
     def rank(self, requirements: Requirements) -> int | None:
