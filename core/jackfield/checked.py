@@ -1,4 +1,4 @@
-"""A schedule held to its contract: what a plugin gets wrong must not become a wrong text."""
+"""Schedules and strategies held to their contracts: what a plugin gets wrong is an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import le
 from typing import TYPE_CHECKING, NoReturn
 
 from jackfield.bridge.source import first_line
-from jackfield.contracts import Schedule
+from jackfield.contracts import Schedule, Strategy
 from jackfield.errors import PluginError
 
 if TYPE_CHECKING:
@@ -62,3 +62,42 @@ class CheckedSchedule(Schedule):
     def _raised(self, what: str, error: Exception) -> NoReturn:
         told = f"{type(error).__name__}: {first_line(error)}"
         raise PluginError(f"{self}: {what} raised {told}") from error
+
+
+class CheckedStrategy(Strategy):
+    """`inner`, called `name` in errors; its drafts are token ids below `vocab_size`."""
+
+    def __init__(self, inner: Strategy, name: str, vocab_size: int) -> None:
+        self._inner = inner
+        self._name = name
+        self._vocab_size = vocab_size
+        self.worth = inner.worth
+
+    def __str__(self) -> str:
+        return self._name
+
+    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+        try:
+            found = self._inner.propose(sequences, most)
+            right = len(found) == len(sequences) and all(
+                len(drafts) <= room and all(map(self._is_token, drafts))
+                for drafts, room in zip(found, most, strict=True)
+            )
+        except Exception as error:
+            told = f"{type(error).__name__}: {first_line(error)}"
+            raise PluginError(f"{self}: propose raised {told}") from error
+        if not right:
+            raise PluginError(
+                f"{self}: propose must return {len(sequences)} lists of at most {list(most)} token "
+                f"ids from 0 to {self._vocab_size - 1}; got {found}"
+            )
+        return found
+
+    def refuse(self, prompt_length: int) -> str | None:
+        return self._inner.refuse(prompt_length)
+
+    def _is_token(self, token: object) -> bool:
+        return type(token) is int and 0 <= token < self._vocab_size
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        self._inner.release(sequences)

@@ -6,28 +6,29 @@ import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
+from jackfield.assistant import DraftModel
+from jackfield.bound import BoundModel, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
-from jackfield.bridge.attention import AttentionPort, decoder_configs
-from jackfield.bridge.footprint import stored_as
-from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import pick_device, requirements_of
-from jackfield.bridge.source import ModelSource, find
-from jackfield.bridge.weights import load_model, load_tokenizer
-from jackfield.checked import CheckedSchedule
-from jackfield.contracts import BindContext, PackedKVCache
+from jackfield.bridge.requirements import requirements_of
+from jackfield.bridge.source import find
+from jackfield.bridge.weights import load_tokenizer
+from jackfield.checked import CheckedSchedule, CheckedStrategy
+from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
 from jackfield.loop import Loop
-from jackfield.observer import Observer, Text
+from jackfield.observer import Observer
 from jackfield.planning import Plan, decide
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
@@ -37,13 +38,10 @@ from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, resolve
 from jackfield.statistics import Statistics
+from jackfield.strategies import Strategies, pick
+from jackfield.structured import Structures
+from jackfield.texts import Text, bridge
 from jackfield.worker import Health, Worker
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-#: The ids of configs that an engine has changed and will give back; models may share one.
-_in_use: set[int] = set()
 
 STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
 
@@ -54,9 +52,11 @@ def load(
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
     quantization: Quantizable = AUTO,
-    decoding: Selectable = AUTO,
+    decoding: Strategies = AUTO,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
-    compile: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -76,6 +76,11 @@ def load(
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
     also be one of transformers' quantization config objects. `dtype` is "auto"
     or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
+
+    `decoding` may also be a mapping of names to selections, which requests choose from by the
+    setting of that name; the first is the default, and plain decoding is always among them.
+    `assistant_model` is the draft model of a decoding that needs one, and `assistant` holds
+    arguments that are its own: selections, `dtype`, `device_map`, `revision`, `tokenizer`.
 
     `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
     one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
@@ -98,7 +103,7 @@ def load(
     check_seconds(stall_after=stall_after)
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections = {
+    selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "compiler": compile,
@@ -107,6 +112,9 @@ def load(
         "scheduler": scheduler,
     }
     plan = decide(registry(), needs, selections)
+    helper = find_assistant(plan, assistant_model, assistant, device_map)
+    if helper is not None:
+        plan = replace(plan, assistant=helper.plan)
     if prefill_chunk_size is not None and (reason := needs.whole_prompt):
         raise UsageError(
             f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
@@ -115,42 +123,24 @@ def load(
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:
         tokenizer = load_tokenizer(source)
-    model = _weights(source, plan, device_map)
-    return Engine(model, plan, tokenizer, bounds, max_waiting=max_waiting, stall_after=stall_after)
+    if helper is not None:
+        check_vocabulary(source, tokenizer, helper)
+    model = weights(source, plan, device_map)
+    return Engine(
+        model,
+        plan,
+        tokenizer,
+        bounds,
+        max_waiting=max_waiting,
+        stall_after=stall_after,
+        assistance=None if helper is None else helper.load(model),
+    )
 
 
-def _weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
-    if source.live is None:
-        device = pick_device(device_map, source)
-        choice = plan["quantizer"]
-        context = BindContext(
-            model=None,
-            config=source.config,
-            requirements=plan.requirements,
-            options=choice.options,
-        )
-        return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
-    if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
-        raise UsageError(
-            "this model, or one that shares its config, already runs in an engine; close that one "
-            "first, or give the model a config of its own"
-        )
-    if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
-        raise UsageError(
-            f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
-            "drop dtype"
-        )
-    return source.live
-
-
-def _give_back(
-    worker: Worker, model: PreTrainedModel, unplug: Callable[[], None], trained: list[Module]
-) -> None:
+def _give_back(worker: Worker, *models: Callable[[], None]) -> None:
     worker.close(timeout=STOP_WITHIN)
-    unplug()
-    for module in trained:
-        module.training = True
-    _in_use.difference_update(map(id, decoder_configs(model)))
+    for give_back in models:
+        give_back()
 
 
 class Engine:
@@ -168,29 +158,21 @@ class Engine:
         *,
         max_waiting: int | None = None,
         stall_after: float = 60.0,
+        assistance: Assistance | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
-        # A backend that fails to bind must leave a live model as it was, so the plug comes last.
-        cache = plan["cache"].registered.bind(self._context("cache"))
-        strategy = plan["decoding"].registered.bind(self._context("decoding"))
+        self._structures = Structures(tokenizer, self._text.vocab_size)
+        # A backend that fails to bind must leave a live model as it was, so plugs come last.
+        bound = self._bound = BoundModel(model, plan)
         scheduler = plan["scheduler"].registered
-        schedule = CheckedSchedule(scheduler.bind(self._context("scheduler")), str(scheduler))
-        self._port = AttentionPort(
-            plan["attention"].registered,
-            self._context("attention"),
-            model,
-            cache if isinstance(cache, PackedKVCache) else None,
-        )
-        unplug = self._port.plug(model)
-        trained = [module for module in model.modules() if module.training]
-        forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
-        self._loop = Loop(forward, cache, strategy, schedule, bounds)
-        stored = stored_as(model, plan["quantizer"].registered)
-        self._observer = Observer(plan, self._port, self._loop, self._text, stored)
+        schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
+        draft = None if assistance is None else self._assistant(assistance)
+        self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
+        self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
             self._observer.delta,
@@ -199,22 +181,31 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
+        models = [bound] if draft is None else [bound, draft.bound]
+        plugged = [one.plug() for one in models]
         # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._give_back = weakref.finalize(self, _give_back, self._worker, model, unplug, trained)
-        model.eval()
-        _in_use.update(map(id, decoder_configs(model)))
+        self._give_back = weakref.finalize(self, _give_back, self._worker, *plugged)
 
     @property
     def closed(self) -> bool:
         return self._worker.closed
 
-    def _context(self, kind: str) -> BindContext:
-        return BindContext(
-            model=self.model,
-            config=self.model.config,
-            requirements=self.plan.requirements,
-            options=self.plan[kind].options,
-        )
+    def _assistant(self, assistance: Assistance) -> DraftModel:
+        bound = BoundModel(assistance.model, assistance.plan)
+        vocab_size = int(bound.model.config.get_text_config(decoder=True).vocab_size)
+        other = Text(assistance.tokenizer, vocab_size)
+        return DraftModel(bound, bridge(self._text, other))
+
+    def _decoder(self, assistant: DraftModel | None) -> Decoder:
+        """The strategies of the plan, bound and checked."""
+        bound, drafting = {}, set()
+        for name, choice in self.plan.decodings.items():
+            context = replace(self._bound.context("decoding", choice), assistant=assistant)
+            strategy = choice.registered.bind(context)
+            bound[name] = CheckedStrategy(strategy, str(choice.registered), self._text.vocab_size)
+            if choice.backend.capabilities.rollback:
+                drafting.add(name)
+        return Decoder(bound, frozenset(drafting), self._structures)
 
     def generate(
         self,
@@ -228,11 +219,11 @@ class Engine:
 
         `common` settings hold for all prompts, `settings[i]` overrides them for prompt i. They
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
-        `presence_penalty`, `frequency_penalty`, `logits_processor`, `priority`, `deadline` (in
-        seconds), `cache_salt`. Sampling is on when `do_sample`, `temperature`, `top_k`, `top_p` or
-        `min_p` asks for it. The `num_return_sequences` completions of a prompt stand together.
-        `progress` shows a bar on standard error. Raises SettingsError or PromptError before
-        anything is computed.
+        `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` (one of those that
+        the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`. Sampling is
+        on when `do_sample`, `temperature`, `top_k`, `top_p` or `min_p` asks for it. The
+        `num_return_sequences` completions of a prompt stand together. `progress` shows a bar on
+        standard error. Raises SettingsError or PromptError before anything is computed.
         """
         batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
         if settings is not None and len(settings) != len(batch):
@@ -326,7 +317,12 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         ids = self._text.encode(prompt)
-        settings = resolve(self.model.generation_config, asked, len(ids), self._limits)
+        decoding = pick(self.plan, asked.get("decoding"))
+        settings = resolve(self.model.generation_config, asked, len(ids), self._limits(decoding))
+        if "decoding" in asked and (
+            reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
+        ):
+            raise SettingsError(f"decoding={decoding!r}: {reason}")
         if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
         made: list[Running] = []
@@ -335,23 +331,23 @@ class Engine:
             if self.tokenizer is not None and (streams or settings.stop_strings):
                 detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
             leader = made[0] if made else None
-            made.append(Running(next(self._ids), ids, settings, detokenizer, leader, sample))
+            running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
+            running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
+            made.append(running)
         return made
 
-    @property
-    def _limits(self) -> Limits:
-        decoding = self.plan["decoding"]
+    def _limits(self, decoding: str) -> Limits:
         return Limits(
             vocab_size=self._text.vocab_size,
             context_length=self.plan.requirements.context_length,
-            honoured=decoding.backend.capabilities.settings,
-            decoding=decoding.registered.name,
+            honoured=self.plan.decodings[decoding].backend.capabilities.settings,
+            decoding=decoding,
             has_tokenizer=self.tokenizer is not None,
         )
 
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
-        source = self._port.source
+        source = self._bound.port.source
         return f"{self.plan}\n  attention runs on {source}" if source else str(self.plan)
 
     def report(self) -> Report:

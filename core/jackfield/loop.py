@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 
 from jackfield.bounds import UNLIMITED, Bounds
-from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule, Strategy
+from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
+from jackfield.decoder import Decoder
 from jackfield.errors import CacheFullError, PluginError
 from jackfield.sequences import Event, Feed, Sequence, Step
 from jackfield.statistics import Recorder
@@ -27,7 +28,7 @@ class Loop:
         self,
         forward: Callable[[ModelInputs], torch.Tensor],
         cache: KVCache,
-        decoding: Strategy,
+        decoding: Decoder,
         schedule: Schedule,
         bounds: Bounds,
     ) -> None:
@@ -74,11 +75,12 @@ class Loop:
             return late
         drafts = self.decoding.propose(self.running)
         step = self._fitting(drafts)
+        self.decoding.expect(step)
         inputs = self.cache.prepare(step)
         logits = self.forward(inputs)
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
-        self.cache.commit(step, [_kept(f, a) for f, a in zip(step.feeds, accepted, strict=True)])
+        self.cache.commit(step, [f.kept(a) for f, a in zip(step.feeds, accepted, strict=True)])
         if any(feed.count > 1 for feed in step.feeds):  # a window holds less than its prompt did
             self._full = False
         return late + self._emit(step, accepted)
@@ -118,10 +120,7 @@ class Loop:
 
     def _fitting(self, drafts: Seq[list[int]]) -> Step:
         """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
-        proposed = {
-            s: guess[: max(0, s.settings.max_new_tokens - s.num_new - 1)]
-            for s, guess in zip(self.running, drafts, strict=True)
-        }
+        proposed = dict(zip(self.running, drafts, strict=True))
         while True:
             step = self._schedule(proposed)
             if self.cache.fits(step):
@@ -211,12 +210,7 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
-        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs))
+        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs, ends=gain.ends))
     except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
         return Event(sequence, sequence.tokens[before:], "")
-
-
-def _kept(feed: Feed, gain: Accepted) -> int:
-    """Of what was fed: all of the sequence's own tokens, and the drafts that were accepted."""
-    return feed.count + max(0, min(len(feed.drafts), len(gain.tokens) - 1))

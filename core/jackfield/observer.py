@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from typing import Any
+from dataclasses import replace
 
-from jackfield.bridge.attention import AttentionPort
+from jackfield.assistant import DraftModel
+from jackfield.bound import BoundModel
 from jackfield.errors import ExecutionError
 from jackfield.loop import Loop
 from jackfield.planning import Plan
-from jackfield.prompts import Prompt, encode
-from jackfield.report import Report, observe
+from jackfield.report import Compiled, Observation, Report, Speculation, observe, total
 from jackfield.sequences import Completion, Delta, Event, Sequence, Usage
-
-
-class Text:
-    """A tokenizer that several threads may use; None: there is none."""
-
-    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self._lock = threading.Lock()  # a fast tokenizer refuses to be used by two at a time
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        with self._lock:
-            return encode(prompt, self.tokenizer, self.vocab_size)
-
-    def decode(self, ids: list[int]) -> str:
-        with self._lock:
-            text: str = self.tokenizer.decode(  # type: ignore[union-attr]
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        return text
+from jackfield.texts import Text
 
 
 class Observer:
     """Looks at what the loop did. Belongs to one engine and must not refer to it.
 
-    `stored` says what the quantizer was found to have done to the weights.
+    `draft` is the model that proposes, where there is one.
     """
 
     def __init__(
-        self, plan: Plan, port: AttentionPort, loop: Loop, text: Text, stored: str | None
+        self, plan: Plan, bound: BoundModel, loop: Loop, text: Text, draft: DraftModel | None
     ) -> None:
         self._plan = plan
-        self._port = port
+        self._port = bound.port
         self._loop = loop
         self._text = text
-        self._stored = stored
+        self._stored = bound.stored
+        self._compiled = bound.compiled
+        self._draft = draft
         self._reached = False
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
         attention = self._plan["attention"].registered
-        others = ("cache", "decoding", "scheduler")
+        steps = self._loop.steps
         return Report(
             (
                 observe("attention", attention, self._port.tally, self._port.source),
-                *(observe(k, self._plan[k].registered, self._loop.steps) for k in others),
-                observe(
-                    "quantizer", self._plan["quantizer"].registered, self._loop.steps, self._stored
-                ),
-            )
+                observe("cache", self._plan["cache"].registered, steps),
+                *map(self._decoding, self._plan.decodings),
+                observe("scheduler", self._plan["scheduler"].registered, steps),
+                observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
+                self._compiler(steps),
+                *(self._draft.observations() if self._draft else ()),
+            ),
+            self._loop.decoding.speculation(),
         )
+
+    def _compiler(self, steps: int) -> Observation:
+        """How many steps it executed, and what it compiled for them."""
+        registered = self._plan["compiler"].registered
+        if self._compiled is None:
+            return observe("compiler", registered, steps)
+        made = self._compiled.compilation
+        seen = observe("compiler", registered, self._compiled.steps, made.source)
+        return replace(seen, compiled=Compiled(made.graphs, made.seconds))
+
+    def _decoding(self, name: str) -> Observation:
+        """The strategy that requests call `name`, and how many steps it took part in."""
+        registered = self._plan.decodings[name].registered
+        calls = self._loop.decoding.calls[name]
+        return replace(observe("decoding", registered, calls), name=name)
 
     def check_reached(self) -> None:
         """After the first step: a chosen attention that a layer did not call is a wrong result."""
@@ -91,10 +91,17 @@ class Observer:
             usage=Usage(
                 sequence.prompt_length, sequence.num_new, time.perf_counter() - sequence.started
             ),
-            report=self.report().since(sequence.report_before),
+            report=self._report_of(sequence),
             logprobs=sequence.logprobs,
             error=sequence.error,
         )
+
+    def _report_of(self, sequence: Sequence) -> Report:
+        """What ran since the request came; of the decodings only its own."""
+        found = self.report().since(sequence.report_before)
+        name = sequence.settings.decoding
+        own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
+        return found.of_request(own, total([sequence.drafted]) or Speculation())
 
     def _text_of(self, sequence: Sequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""

@@ -145,16 +145,27 @@ class PaddedKVCache(KVCache):
 
         `rejected[i]` is how many of its last columns row i does not keep.
         """
-        assert self._past is not None
         gone = min(rejected)
-        if gone:
-            self._past.crop(-gone)
-            self._columns -= gone
-            self._mask = None if self._mask is None else self._mask[:, : self._columns]
+        self._crop_to(self._columns - gone)
         if max(rejected) > gone:
             mask = self._masked(self._columns)
             for row, count in enumerate(rejected):
                 mask[row, self._columns - (count - gone) :] = 0
+
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """What is taken back is a hole, until no row has anything in its columns."""
+        row = next(i for i, other in enumerate(self._rows) if other is sequence)
+        mask = self._masked(self._columns)
+        mask[row] *= mask[row].cumsum(0) <= tokens
+        sequence.num_cached = tokens
+        self._crop_to(int(mask.any(0).nonzero()[-1]) + 1)
+
+    def _crop_to(self, columns: int) -> None:
+        assert self._past is not None
+        if gone := self._columns - columns:
+            self._past.crop(-gone)
+            self._columns -= gone
+            self._mask = None if self._mask is None else self._mask[:, : self._columns]
 
     def release(self, sequences: Seq[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}

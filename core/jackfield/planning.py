@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from jackfield.candidates import Candidate, candidates_of
 from jackfield.contracts import Backend, GivenConfig, Requirements
-from jackfield.contracts.quantizing import method
-from jackfield.errors import JackfieldError, PlanError
+from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.memory import CacheMemory, free_bytes
 from jackfield.registry import Registered, Registry
 from jackfield.selection import (
     AUTO,
     Quantizable,
     Selectable,
-    Selection,
     make_options,
-    parse_all,
 )
+from jackfield.strategies import Strategies, chosen_beside, implied, offered, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from jackfield.assistance import Model
 
 logger = logging.getLogger("jackfield")
 
@@ -82,11 +83,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Plan:
-    """One backend per kind that fit together, with the reasons against the rest."""
+    """One backend per kind that fit together, with the reasons against the rest.
+
+    `decodings` are the strategies that requests can choose by name, the default first; `assistant`
+    is the plan of their draft model.
+    """
 
     requirements: Requirements
     choices: Mapping[str, Choice]
     refusals: tuple[Refusal, ...] = ()
+    decodings: Mapping[str, Choice] = field(default_factory=dict)
+    assistant: Plan | None = None
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -124,6 +131,8 @@ class Plan:
             "experts_implementation": needs.experts_implementation,
             "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
+            "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
+            "assistant": self.assistant.to_dict() if self.assistant else None,
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -140,25 +149,22 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if len(self.decodings) > 1:
+            lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
             lines.append(f"  memory for keys and values: {memory}")
         lines += [
             f"  passed over: {r.registered.kind} {r.registered.name}: {'; '.join(r.reasons)}"
             for r in self.refusals
         ]
+        if self.assistant is not None:
+            lines += [f"  assistant: {line.strip()}" for line in str(self.assistant).splitlines()]
         return "\n".join(lines)
 
 
 def _experts(needs: Requirements) -> str:
     why = needs.no_grouped_experts
     return f"{needs.experts_implementation}, since transformers' grouped product {why}"
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    registered: Registered
-    options: Any
-    how: str
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ class _Solution:
 
 
 def _solve(
-    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[Candidate]]
 ) -> _Solution | tuple[Refusal, ...]:
     """The first choice for `kinds` that works, or a refusal of each candidate for the first kind.
 
@@ -222,7 +228,7 @@ def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
     return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
 
 
-def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Quantizable]) -> Plan:
+def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any]) -> Plan:
     """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
 
     A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
@@ -230,14 +236,18 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Qua
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
-    selections = dict.fromkeys(ORDER, AUTO) | dict(selections)
+    default, first, others = split(selections.get("decoding", AUTO))
+    beside = chosen_beside(registry, needs, others)
+    needs = implied(needs, beside)
+    selections = _plain_selections({**selections, "decoding": first})
     candidates = {
-        kind: list(_candidates(registry, kind, selections[kind], needs)) for kind in ORDER
+        kind: list(candidates_of(registry, kind, selections[kind], needs)) for kind in ORDER
     }
     found = _solve(ORDER, needs, candidates)
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
+    plan = replace(plan, decodings=offered(registry, plan, default, beside))
     for choice in plan.choices.values():
         if choice.how == AUTO and choice.backend.auto_notice:
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
@@ -250,61 +260,18 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Qua
     return plan
 
 
-def _candidates(
-    registry: Registry, kind: str, value: Any, needs: Requirements
-) -> Iterator[_Candidate]:
-    if kind == "quantizer" and hasattr(value, "quant_method"):
-        yield _reader(registry, value, needs)
-        return
-    parsed = parse_all(value)
-    how = "named" if len(parsed) == 1 else "fallback"
-    for item in parsed:
-        if isinstance(item, Selection):
-            registered = registry.find(kind, item)
-            owner = f"{kind} {registered.name!r}"
-            options = make_options(registered.backend.options, item.arguments, owner)
-            yield _Candidate(registered, options, how)
-        else:
-            yield from _automatic(registry, kind, needs)
-
-
-def _reader(registry: Registry, config: Any, needs: Requirements) -> _Candidate:
-    """The quantizer that a transformers config object belongs to."""
-    stored = config.to_dict()
-    for candidate in _automatic(registry, "quantizer", replace(needs, stored=stored)):
-        if candidate.registered.backend.reads(stored):  # type: ignore[attr-defined]
-            return _Candidate(candidate.registered, GivenConfig(config), "named")
-    raise PlanError(
-        f"no quantizer backend takes a {type(config).__name__} (method {method(stored)}); see "
-        "`jackfield plugins` for those that there are"
-    )
-
-
-def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[_Candidate]:
-    ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind)]
-    for _, r in sorted(
-        ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
-    ):
-        yield _Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
-
-
-def _rank(registered: Registered, needs: Requirements) -> int | None:
-    """Its rank for this job; None, only by name, and a warning, where its own code breaks."""
-    try:
-        rank: Any = registered.backend.rank(needs)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
-        rank = f"an error, {type(error).__name__}: {error}"
-    if type(rank) in (int, type(None)):
-        return rank  # type: ignore[no-any-return]
-    logger.warning("auto passes over %s: its own rank() gave %s", registered, rank)
-    return None
+def _plain_selections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """One selection a kind, "auto" where none is given."""
+    if stray := [kind for kind, value in given.items() if isinstance(value, Mapping)]:
+        raise SelectionError(f"only decodings are offered by name, not one {stray[0]} of several")
+    return {kind: given.get(kind, AUTO) for kind in ORDER}
 
 
 def _failure(
     refusals: tuple[Refusal, ...],
     registry: Registry,
     needs: Requirements,
-    candidates: Mapping[str, list[_Candidate]],
+    candidates: Mapping[str, list[Candidate]],
     selections: Mapping[str, Quantizable],
 ) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
@@ -346,7 +313,7 @@ def _to_blame(
 
 
 def _advice(
-    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[_Candidate]]
+    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[Candidate]]
 ) -> str:
     """Which backends of `kind` would make a plan with all else as it was asked for."""
     fitting = []
@@ -355,7 +322,7 @@ def _advice(
             options = make_options(registered.backend.options, {}, registered.name)
         except JackfieldError:  # it needs an option, which we cannot know
             continue
-        instead = {**candidates, kind: [_Candidate(registered, options, "named")]}
+        instead = {**candidates, kind: [Candidate(registered, options, "named")]}
         if isinstance(_solve(ORDER, needs, instead), _Solution):
             fitting.append(registry.address(registered))
     return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"
@@ -367,9 +334,11 @@ def plan(
     attn_implementation: Selectable = AUTO,
     cache_implementation: Selectable = AUTO,
     quantization: Quantizable = AUTO,
-    decoding: Selectable = AUTO,
+    decoding: Strategies = AUTO,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
-    compile: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
     dtype: str = AUTO,
     device_map: str = AUTO,
     revision: str | None = None,
@@ -380,13 +349,14 @@ def plan(
     `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
     `load` would raise.
     """
+    from jackfield.assistance import find_assistant
     from jackfield.bridge.requirements import requirements_of
     from jackfield.bridge.source import find
     from jackfield.discovery import registry
 
     source = find(model, revision)
     needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
-    selections = {
+    selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "compiler": compile,
@@ -394,4 +364,6 @@ def plan(
         "quantizer": quantization,
         "scheduler": scheduler,
     }
-    return decide(registry(), needs, selections)
+    plan = decide(registry(), needs, selections)
+    helper = find_assistant(plan, assistant_model, assistant, device_map)
+    return plan if helper is None else replace(plan, assistant=helper.plan)

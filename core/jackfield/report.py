@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
+from jackfield.drafted import Drafted
 from jackfield.registry import Registered
 
 
@@ -26,10 +28,26 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """How many programs a compiler has made, and the seconds that this took."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Compiled) -> Compiled:
+        """What was compiled after `before`."""
+        return Compiled(self.graphs - before.graphs, self.seconds - before.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
 class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
-    `source` is whose kernel it ran on, for a backend that has a choice.
+    `source` is whose kernel it ran on, for a backend that has a choice. `compiled` is what a
+    compiler has made.
     """
 
     kind: str
@@ -40,11 +58,14 @@ class Observation:
     prefill: Mapping[int, int]
     decode: Mapping[int, int]
     source: str | None = None
+    compiled: Compiled | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
+        compiled = self.compiled and self.compiled.since(before.compiled or Compiled())
         return replace(
             self,
+            compiled=compiled,
             calls=self.calls - before.calls,
             prefill=dict(Counter(self.prefill) - Counter(before.prefill)),
             decode=dict(Counter(self.decode) - Counter(before.decode)),
@@ -62,14 +83,64 @@ class Observation:
             row["source"] = self.source
         if self.prefill or self.decode:
             row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
+        if self.compiled is not None:
+            row["compiled"] = asdict(self.compiled)
         return row
+
+    def __str__(self) -> str:
+        source = f", on {self.source}" if self.source else ""
+        compiled = f", {self.compiled}" if self.compiled else ""
+        whose = f"{self.distribution} {self.version}{source}"
+        return f"{self.kind} {self.name} ({whose}): {self.calls} calls{compiled}"
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafts did: `steps` gave `tokens` tokens; of `proposed` drafts `accepted` were right.
+
+    `pauses` counts how often a strategy did not pay for a request and was left alone for a while.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    pauses: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of the drafts that were right; None where there were none."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """How many tokens a sequence gains in a step; None before the first."""
+        return self.tokens / self.steps if self.steps else None
+
+    def since(self, before: Speculation) -> Speculation:
+        """What was counted after `before`."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return Speculation(*(now - then for now, then in pairs))
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {"acceptance_rate": self.acceptance_rate, "tokens_per_step": self.tokens_per_step}
+        return asdict(self) | rates
+
+    def __str__(self) -> str:
+        told = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
+        paused = f", left alone {self.pauses} times" if self.pauses else ""
+        return f"{told}, {self.tokens_per_step or 0:.2f} tokens a step{paused}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Which backend, of which distribution and version, was called how often."""
+    """Which backend, of which distribution and version, was called how often.
+
+    `speculation` is what drafts did, of one request or of the engine; None: nobody drafts.
+    """
 
     observations: tuple[Observation, ...]
+    speculation: Speculation | None = None
 
     def __getitem__(self, kind: str) -> Observation:
         for observation in self.observations:
@@ -81,17 +152,36 @@ class Report:
         """What was observed after `before` (None: from the start)."""
         if before is None:
             return self
-        return Report(tuple(o.since(before[o.kind]) for o in self.observations))
+        earlier = {(o.kind, o.name): o for o in before.observations}
+        spec, then = self.speculation, before.speculation
+        return Report(
+            tuple(o.since(earlier[o.kind, o.name]) for o in self.observations),
+            spec.since(then) if spec and then else spec,
+        )
+
+    def of_request(self, decoding: Observation, drafted: Speculation) -> Report:
+        """The same with what one request's own decoding did."""
+        others = [o for o in self.observations if o.kind != decoding.kind]
+        at = next(i for i, o in enumerate(self.observations) if o.kind == decoding.kind)
+        mine = (*others[:at], decoding, *others[at:])
+        return Report(mine, drafted if self.speculation else None)
 
     def to_dict(self) -> dict[str, Any]:
-        return {o.kind: o.to_dict() for o in self.observations}
+        """Observations by kind; a decoding beside the default one as "decoding NAME"."""
+        found: dict[str, Any] = {}
+        for o in self.observations:
+            found[f"{o.kind} {o.name}" if o.kind in found else o.kind] = o.to_dict()
+        if self.speculation is not None:
+            found["speculation"] = self.speculation.to_dict()
+        return found
 
     def __str__(self) -> str:
-        return "; ".join(
-            f"{o.kind} {o.name} ({o.distribution} {o.version}"
-            f"{', on ' + o.source if o.source else ''}): {o.calls} calls"
+        told = "; ".join(
+            str(o)
             for o in self.observations
+            if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
+        return f"{told}; {self.speculation}" if self.speculation else told
 
 
 def observe(
@@ -104,3 +194,11 @@ def observe(
     return Observation(
         kind, registered.name, registered.distribution, registered.version, whole, *layers, source
     )
+
+
+def total(counts: Seq[Drafted]) -> Speculation | None:
+    """The sum of what drafts did; None where there is nothing to sum."""
+    if not counts:
+        return None
+    names = [f.name for f in fields(Speculation)]
+    return Speculation(**{name: sum(getattr(c, name) for c in counts) for name in names})

@@ -11,10 +11,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from jackfield.drafted import Drafted
+
 if TYPE_CHECKING:
+    from jackfield.contracts import Accepted
     from jackfield.detokenize import Detokenizer
     from jackfield.report import Report
     from jackfield.settings import Settings
+    from jackfield.structured import Constraint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -35,15 +39,16 @@ class Sequence:
     """One request while it runs. The loop and the cache mutate it; nobody else does.
 
     `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
-    `sample` tells apart the sequences that continue one prompt; all but the first have it as their
-    `leader`. `arrival` is the loop's step before which the sequence came. Times are in seconds of
+    `constraint` says what may follow them, where the text is to have a structure. `sample` tells
+    apart the sequences that continue one prompt; all but the first have it as their `leader`.
+    `arrival` is the loop's step before which the sequence came. Times are in seconds of
     `time.perf_counter`.
     """
 
     __slots__ = (
-        "arrival", "detokenizer", "error", "evictions", "finish_reason", "first_token_at", "id",
-        "leader", "logprobs", "num_cached", "prompt_length", "report_before", "sample", "settings",
-        "started", "tokens",
+        "arrival", "constraint", "detokenizer", "drafted", "error", "evictions", "finish_reason",
+        "first_token_at", "id", "leader", "logprobs", "num_cached", "prompt_length",
+        "report_before", "sample", "settings", "started", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -60,11 +65,13 @@ class Sequence:
         self.sample = sample
         self.arrival = 0
         self.evictions = 0
+        self.drafted = Drafted()
         self.first_token_at: float | None = None
         self.tokens = list(prompt)
         self.prompt_length = len(self.tokens)
         self.num_cached = 0
         self.settings = settings
+        self.constraint: Constraint | None = None
         self.detokenizer = detokenizer
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -87,8 +94,10 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
-    def extend(self, tokens: Seq[int], logprobs: Seq[TokenLogprob]) -> tuple[list[int], str]:
-        """Append what a step accepted, up to the first reason to finish.
+    def extend(
+        self, tokens: Seq[int], logprobs: Seq[TokenLogprob], *, ends: bool = False
+    ) -> tuple[list[int], str]:
+        """Append what a step accepted, up to the first reason to finish; `ends`: it is the last.
 
         Returns the tokens that were taken and the text that may be shown now.
         """
@@ -101,6 +110,8 @@ class Sequence:
                 text += self.detokenizer.push([token])
             if self._finishes(token):
                 break
+        if ends and self.finish_reason is None:
+            self.finish_reason = "stop"
         self.logprobs.extend(logprobs[: len(taken)])
         if self.detokenizer is not None and self.finish_reason is not None:
             text += self.detokenizer.finish()
@@ -143,6 +154,10 @@ class Feed:
     def samples(self) -> bool:
         """Whether the feed reaches the end of its sequence, so that a next token is wanted."""
         return self.start + self.count == len(self.sequence.tokens)
+
+    def kept(self, gain: Accepted) -> int:
+        """How many of the fed tokens stay: its own, and the drafts that were accepted."""
+        return self.count + max(0, min(len(self.drafts), len(gain.tokens) - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Generation settings: transformers' `GenerationConfig` fields, each one honoured or refused.
 
 Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
-`presence_penalty`, `frequency_penalty`, and, for a request among others, `priority`, `deadline` and
-`cache_salt`. `logits_processor` is what `generate` takes under that name; `stop` is short for
-`stop_strings`.
+`presence_penalty`, `frequency_penalty`, what structures a text (`json_schema`, `regex`, `grammar`,
+`choices`), and, for a request among others, `decoding`, `priority`,
+`deadline` and `cache_salt`. `logits_processor` is what `generate` takes under that name; `stop` is
+short for `stop_strings`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from jackfield import structured
+from jackfield.draft_settings import DraftSettings, read
 from jackfield.errors import PromptError, SettingsError
 from jackfield.selection import nearest
+from jackfield.structured import Structure
 from jackfield.vocabulary import CODE, FACTS, INERT, LOOP, OWN
 
 _VOCABULARY = frozenset(k for k in vars(GenerationConfig()) if not k.startswith("_"))
@@ -35,7 +39,8 @@ class Settings:
     precede it; bad words and suppressed tokens are in it with -inf. `logits_processor` are
     functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties.
     A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
-    equal `cache_salt` share cached prefixes.
+    equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
+    `drafts` is what it is asked for. `structure` says what the text must look like.
     """
 
     max_new_tokens: int
@@ -58,6 +63,9 @@ class Settings:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    decoding: str = ""
+    drafts: DraftSettings = field(default_factory=DraftSettings)
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,9 @@ def resolve(
         priority=number.integer("priority", 0),
         deadline=number.real("deadline", 0.0, above=0) if "deadline" in given else None,
         cache_salt=_salt(given.get("cache_salt", "")),
+        decoding=limits.decoding,
+        drafts=read(given, limits.honoured, number),
+        structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
     )
     if settings.num_return_sequences > 1 and not do_sample:
         raise SettingsError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jackfield.contracts import CacheUsage
+    from jackfield.report import Speculation
     from jackfield.sequences import Event, Sequence, Step
 
 REMEMBERED = 1000  # requests whose times count
@@ -24,7 +25,8 @@ class Statistics:
     `tokens_in` are the prompt tokens of the requests that came, `tokens_computed` those that went
     through the model (less what was found in the cache, more what was computed again after an
     eviction), `tokens_out` the new ones. `finished` counts requests by their finish reason. Times
-    are medians over the last 1000 requests, in seconds; None before the first.
+    are medians over the last 1000 requests, in seconds; None before the first. `speculation` is
+    what drafts did; None where no decoding drafts.
     """
 
     running: int
@@ -38,6 +40,7 @@ class Statistics:
     time_to_first_token: float | None
     time_per_token: float | None
     cache: CacheUsage | None
+    speculation: Speculation | None = None
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -47,7 +50,8 @@ class Statistics:
         return self.cache.prefix_tokens / self.cache.prompt_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"prefix_hit_rate": self.prefix_hit_rate}
+        drafts = self.speculation and self.speculation.to_dict()
+        return asdict(self) | {"prefix_hit_rate": self.prefix_hit_rate, "speculation": drafts}
 
     def __str__(self) -> str:
         parts = [
@@ -59,6 +63,8 @@ class Statistics:
             c = self.cache
             parts.append(f"pages {c.pages_used} used, {c.pages_kept} kept, of {c.pages}")
             parts.append(f"prefix hits {self.prefix_hit_rate:.0%}, {self.evictions} evictions")
+        if self.speculation is not None:
+            parts.append(str(self.speculation))
         if self.time_to_first_token is not None:
             parts.append(f"first token after {self.time_to_first_token:.3f} s")
         if self.time_per_token is not None:

@@ -8,16 +8,18 @@ from typing import Any
 #: Settings that transformers has no name for.
 OWN = frozenset(
     {
-        "cache_salt", "deadline", "frequency_penalty", "logits_processor", "logprobs",
-        "presence_penalty", "priority", "seed",
+        "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
+        "json_schema", "logits_processor", "logprobs", "presence_penalty", "priority", "regex",
+        "seed",
     }
 )  # fmt: skip
 
 #: Honoured by the loop itself, whatever the decoding strategy.
 LOOP = frozenset(
     {
-        "cache_salt", "deadline", "eos_token_id", "max_length", "max_new_tokens",
-        "num_return_sequences", "priority", "stop_strings",
+        "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar", "json_schema",
+        "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
+        "stop_strings",
     }
 )  # fmt: skip
 

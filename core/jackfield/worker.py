@@ -220,6 +220,7 @@ class Worker:
             time_to_first_token=first,
             time_per_token=later,
             cache=loop.cache.usage(),
+            speculation=loop.decoding.speculation(),
         )
 
     def health(self) -> Health:

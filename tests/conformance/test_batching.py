@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -14,6 +15,8 @@ from driven import Arrival, drive, tokens
 from families import WINDOW, build, character_tokenizer, oracle, prompts, references
 
 import jackfield
+from jackfield.contracts import Strategy
+from jackfield.decoder import Decoder
 from jackfield.demo.tasks import TASKS, heldout
 
 COUNT = WINDOW + 4
@@ -262,16 +265,16 @@ def test_drafts_of_one_sequence_evict_nobody() -> None:
     (prompt,) = prompts((3,))
     with jackfield.load(model, cache_implementation="paged?page_size=4&num_tokens=32") as engine:
         expected = engine.generate(prompt, max_new_tokens=30)[0].token_ids
-        engine._loop.decoding.propose = lambda running: [[5] * 6 for _ in running]
-        engine._loop.decoding.accept = _first_only(engine._loop.decoding.accept)
+        wrong = lambda sequences, most: [[5] * min(6, room) for room in most]  # noqa: E731
+        engine._loop.decoding = Decoder({"sample": Guesses(wrong)}, frozenset({"sample"}))
         assert engine.generate(prompt, max_new_tokens=30)[0].token_ids == expected
 
 
-def _first_only(accept: Any) -> Any:
-    """A strategy that rejects every guess: what follows the last own token is all it looks at."""
+class Guesses(Strategy):
+    """Drafts as a function makes them."""
 
-    def accepting(step: Any, logits: Any) -> Any:
-        rows = [logits[i, logits.shape[1] - 1 - len(f.drafts)] for i, f in enumerate(step.feeds)]
-        return accept(step, torch.stack(rows)[:, None])
+    def __init__(self, make: Callable[[Any, Any], list[list[int]]]) -> None:
+        self.propose = make  # type: ignore[method-assign]
 
-    return accepting
+    def propose(self, sequences: Any, most: Any) -> list[list[int]]:
+        raise AssertionError

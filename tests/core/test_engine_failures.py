@@ -29,10 +29,11 @@ def test_two_models_that_share_a_config_do_not_share_an_attention() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_layer_that_is_not_reached_fails_every_request(model: Any, count: int) -> None:
     with jackfield.load(model) as engine:
-        engine._port.tally.prefill.update({0: -1, 1: -1})  # as if its layers had not called
-        engine._port.tally.prefill.clear()
+        engine._bound.port.tally.prefill.update({0: -1, 1: -1})  # as if its layers had not called
+        engine._bound.port.tally.prefill.clear()
         inner = engine._loop.forward
-        engine._loop.forward = lambda inputs: (inner(inputs), engine._port.tally.prefill.clear())[0]
+        tally = engine._bound.port.tally
+        engine._loop.forward = lambda inputs: (inner(inputs), tally.prefill.clear())[0]
         with pytest.raises(ExecutionError, match="was not called by layers"):
             engine.generate(prompts((3,)), max_new_tokens=count)
 
@@ -102,7 +103,7 @@ def test_dropout_is_refused_rather_than_left_out(model: Any) -> None:
     with jackfield.load(
         model, attn_implementation="sdpa", cache_implementation="dynamic"
     ) as engine:
-        attend = transformers.AttentionInterface._global_mapping[engine._port.key]
+        attend = transformers.AttentionInterface._global_mapping[engine._bound.port.key]
         layer = model.model.layers[0].self_attn
         states = [torch.ones(1, heads, 2, 8, dtype=torch.float64) for heads in (4, 2, 2)]
         with pytest.raises(ExecutionError, match="drops nothing out"):

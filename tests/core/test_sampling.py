@@ -13,7 +13,7 @@ import transformers
 from scipy import stats
 
 from jackfield.contracts import Accepted
-from jackfield.sampling import Sampler, _Batch, uniform
+from jackfield.sampling import Batch, Sampler, uniform
 from jackfield.sequences import Sequence
 from jackfield.settings import Settings
 
@@ -139,7 +139,7 @@ PROCESSORS = {
 
 def processed(sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of what each row draws from."""
-    batch = _Batch(sequences, logits)
+    batch = Batch(sequences, logits)
     return batch.warped(batch.processed(logits)).log_softmax(-1)
 
 
@@ -196,7 +196,7 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
     expected = logits.clone()
     expected[0] -= 0.25 * counts[0] + 0.5 * (counts[0] > 0)
     expected[1] += 1.0 * (counts[1] > 0)
-    assert torch.allclose(_Batch(rows, logits).processed(logits), expected)
+    assert torch.allclose(Batch(rows, logits).processed(logits), expected)
 
 
 def random_fields(rng: random.Random) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from drafting import ASSISTED, LOOKUP, draft_of
 from driven import recorded
 from families import WINDOW, build, oracle, prompts
 from hypothesis import HealthCheck, settings
@@ -42,10 +43,17 @@ class Storm(RuleBasedStateMachine):
         scheduler=st.sampled_from(["fifo?patience=3", "fifo", "short-first?patience=20"]),
         size=st.sampled_from([2, 8]),
         deterministic=st.booleans(),
+        assistant=st.sampled_from(["paged?page_size=3&num_tokens=30", "paged", "dynamic"]),
     )
     def begin(self, family: str, chunk: int | None, swap: bool, sharing: bool, scheduler: str,
-              size: int, deterministic: bool) -> None:  # fmt: skip
+              size: int, deterministic: bool, assistant: str) -> None:  # fmt: skip
         self.family = family
+        self.decodings = [None] if deterministic else ["sample", "look", "assist"]
+        drafting: dict[str, Any] = {} if deterministic else {
+            "decoding": {"look": LOOKUP, "assist": ASSISTED},
+            "assistant_model": draft_of("llama"),
+            "assistant": {"cache_implementation": assistant},
+        }  # fmt: skip
         self.budget = size + (chunk or 64) if deterministic else 16
         self.engine = jackfield.load(
             model_of(family),
@@ -56,6 +64,7 @@ class Storm(RuleBasedStateMachine):
             max_batch_size=size,
             max_batch_tokens=self.budget,
             deterministic=deterministic,
+            **drafting,
         )
         self.loop = self.engine._loop
         self.patch = pytest.MonkeyPatch()
@@ -76,9 +85,13 @@ class Storm(RuleBasedStateMachine):
         count=st.integers(1, MOST),
         priority=st.integers(-1, 1),
         deadline=st.sampled_from([None, LONG]),
+        decoding=st.integers(0, 2),
     )
-    def submit(self, text: int, count: int, priority: int, deadline: float | None) -> None:
-        asked = {"max_new_tokens": count, "priority": priority, "deadline": deadline}
+    def submit(
+        self, text: int, count: int, priority: int, deadline: float | None, decoding: int
+    ) -> None:
+        asked = {"max_new_tokens": count, "priority": priority, "deadline": deadline,
+                 "decoding": self.decodings[decoding % len(self.decodings)]}  # fmt: skip
         sequence = self.engine._sequence(TEXTS[text], asked, streams=False)
         self.open[sequence.id] = (sequence, text)
         self.loop.submit(sequence)
@@ -158,6 +171,27 @@ class Storm(RuleBasedStateMachine):
         assert set(self.loop.cache._swapped) <= waiting  # type: ignore[attr-defined]
         assert held | waiting == set(self.open)
         assert set(self.loop._timed) <= set(self.open)
+        self.nothing_of_drafts_leaks()
+
+    def nothing_of_drafts_leaks(self) -> None:
+        """Neither an index, nor a copy, nor a page of the draft model stays of one that ended."""
+        strategies = self.loop.decoding.strategies
+        if "look" not in strategies:
+            return
+        assert set(strategies["look"]._inner._indexes) <= set(self.open)  # type: ignore[attr-defined]
+        assist = strategies["assist"]._inner  # type: ignore[attr-defined]
+        assert set(assist._last) <= set(self.open)
+        assert set(assist._lengths) <= set(self.open)
+        copies = set(assist._assistant._copies)
+        assert copies <= set(self.open)
+        cache = assist._assistant._cache
+        if cache.joins:
+            for group in cache.groups.values():
+                assert set(group.tables) == copies
+                if not copies:
+                    assert group.allocator.num_free == group.allocator.capacity
+        else:
+            assert {row.id for row in cache._rows} == copies
 
 
 TestStorm = Storm.TestCase

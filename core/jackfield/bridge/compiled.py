@@ -41,7 +41,7 @@ class CompiledForward:
             )
         self._model = model
         self._attend = attend
-        self._compilation = compilation
+        self.compilation = compilation
         self._modules = dict(attention_modules(model))
         self._kinds = layer_types(model.config)
         self._uncompiled = forward_of(model)
@@ -54,12 +54,12 @@ class CompiledForward:
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
             return self._compare(inputs)
-        if not (inputs.decode or self._compilation.prefill):
+        if not (inputs.decode or self.compilation.prefill):
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
         step = OpaqueStep(self._attend, self._modules, rows, width, past, masks)
-        fill = self._compilation.fill
+        fill = self.compilation.fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
         ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)
         columns, keep = kwargs["logits_to_keep"], None

@@ -63,10 +63,10 @@ def find(
     location = str(model)
     if not location:
         raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")
-    if location == "demo":  # a folder of that name is "./demo"
-        from jackfield.demo import MODEL_PATH
+    if location in ("demo", "demo-draft"):  # a folder of that name is "./demo"
+        from jackfield.demo import DRAFT_PATH, MODEL_PATH
 
-        location = str(MODEL_PATH)
+        location = str(MODEL_PATH if location == "demo" else DRAFT_PATH)
     config = _read_config(location, revision)
     if config.is_encoder_decoder:
         raise CheckpointError(

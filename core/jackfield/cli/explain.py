@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +47,7 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
 
     Example: jackfield explain demo --attention eager
     """
+    from jackfield.assistance import find_assistant
     from jackfield.bridge.requirements import requirements_of
     from jackfield.bridge.source import find
     from jackfield.discovery import registry
@@ -59,6 +60,8 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     plan, error = None, None
     try:
         plan = decide(registry(), needs, selections)
+        draft = find_assistant(plan, backends.assistant_model, None, backends.device)
+        plan = plan if draft is None else replace(plan, assistant=draft.plan)
     except PlanError as refused:
         error = refused
     verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
@@ -145,3 +148,5 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
         why = v.how or "; ".join(v.reasons)
         rows.add_row(v.kind, v.name, state, f"{v.distribution} {v.version}", why)
     out.print(rows)
+    if plan is not None and plan.assistant is not None:
+        out.print(f"assistant: {plan.assistant}")

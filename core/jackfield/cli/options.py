@@ -44,6 +44,12 @@ class Backends:
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
     compiler: Annotated[list[str] | None, _backend("compiler", "--compile")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
+    assistant_model: Annotated[
+        str | None,
+        _flag(
+            "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
+        ),
+    ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
     device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
@@ -64,6 +70,7 @@ class Backends:
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
         return chosen | {
+            "assistant_model": self.assistant_model,
             "dtype": self.dtype,
             "device_map": self.device,
             "revision": self.revision,

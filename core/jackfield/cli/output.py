@@ -66,10 +66,10 @@ def note(text: str) -> None:
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
     return " · ".join(
-        f"{o.kind} {o.name} ({o.distribution} {o.version}"
-        f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
+        str(o)
         for o in report.observations
-    )
+        if o.calls or o.kind != "decoding"  # one that nobody asked for
+    ) + (f" · {report.speculation}" if report.speculation else "")
 
 
 class _Lines(logging.Handler):

@@ -17,7 +17,14 @@ from jackfield.contracts.cache import (
     TransformersCache,
 )
 from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabilities, Uncompiled
-from jackfield.contracts.decoding import Accepted, Decoding, DecodingCapabilities, Strategy
+from jackfield.contracts.decoding import (
+    SAMPLER_SETTINGS,
+    Accepted,
+    Assistant,
+    Decoding,
+    DecodingCapabilities,
+    Strategy,
+)
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -30,7 +37,9 @@ from jackfield.contracts.scheduling import Schedule, Scheduler
 
 __all__ = [
     "FEATURES",
+    "SAMPLER_SETTINGS",
     "Accepted",
+    "Assistant",
     "Attention",
     "AttentionCapabilities",
     "Backend",

@@ -15,6 +15,8 @@ from jackfield.selection import option_flaws
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from jackfield.contracts.decoding import Assistant
+
 NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 
 
@@ -28,13 +30,15 @@ class BindContext:
     """What a backend is bound to. `options` is an instance of the backend's own `options` class.
 
     `model` is None where transformers itself is still loading it (attention), and where it is
-    loaded with what is bound (quantizer).
+    loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
+    declares one.
     """
 
     model: PreTrainedModel | None
     config: PreTrainedConfig
     requirements: Requirements
     options: Any
+    assistant: Assistant | None = None
 
 
 class Backend(ABC):

@@ -151,6 +151,15 @@ class KVCache(ABC):
         self.release([sequence])
         sequence.num_cached = 0
 
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """Take back all but the first `tokens` cached tokens, in whatever steps they were fed.
+
+        Sets `num_cached`, to 0 where it forgets the whole sequence, as it does by default; then it
+        has to be admitted again. Asked for where the cache belongs to a draft model.
+        """
+        del tokens
+        self.evict(sequence)
+
     def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a request of this size can never be held, and which option would; None: it can be.
 

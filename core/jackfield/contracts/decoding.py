@@ -5,15 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
 
 if TYPE_CHECKING:
-    import torch
+    from jackfield.sequences import Sequence, TokenLogprob
 
-    from jackfield.sequences import Sequence, Step, TokenLogprob
+#: The generation settings that the sampler honours, which chooses the tokens of every strategy.
+SAMPLER_SETTINGS = frozenset(
+    {
+        "bad_words_ids", "do_sample", "frequency_penalty", "logits_processor", "logprobs",
+        "min_length", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty", "seed",
+        "sequence_bias", "suppress_tokens", "temperature", "top_k", "top_p",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +29,13 @@ class DecodingCapabilities:
 
     `settings` are the names of the generation settings that it honours, beyond those that the
     loop itself honours (lengths, stops); any other setting in a request is refused by name.
-    `rollback`: it feeds tokens that may be taken back.
+    `rollback`: it proposes drafts, tokens that may be taken back; without it nobody asks it to.
+    `assistant`: it needs a draft model.
     """
 
     settings: frozenset[str] = field(default_factory=frozenset)
     rollback: bool = False
+    assistant: bool = False
 
     def __post_init__(self) -> None:
         names(self.settings, "setting")
@@ -36,32 +45,65 @@ class DecodingCapabilities:
 class Accepted:
     """The tokens that one sequence gained in a step (none while its prompt is still being fed).
 
-    `error` ends this request, and only this one.
+    `error` ends this request, and only this one. `ends`: nothing may follow these tokens.
     """
 
     tokens: Seq[int] = ()
     logprobs: Seq[TokenLogprob] = ()
     error: str | None = None
+    ends: bool = False
+
+
+class Assistant(Protocol):
+    """A draft model, bound to a plan of its own."""
+
+    #: how many tokens it can read at most; None: any number
+    context_length: int | None
+
+    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
+        """Go on with copies of `sequences`: drafts for each, at most `most[i]`.
+
+        A draft that its own model gives less than the probability `sure[i]` is the last. Drawn by
+        the random numbers that the sampler will use at the same positions.
+        """
+        ...
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Forget these sequences; unknown ones are ignored."""
+        ...
 
 
 class Strategy(ABC):
-    """A bound decoding strategy. The loop calls `propose`, runs the model, and calls `accept`."""
+    """A bound decoding strategy: it guesses, and the loop's sampler decides.
+
+    The loop feeds a guess behind a sequence's last token and asks the sampler at each position
+    what plain decoding would say there. Drafts are kept for as long as they are the same, so a
+    wrong guess costs time and never changes a text.
+
+    `worth` is the share of its drafts that must be kept for them to pay; a request where they do
+    not is left alone for a while.
+    """
+
+    worth: float = 0.0
 
     @abstractmethod
-    def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
-        """Draft tokens to verify, one list per sequence (empty lists: plain decoding)."""
+    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+        """Draft tokens to verify, one list per sequence (empty: none), at most `most[i]` (>= 1).
 
-    @abstractmethod
-    def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
-        """Choose tokens for each feed of `step`.
-
-        `logits` is `[len(step.feeds), k, vocab]` in the model's dtype and may be modified in
-        place. A feed that does not reach the end of its sequence gets no token. Exactly one
-        device-to-host copy a call. Exact for each request's target distribution.
+        `sequences` are those that decode now and chose this strategy. Nothing of them may be
+        changed. Called in the loop's thread, once a step at most.
         """
 
+    def refuse(self, prompt_length: int) -> str | None:
+        """Why it can never propose anything for a request; None: it can.
+
+        Asked of requests that name the strategy; one that has it by default goes without drafts.
+        """
+        del prompt_length
+        return None
+
     def release(self, sequences: Seq[Sequence]) -> None:  # noqa: B027 - optional
-        """Forget what is kept for these sequences."""
+        """Forget what is kept for these sequences; unknown ones are ignored."""
 
 
 class Decoding(Backend):
@@ -71,13 +113,21 @@ class Decoding(Backend):
     bound: ClassVar[tuple[type, ...]] = (Strategy,)
     capabilities: ClassVar[DecodingCapabilities]
 
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        """Drafts go against bits that do not depend on the batch: they are fed as space allows."""
+        del options
+        if self.capabilities.rollback and requirements.batch_invariant:
+            why = "feeds drafts where there is room for them, so bits depend on what else runs"
+            return [f"{why} (deterministic=True)"]
+        return []
+
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         del options
-        return replace(requirements, rollback=self.capabilities.rollback)
+        return replace(requirements, rollback=requirements.rollback or self.capabilities.rollback)
 
     @abstractmethod
     def bind(self, context: BindContext) -> Strategy:
-        """Return the strategy for `context.model`."""
+        """Return the strategy for `context.model`; `context.assistant` is the draft model."""
 
     def flaws(self) -> list[str]:
         found = super().flaws()

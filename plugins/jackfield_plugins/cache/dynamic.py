@@ -33,6 +33,7 @@ class DynamicCache(TransformersCache):
             {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
         ),
         rollback=frozenset({"full_attention"}),
+        compiles=True,
     )
     offloading = False
 

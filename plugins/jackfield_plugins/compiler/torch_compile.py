@@ -70,13 +70,13 @@ class TorchCompilation(Compilation):
 
     def _of_one_shape(self, step: ModelStep) -> ModelStep:
         own = types.FunctionType(
-            step.__code__.replace(),  # type: ignore[attr-defined]
-            step.__globals__,  # type: ignore[attr-defined]
-            step.__name__,  # type: ignore[attr-defined]
+            step.__code__.replace(),
+            step.__globals__,
+            step.__name__,
             None,
-            step.__closure__,  # type: ignore[attr-defined]
+            step.__closure__,
         )
-        return torch.compile(  # type: ignore[no-any-return]
+        return torch.compile(
             own,
             backend=self._lower,
             fullgraph=True,

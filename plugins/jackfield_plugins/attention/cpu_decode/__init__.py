@@ -1,4 +1,4 @@
-"""``cpu_decode``: one query token through a kernel written here, everything longer as sdpa.
+"""``cpu_decode``: few query tokens through a kernel written here, everything longer as sdpa.
 
 Decoding reads every key and value once, so the time to read them is the least there can be.
 torch's kernel reads them once for every query head; here all heads that share them read them
@@ -49,7 +49,7 @@ class CpuDecodeAttention(Attention):
         from torch.nn.functional import scaled_dot_product_attention
 
         from jackfield_plugins.attention.cpu_decode.build import built_with
-        from jackfield_plugins.attention.cpu_decode.call import Kernel
+        from jackfield_plugins.attention.cpu_decode.call import SHORT, Kernel
 
         kernel, sdpa = Kernel(), torch_attention()
         prefill = sdpa.forward
@@ -74,9 +74,9 @@ class CpuDecodeAttention(Attention):
             **kwargs: Any,
         ) -> torch.Tensor:
             output = kernel.packed(query, layer, scaling)
-            if layer.step.max_query_length > 1:
+            if layer.step.max_query_length > SHORT:
                 for row, span in enumerate(layer.step.spans):
-                    if span.length > 1:
+                    if span.length > SHORT:
                         at = slice(span.start, span.start + span.length)
                         queries = query[at].transpose(0, 1)[None]
                         output[at] = attend_row(

@@ -9,17 +9,46 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from jackfield.contracts import PackedLayer
+from jackfield.contracts import PackedLayer, PageTables
 from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.cpu_decode.build import library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
 _PACK = struct.Struct("@10qd8q3q7q").pack  # `struct Call` in kernel.cpp
 _NO_MASK = (0, 0)
 _NO_TABLE = (0,) * 7
+
+
+class Rows(NamedTuple):
+    """What the kernel reads of a step: a row is one query, or a sequence of too many, left out.
+
+    All int32: `table` `[rows, pages]`, `first` and `lengths` `[rows]`, `starts` `[rows + 1]`.
+    """
+
+    table: torch.Tensor
+    first: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+
+
+def unrolled(tables: PageTables) -> Rows:
+    """Each query of a short sequence as a row of its own, which sees what came before it."""
+    owners, lengths, starts = [], [], []
+    for owner, span in enumerate(tables.step.spans):
+        single = span.length <= SHORT
+        for at in range(span.length if single else 1):
+            owners.append(owner)
+            lengths.append(span.end - span.length + 1 + at)
+            starts.append(span.start + at)
+    starts.append(span.start + span.length)
+    of = torch.tensor(owners)
+    small = (torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, starts))
+    return Rows(tables.block_table[of], tables.first[of], *small)
 
 
 class Kernel:
@@ -31,6 +60,7 @@ class Kernel:
             function = library()[f"decode_{str(dtype).removeprefix('torch.')}"]
             function.argtypes, function.restype = [ctypes.c_char_p], None
             self._decode[dtype] = function
+        self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step
 
     def padded(
         self,
@@ -82,13 +112,15 @@ class Kernel:
     def packed(
         self, query: torch.Tensor, layer: PackedLayer, scaling: float | None = None
     ) -> torch.Tensor:
-        """Attention of the sequences with one query in this step, over the pages of `layer`.
+        """Attention of the sequences with up to `SHORT` queries in this step, over their pages.
 
         query `[tokens, heads, head_dim]`; returns `[tokens, heads, value head_dim]`, in which the
         tokens of longer sequences are not set.
         """
         tokens, heads, size = query.shape
-        keys, values, step, table = layer.keys, layer.values, layer.step, layer.block_table
+        keys, values = layer.keys, layer.values
+        rows = self._rows_of(layer.tables)
+        table = rows.table
         kv_heads, value_size = values.shape[2:]
         decode = self._function(query, keys, values)
         if query.stride(2) != 1:
@@ -99,16 +131,27 @@ class Kernel:
         decode(
             _PACK(
                 query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-                len(step.spans), heads, kv_heads, size, value_size, torch.get_num_threads(),
+                len(rows.lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
                 size**-0.5 if scaling is None else scaling,
                 query.stride(0), query.stride(1),
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 0, *_NO_MASK,
-                table.data_ptr(), layer.first.data_ptr(), step.seq_lens.data_ptr(),
-                step.cu_seqlens_q.data_ptr(), table.stride(0), layer.page_size, layer.window or 0,
+                table.data_ptr(), rows.first.data_ptr(), rows.lengths.data_ptr(),
+                rows.starts.data_ptr(), table.stride(0), layer.page_size, layer.window or 0,
             )
         )  # fmt: skip
         return out
+
+    def _rows_of(self, tables: PageTables) -> Rows:
+        """The rows of a step, made once for all layers that share its tables."""
+        if tables.step.max_query_length == 1:
+            step = tables.step
+            return Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
+        known, rows = self._rows.get(tables.window, (None, None))
+        if known is not tables or rows is None:
+            rows = unrolled(tables)
+            self._rows[tables.window] = (tables, rows)
+        return rows
 
     def _function(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -228,6 +228,10 @@ class LayerGroup:
             self._now,
         )
 
+    def lacks(self, sequence: int, tokens: int) -> bool:
+        """Whether a page is gone that a query at position `tokens` sees."""
+        return self.tables[sequence].first > self.seen_from(tokens) * self.page_size
+
     def trim(self, sequence: int, tokens: int) -> None:
         """Keep what tokens to come will need of the first `tokens` tokens."""
         table = self.tables[sequence]

@@ -271,6 +271,17 @@ class PagedKVCache(PackedKVCache):
                 group.publish(sequence.id, chain, begin)
             self._published[sequence.id] = full
 
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """Forgets it where a window has let go of pages that are seen again, or others see them."""
+        shared = tokens < self._published[sequence.id] * self.page_size
+        if shared or any(group.lacks(sequence.id, tokens) for group in self.groups.values()):
+            self._drop(sequence)
+            sequence.num_cached = 0
+            return
+        for group in self.groups.values():
+            group.trim(sequence.id, tokens)
+        sequence.num_cached = tokens
+
     def fork(self, source: Sequence, into: Sequence) -> None:
         """`into` begins with what is cached of `source`; pages are shared until one writes."""
         for group in self.groups.values():

@@ -1,0 +1,102 @@
+"""Which decoding strategies an engine offers to its requests, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from jackfield.candidates import candidates_of
+from jackfield.errors import PlanError, SelectionError, SettingsError
+from jackfield.selection import AUTO, Selectable, nearest
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Requirements
+    from jackfield.planning import Choice, Plan
+    from jackfield.registry import Registry
+
+#: What `decoding` may be: one selection, or those offered by name, the first one being the default.
+Strategies = Selectable | Mapping[str, Selectable]
+
+
+def split(value: Strategies) -> tuple[str | None, Selectable, dict[str, Selectable]]:
+    """The default's name (None: the backend's own) and selection, and the others by name."""
+    if not isinstance(value, Mapping):
+        return None, value, {}
+    if not value:
+        raise SelectionError("an empty mapping offers no decoding; name at least one")
+    for name in value:
+        if not name or not isinstance(name, str):
+            raise SelectionError(f"decodings are offered under names, and {name!r} is none")
+    first, *_ = value
+    return first, value[first], {k: v for k, v in value.items() if k != first}
+
+
+def chosen_beside(
+    registry: Registry, needs: Requirements, others: Mapping[str, Selectable]
+) -> dict[str, Choice]:
+    """A choice for each of `others`: the first of its candidates that does not refuse."""
+    return {name: _first(registry, needs, value, name) for name, value in others.items()}
+
+
+def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
+    from jackfield.planning import Choice, judge
+
+    reasons = []
+    for candidate in candidates_of(registry, "decoding", value, needs):
+        against = judge(candidate.registered.backend, needs, candidate.options)
+        if not against:
+            return Choice(candidate.registered, candidate.options, candidate.how)
+        reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")
+    raise PlanError(
+        f"decoding={{{name!r}: {value!r}}} cannot run {needs.architecture} here: "
+        f"{', '.join(reasons) or 'nothing may be chosen by itself'}; drop it or name another"
+    )
+
+
+def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
+    """`needs`, and what each of `choices` demands of the kinds decided later."""
+    for choice in choices.values():
+        needs = choice.backend.imply(needs, choice.options)
+    return needs
+
+
+def offered(
+    registry: Registry, plan: Plan, default: str | None, others: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """All decodings by name, the default first; what "auto" takes is always among them."""
+    chosen = plan["decoding"]
+    found = {default or chosen.registered.name: chosen, **others}
+    for plain in _plain(registry, plan.requirements):
+        name = plain.registered.name
+        if found.setdefault(name, plain).registered is not plain.registered:
+            raise SelectionError(
+                f"the name {name!r} stands for plain decoding; offer "
+                f"{found[name].registered.name!r} under another name"
+            )
+    return found
+
+
+def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
+    """The decoding without drafts that "auto" takes, if any plugin has one."""
+    from jackfield.planning import Choice, judge
+
+    for candidate in candidates_of(registry, "decoding", AUTO, needs):
+        backend = candidate.registered.backend
+        drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
+        if not drafts and not judge(backend, needs, candidate.options):
+            yield Choice(candidate.registered, candidate.options, "always offered")
+            return
+
+
+def pick(plan: Plan, asked: object) -> str:
+    """The name of the decoding that a request asks for; None: the default. Raises SettingsError."""
+    names = list(plan.decodings)
+    if asked is None:
+        return names[0]
+    if not isinstance(asked, str) or asked not in plan.decodings:
+        near = nearest(asked, names) if isinstance(asked, str) else ""
+        raise SettingsError(
+            f"decoding={asked!r} is not offered by this engine, which has {', '.join(names)}{near}"
+            "; offer it with jackfield.load(decoding={'name': 'plugin:…'})"
+        )
+    return asked

@@ -1,0 +1,206 @@
+"""A mistake about decodings is one line that names it, before a weight is read or a token made."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import transformers
+from drafting import draft_of, model_of, small_draft
+from families import build, character_tokenizer, config_of, prompts
+
+import jackfield
+from jackfield.checked import CheckedStrategy
+from jackfield.contracts import Strategy
+from jackfield.errors import (
+    CheckpointError,
+    JackfieldError,
+    OptionError,
+    PlanError,
+    PluginError,
+    SelectionError,
+    SettingsError,
+    UsageError,
+)
+
+MODEL = functools.partial(model_of, "llama")
+DRAFT = functools.partial(draft_of, "llama")
+
+
+def wrong(error: type[JackfieldError], text: str, call: Any) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert re.search(text, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"decoding": "assisted"}, UsageError, "needs a draft model; give assistant_model="),
+        ({"decoding": {"a": "sample", "b": "assisted"}}, UsageError, "'b' needs a draft model"),
+        ({"assistant_model": "demo-draft"}, UsageError, "used by none of the decodings"),
+        ({"decoding": "prompt_lookup", "assistant": {"dtype": "float32"}}, UsageError, "none of"),
+        ({"decoding": "prompt_lokup"}, SelectionError, "did you mean 'prompt_lookup'"),
+        ({"decoding": {}}, SelectionError, "an empty mapping offers no decoding"),
+        ({"decoding": {"": "sample"}}, SelectionError, "'' is none"),
+        ({"decoding": {3: "sample"}}, SelectionError, "3 is none"),
+        ({"decoding": {"sample": "prompt_lookup"}}, SelectionError, "stands for plain decoding"),
+        ({"decoding": {"a": "sample", "b": "beem"}}, SelectionError, "no decoding 'beem'"),
+        ({"cache_implementation": {"a": "paged"}}, SelectionError, "only decodings are offered"),
+        ({"decoding": "prompt_lookup?prompt_lookup_num_tokens=0"}, OptionError, "at least 1"),
+        ({"decoding": "prompt_lookup?ngrams=2"}, OptionError, "no option 'ngrams'"),
+        ({"decoding": "assisted?num_assistant_tokens=0"}, OptionError, "at least 1, not 0"),
+        ({"decoding": "assisted?num_assistant_tokens_schedule=x"}, OptionError, "one of constant"),
+        ({"decoding": "assisted?assistant_confidence_threshold=2"}, OptionError, "from 0 to 1"),
+        ({"decoding": "prompt_lookup?worth=7"}, OptionError, "share from 0 to 1"),
+        ({"decoding": "prompt_lookup", "cache_implementation": "static"}, PlanError, "rollback"),
+        ({"decoding": {"a": "sample", "b": "prompt_lookup"}, "cache_implementation": "static"},
+         PlanError, "rollback"),
+        ({"decoding": "prompt_lookup", "deterministic": True}, PlanError, "deterministic=True"),
+        ({"decoding": {"a": "sample", "b": "prompt_lookup"}, "deterministic": True},
+         PlanError, "deterministic=True"),
+    ],
+)  # fmt: skip
+def test_selections(arguments: dict[str, Any], error: type[JackfieldError], text: str) -> None:
+    wrong(error, text, lambda: jackfield.plan(config_of("llama"), **arguments))
+    wrong(error, text, lambda: jackfield.load(MODEL(), **arguments))
+
+
+@pytest.mark.parametrize(
+    ("assistant", "error", "text"),
+    [
+        ({"atn_implementation": "sdpa"}, UsageError, "did you mean 'attn_implementation'"),
+        ({"decoding": "sample"}, UsageError, "no key 'decoding'"),
+        ({"cache_implementation": "static"}, PlanError, "assistant_model: .*rollback"),
+        ({"attn_implementation": "spda"}, SelectionError, "assistant_model: .*'sdpa'"),
+        ({"dtype": "float23"}, UsageError, "assistant_model: .*dtype must be"),
+        (["dtype"], UsageError, "must be a mapping"),
+    ],
+)
+def test_how_the_draft_model_runs(assistant: Any, error: type[JackfieldError], text: str) -> None:
+    chosen = {"decoding": "assisted", "assistant_model": "demo-draft", "assistant": assistant}
+    wrong(error, text, lambda: jackfield.plan("demo", **chosen))
+    wrong(error, text, lambda: jackfield.load("demo", **chosen))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("no/such/model", "assistant_model: cannot find the model 'no/such/model'"),
+        ("./nowhere", "assistant_model: ./nowhere is not a folder"),
+        (7, "assistant_model: cannot load int"),
+        ("", "assistant_model: the model's name is empty"),
+    ],
+)
+def test_a_draft_model_that_is_none(model: Any, text: str) -> None:
+    chosen = {"decoding": "assisted", "assistant_model": model}
+    wrong(CheckpointError, text, lambda: jackfield.load("demo", **chosen))
+
+
+def test_vocabularies_that_do_not_go_together() -> None:
+    other = small_draft(vocab=77)
+    chosen = {"decoding": "assisted", "assistant_model": other}
+    text = "a vocabulary of 77 tokens where the model has 120, and the model has no tokenizer"
+    wrong(UsageError, text, lambda: jackfield.load(MODEL(), **chosen))
+    tokenizer = character_tokenizer()
+    text = "the assistant model has no tokenizer"
+    wrong(UsageError, text, lambda: jackfield.load(MODEL(), tokenizer=tokenizer, **chosen))
+
+
+def test_a_model_does_not_assist_itself() -> None:
+    model = build("llama")
+    chosen = {"decoding": "assisted", "assistant_model": model}
+    wrong(UsageError, "is the model itself", lambda: jackfield.load(model, **chosen))
+    with jackfield.load(model) as engine:  # nothing is left of the attempt
+        assert engine.generate(prompts((3,)), max_new_tokens=2)[0].finish_reason == "length"
+
+
+def test_a_draft_model_is_given_back_as_it_was() -> None:
+    draft = build("llama").train()
+    before = draft.config._attn_implementation
+    chosen: dict[str, Any] = {"decoding": "assisted", "assistant_model": draft}
+    with jackfield.load(MODEL(), **chosen):
+        assert not draft.training
+        wrong(UsageError, "already runs in an engine", lambda: jackfield.load(draft))
+        wrong(UsageError, "already runs in an engine",
+              lambda: jackfield.load(build("llama"), **chosen))  # fmt: skip
+    assert draft.training
+    assert draft.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"decoding": "beam"}, "'beam' is not offered by this engine, which has look, assist, s"),
+        ({"decoding": "loook"}, "did you mean 'look'"),
+        ({"decoding": "prompt_lookup"}, "is not offered by this engine"),
+        ({"decoding": 7}, "7 is not offered"),
+        ({"decoding": ["look"]}, "is not offered"),
+        ({"prompt_lookup_num_tokens": 0}, "at least 1, not 0"),
+        ({"prompt_lookup_num_tokens": True}, "must be a whole number"),
+        ({"max_matching_ngram_size": -1}, "at least 1, not -1"),
+        ({"num_assistant_tokens": 3}, "'look' does not honour num_assistant_tokens=3"),
+        ({"decoding": "sample", "prompt_lookup_num_tokens": 3}, "'sample' does not honour"),
+        ({"decoding": "assist", "num_assistant_tokens": 0}, "at least 1, not 0"),
+        ({"decoding": "assist", "num_assistant_tokens_schedule": "up"}, "must be one of constant"),
+        ({"decoding": "assist", "assistant_confidence_threshold": 1.5}, "at most 1, not 1.5"),
+        ({"decoding": "assist", "assistant_confidence_threshold": "x"}, "must be a number"),
+        ({"decoding": "assist", "assistant_lookbehind": 3}, "does not honour assistant_lookbehind"),
+        ({"decoding": "assist", "assistant_early_exit": 1}, "does not honour assistant_early_exit"),
+    ],
+)
+def test_settings_of_a_request(settings: dict[str, Any], text: str) -> None:
+    offered = {"look": "prompt_lookup", "assist": "assisted"}
+    with jackfield.load(MODEL(), decoding=offered, assistant_model=DRAFT()) as engine:
+        wrong(SettingsError, text, lambda: engine.submit(prompts((4,))[0], **settings))
+
+
+def test_settings_of_a_request_that_are_honoured() -> None:
+    """Under transformers' names, also from one of its config objects."""
+    offered = {"look": "prompt_lookup?worth=0", "assist": "assisted?worth=0"}
+    asked = transformers.GenerationConfig(prompt_lookup_num_tokens=2, max_matching_ngram_size=1)
+    text = prompts((3,))[0] * 4
+    with jackfield.load(MODEL(), decoding=offered, assistant_model=DRAFT()) as engine:
+        longest = []
+        inner = engine._loop.decoding.propose
+
+        def propose(sequences: Any) -> Any:
+            found = inner(sequences)
+            longest.append(max(map(len, found)))
+            return found
+
+        engine._loop.decoding.propose = propose
+        for settings, most in (
+            ({"generation_config": asked}, 2),
+            ({"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1}, 5),
+            ({"decoding": "assist", "num_assistant_tokens": 3,
+              "assistant_confidence_threshold": 0.0}, 3),
+            ({"decoding": "assist", "assistant_confidence_threshold": 1.0}, 1),
+            ({"decoding": "assist", "num_assistant_tokens_schedule": "heuristic",
+              "num_assistant_tokens": 1, "assistant_confidence_threshold": 0.0}, None),
+        ):  # fmt: skip
+            longest.clear()
+            engine.generate(text, max_new_tokens=24, **settings)
+            assert max(longest) == most or (most is None and max(longest) >= 3)
+
+
+class Broken(Strategy):
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def propose(self, sequences: Any, most: Any) -> Any:
+        return self.answer() if callable(self.answer) else self.answer
+
+
+@pytest.mark.parametrize(
+    "answer", [[], [[1], [2]], [[1, 2, 3]], [[-1]], [[50]], [["a"]], [[True]], [None], None,
+               lambda: 1 / 0],
+)  # fmt: skip
+def test_a_strategy_that_breaks_its_contract_is_an_error_by_name(answer: Any) -> None:
+    strategy = CheckedStrategy(Broken(answer), "decoding 'bad' of outside 1.0", 50)
+    with pytest.raises(PluginError, match=r"decoding 'bad' of outside 1\.0: propose "):
+        strategy.propose([object()], [2])  # type: ignore[list-item]
+    assert CheckedStrategy(Broken([[49, 0]]), "x", 50).propose([object()], [2]) == [[49, 0]]  # type: ignore[list-item]

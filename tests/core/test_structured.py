@@ -1,0 +1,220 @@
+"""Structured output: what comes out fits, whatever the strategy; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from families import build
+
+import jackfield
+from jackfield.demo import MODEL_PATH
+from jackfield.errors import SettingsError
+
+pytest.importorskip("llguidance")
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LIST = 'start: NAME ("," NAME)*\nNAME: /[a-z]{1,4}/'
+PROMPT = [{"role": "user", "content": "Extract: Ann is 31 years old."}]
+STRATEGIES = {"sample": "sample", "lookup": "prompt_lookup", "assisted": "assisted"}
+
+
+def fits(structure: dict[str, Any], text: str) -> bool:
+    """Whether a text is what was asked for, found out without llguidance."""
+    ((kind, source),) = structure.items()
+    if kind == "choices":
+        return text in source
+    if kind == "regex":
+        return re.fullmatch(source, text) is not None
+    if kind == "grammar":
+        return re.fullmatch(r"[a-z]{1,4}(,[a-z]{1,4})*", text) is not None
+    found = json.loads(text)
+    return (
+        set(found) <= set(PERSON["properties"])
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 12
+        and 0 <= found["age"] <= 120
+        and set(found.get("tags", ())) <= {"a", "b"}
+    )
+
+
+STRUCTURES: list[dict[str, Any]] = [
+    {"json_schema": PERSON},
+    {"json_schema": json.dumps(PERSON)},
+    {"regex": r"[A-Z][a-z]{2,5} \d{2}"},
+    {"choices": ["yes", "no", 'a\nb "c" ü']},
+    {"grammar": LIST},
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with jackfield.load("demo", decoding=STRATEGIES, assistant_model="demo-draft") as made:
+        yield made
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: next(iter(s)))
+@pytest.mark.parametrize("chosen", [{}, {"temperature": 1.5, "seed": 7}], ids=["greedy", "sampled"])
+def test_what_comes_out_fits_and_no_strategy_changes_it(
+    engine: Any, structure: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    own = [{"decoding": name} for name in STRATEGIES]
+    found = engine.generate(
+        [PROMPT] * len(own), settings=own, max_new_tokens=200, **structure, **chosen
+    )
+    assert [c.finish_reason for c in found] == ["stop"] * len(own)
+    assert len({tuple(c.token_ids) for c in found}) == 1
+    assert fits(structure, found[0].text)
+
+
+def test_many_requests_with_a_structure_each(engine: Any) -> None:
+    """Sixteen, with prompt lookup, of which some are cut by their length, among others without."""
+    ages = [
+        {**PERSON, "properties": {**PERSON["properties"], "age": {"const": n}}} for n in range(16)
+    ]
+    settings: list[dict[str, Any]] = [
+        {
+            "json_schema": s,
+            "decoding": "lookup",
+            "temperature": 1.0,
+            "seed": n,
+            "max_new_tokens": 6 if n % 5 == 0 else 120,
+        }
+        for n, s in enumerate(ages)
+    ]
+    plain = engine.generate(PROMPT)[0].token_ids
+    found = engine.generate([PROMPT] * 18, settings=[{}, *settings, {"decoding": "lookup"}])
+    assert found[0].token_ids == found[-1].token_ids == plain
+    for n, completion in enumerate(found[1:-1]):
+        assert completion.error is None
+        if completion.finish_reason == "length":
+            assert n % 5 == 0
+        else:
+            assert json.loads(completion.text)["age"] == n
+
+
+def test_no_end_token_is_needed(engine: Any) -> None:
+    (found,) = engine.generate(PROMPT, choices=["abcd"], eos_token_id=[])
+    assert (found.text, found.finish_reason) == ("abcd", "stop")
+    (found,) = engine.generate(PROMPT, regex="[a-z]+", eos_token_id=[], max_new_tokens=9)
+    assert (len(found.token_ids), found.finish_reason) == (9, "length")
+    assert re.fullmatch("[a-z]+", found.text)
+
+
+def test_penalties_and_processors_cannot_leave_the_structure(engine: Any) -> None:
+    def upside_down(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.where(scores.isinf(), 100.0, -scores)
+
+    for decoding in STRATEGIES:
+        (found,) = engine.generate(
+            PROMPT, regex=r"\d{3}-\d{3}", logits_processor=[upside_down], repetition_penalty=5.0,
+            sequence_bias={(70,): 1e4}, decoding=decoding,
+        )  # fmt: skip
+        assert re.fullmatch(r"\d{3}-\d{3}", found.text)
+    (found,) = engine.generate(PROMPT, choices=["a"], suppress_tokens=list(range(768)))
+    assert found.finish_reason == "error"
+    assert "forbid every token" in found.error
+
+
+def test_streams_stops_samples_and_log_probabilities(engine: Any) -> None:
+    found = engine.generate(
+        PROMPT, regex=r"[a-z]{4}", num_return_sequences=4, temperature=2.0, seed=1, logprobs=2
+    )
+    assert len({c.text for c in found}) > 1
+    assert all(re.fullmatch("[a-z]{4}", c.text) for c in found)
+    assert all(len(c.logprobs) == len(c.token_ids) for c in found)
+    deltas = list(engine.stream(PROMPT, regex=r"[a-z]{4}"))
+    assert "".join(d.text for d in deltas) == deltas[-1].completion.text
+    (found,) = engine.generate(PROMPT, regex="[ab]{8}", stop=["b"], seed=1, temperature=1.0)
+    assert (found.finish_reason, "b" in found.text) == ("stop", False)
+
+
+def test_evicted_requests_go_on_where_they_were() -> None:
+    cache = "paged?num_tokens=104&page_size=4"
+    settings = [{"json_schema": PERSON, "temperature": 1.0, "seed": n} for n in range(8)]
+    with jackfield.load("demo", cache_implementation=cache) as engine:
+        found = engine.generate([PROMPT] * 8, settings=settings, max_new_tokens=60)
+        assert engine.statistics().evictions > 0
+        alone = [engine.generate(PROMPT, max_new_tokens=60, **own)[0] for own in settings]
+    assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+
+
+def test_padded_caches(engine: Any) -> None:
+    for cache in ("dynamic", "static"):
+        with jackfield.load("demo", cache_implementation=cache) as padded:
+            found = padded.generate([PROMPT, "x"], json_schema=PERSON, max_new_tokens=100)
+        expected = engine.generate([PROMPT, "x"], json_schema=PERSON, max_new_tokens=100)
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": 3}, "regex must be a text"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
+        ({"json_schema": {"properties": {"a": False}, "required": ["a"], "type": "object"}},
+         "Unsatisfiable"),
+        ({"json_schema": "{"}, "is not JSON"),
+        ({"json_schema": 3}, "must be an object"),
+        ({"json_schema": {"$ref": "https://example.org/other"}}, "json_schema cannot be met"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"choices": []}, "list of texts"),
+        ({"choices": ["a"], "regex": "b"}, "choices and regex"),
+        ({"json_shema": {}}, "did you mean 'json_schema'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(engine: Any, asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        engine.generate(PROMPT, **asked)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_costs_too_much_ends_its_own_request(engine: Any) -> None:
+    found = engine.generate([PROMPT] * 2, settings=[{"regex": "(a{1000}){1000}"}, {}])
+    assert [c.finish_reason for c in found] == ["error", "stop"]
+    assert "cannot be followed" in found[0].error
+
+
+def test_a_model_without_a_tokenizer_has_no_text() -> None:
+    with (
+        jackfield.load(build("llama", torch.float32)) as engine,
+        pytest.raises(SettingsError, match="no tokenizer"),
+    ):
+        engine.generate([1, 2, 3], regex="a")
+
+
+def test_a_missing_library_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install jackfield\[structured\]"):
+        engine.generate(PROMPT, regex="a")
+
+
+def test_threads_may_ask_at_once(engine: Any) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(
+            pool.map(lambda n: engine.submit(PROMPT, regex=rf"x{n}\d").result().text, range(16))
+        )
+    assert all(re.fullmatch(rf"x{n}\d", text) for n, text in enumerate(found))
+
+
+def test_the_command_line(cli: Any, tmp_path: Any) -> None:
+    done = cli("generate", "Say it", "--set", 'choices=["yes", "no"]', "--json")
+    assert done.json["text"] in ("yes", "no")
+    assert MODEL_PATH.is_dir()

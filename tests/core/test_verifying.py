@@ -1,0 +1,177 @@
+"""The sampler on drafts: at every position what it says without them, one token at a time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.contracts import Accepted
+from jackfield.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
+from jackfield.sampling import Sampler
+from jackfield.sequences import Sequence
+from jackfield.settings import Settings
+
+VOCAB = 20
+
+
+class Table:
+    """A model: the logits after a text are drawn from the text alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, tokens: list[int]) -> torch.Tensor:
+        key = hash((self.seed, *tokens)) % (1 << 62)
+        return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(key))
+
+
+def counting(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, ids.shape[1] % VOCAB] += 3
+    return scores
+
+
+def random_fields(rng: random.Random) -> dict[str, Any]:
+    offers: dict[str, Any] = {
+        "temperature": rng.uniform(0.3, 2),
+        "top_k": rng.randint(1, 12),
+        "top_p": rng.uniform(0.3, 1),
+        "min_p": rng.uniform(0, 0.3),
+        "repetition_penalty": rng.uniform(0.5, 2),
+        "presence_penalty": rng.uniform(-1, 1),
+        "frequency_penalty": rng.uniform(-1, 1),
+        "sequence_bias": {(t,): rng.uniform(-3, 3) for t in range(3)}
+        | {(a, 4): 5.0 for a in range(VOCAB)} | {(4, a, 7): 9.0 for a in range(VOCAB)},
+        "min_new_tokens": rng.randint(1, 9),
+        "logprobs": rng.randint(0, 3),
+        "logits_processor": (counting, counting),
+    }  # fmt: skip
+    chosen = rng.sample(sorted(offers), rng.randint(0, 7))
+    return {
+        "do_sample": rng.random() < 0.6,
+        "seed": rng.randrange(1000),
+        "eos_token_ids": (3, 5),
+        **{name: offers[name] for name in chosen},
+    }
+
+
+def sequences(fields: list[dict[str, Any]]) -> list[Sequence]:
+    return [
+        Sequence(i, [4, 5, i], Settings(max_new_tokens=99, **f), None) for i, f in enumerate(fields)
+    ]
+
+
+def step_by_step(model: Table, sequence: Sequence, count: int) -> list[Accepted]:
+    sampler, found = Sampler(), []
+    for _ in range(count):
+        (gain,) = sampler.sample([sequence], model(sequence.tokens)[None])
+        found.append(gain)
+        sequence.tokens.extend(gain.tokens)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_right_drafts_give_in_one_call_what_many_calls_give(seed: int) -> None:
+    """Drafts of any length, right up to any place, for several steps, mixed in a batch."""
+    rng, model = random.Random(seed), Table(seed)
+    fields = [random_fields(rng) for _ in range(7)]
+    expected = [step_by_step(model, s, 30) for s in sequences(fields)]
+    together, sampler = sequences(fields), Sampler()
+    kept = set()
+    for _ in range(5):
+        drafts = []
+        for s, gains in zip(together, expected, strict=True):
+            coming = [g.tokens[0] for g in gains[s.num_new : s.num_new + rng.randint(0, 5)]]
+            wrong = rng.randint(0, 5)
+            drafts.append([(t + (i == wrong)) % VOCAB for i, t in enumerate(coming)])
+        logits = [
+            model([*s.tokens, *own[:j]])
+            for s, own in zip(together, drafts, strict=True)
+            for j in range(len(own) + 1)
+        ]
+        found = sampler.sample(together, torch.stack(logits), drafts)
+        for s, own, gain, gains in zip(together, drafts, found, expected, strict=True):
+            right = next((i for i, t in enumerate(own) if t != gains[s.num_new + i].tokens[0]),
+                         len(own))  # fmt: skip
+            assert gain.error is None
+            at = slice(s.num_new, s.num_new + right + 1)
+            assert list(gain.tokens) == [g.tokens[0] for g in gains[at]]
+            assert [p.token_id for p in gain.logprobs] == [
+                p.token_id for g in gains[at] for p in g.logprobs
+            ]
+            assert [p.logprob for p in gain.logprobs] == pytest.approx(
+                [p.logprob for g in gains[at] for p in g.logprobs]
+            )
+            kept.add(len(gain.tokens))
+            s.tokens.extend(gain.tokens)
+    assert len(kept) > 3
+
+
+def test_a_processor_is_asked_only_about_what_plain_decoding_asks_it() -> None:
+    asked: list[list[int]] = []
+
+    def spy(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.append(ids[0].tolist())
+        return scores
+
+    sequence = Sequence(0, [1], Settings(max_new_tokens=9, logits_processor=(spy,)), None)
+    logits = torch.eye(VOCAB)[[7, 8, 9, 10]]
+    (gain,) = Sampler().sample([sequence], logits, [[7, 2, 9]])
+    assert list(gain.tokens) == [7, 8]
+    assert asked == [[1], [1, 7]]
+
+
+def test_a_failure_behind_a_right_draft_ends_nothing_yet() -> None:
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 3:
+            raise ValueError("too long")
+        return scores
+
+    broken = torch.eye(VOCAB)[[7, 8, 9]]
+    broken[1] = float("nan")
+    one = Sequence(0, [1], Settings(max_new_tokens=9, logits_processor=(fails,)), None)
+    two = Sequence(1, [1], Settings(max_new_tokens=9), None)
+    logits = torch.cat([torch.eye(VOCAB)[[7, 8, 9]], broken])
+    first, second = Sampler().sample([one, two], logits, [[7, 8], [7, 8]])
+    assert (first.tokens, first.error) == ((7, 8), None)
+    assert (second.tokens, second.error) == ((7,), None)
+    one.tokens += [7, 8]
+    two.tokens += [7]
+    first, second = Sampler().sample([one, two], broken[:2])
+    assert (first.tokens, first.error) == ((), "its logits_processor failed: ValueError: too long")
+    assert "not numbers" in (second.error or "")
+
+
+def test_a_strategy_that_does_not_pay_is_left_alone_for_longer_and_longer() -> None:
+    drafted, rests, waits = Drafted(), [], 0
+    for _ in range(3000):
+        if drafted.rests():
+            waits += 1
+            continue
+        drafted.count(1, 4, 0)
+        if drafted.rest(0.25):
+            rests.append(waits)
+            assert drafted.resting
+    lengths = [b - a for a, b in itertools.pairwise(rests)]
+    assert lengths[0] == FIRST_REST
+    assert lengths[-1] == LONGEST_REST
+    assert lengths == sorted(lengths)
+    assert drafted.pauses == len(rests)
+    assert drafted.proposed == 4 * (3000 - waits)
+
+
+def test_one_that_pays_goes_on_and_a_good_time_forgives_a_bad_one() -> None:
+    drafted = Drafted()
+    for _ in range(JUDGED):
+        drafted.count(1, 4, 0)
+    assert drafted.rest(0.25) == (0, 4 * JUDGED)
+    for _ in range(10 * JUDGED):
+        drafted.count(2, 4, 1)
+        assert drafted.rest(0.25) is None
+    for _ in range(JUDGED):
+        drafted.count(1, 4, 0)
+    assert drafted.rest(0.25) is not None
+    assert drafted.resting == FIRST_REST
