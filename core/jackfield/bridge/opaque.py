@@ -145,9 +145,9 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _travelling(kwargs: dict[str, Any]) -> list[Any]:
-    stray = [k for k, v in kwargs.items() if v is not None and k not in _TRAVEL and k not in _STAY]
-    if stray:
-        raise ExecutionError(f"the model hands {', '.join(stray)} to its attention")
+    for name, value in kwargs.items():
+        if name not in _TRAVEL and name not in _STAY and value is not None and value is not False:
+            raise ExecutionError(f"the model hands {name!r} to its attention")
     return [kwargs.get(name) for name in _TRAVEL]
 
 

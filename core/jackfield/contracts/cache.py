@@ -58,6 +58,12 @@ class CacheCapabilities:
             reasons.append("pads rows to the longest, so a text depends on its batch")
         if requirements.compiled and not self.compiles:
             reasons.append("is not known to work with steps that are compiled")
+        if (
+            requirements.compiled
+            and self.layout == "padded"
+            and requirements.kv_numbers != requirements.packed_numbers
+        ):
+            reasons.append("keeps less than the attention reads, which a compiled step cannot")
         if requirements.rollback and (reason := self._stuck(requirements)):
             reasons.append(f"{reason}, which the decoding strategy needs")
         return reasons

@@ -104,8 +104,8 @@ class Compiler(Backend):
             reasons.append("cannot take the state of linear-attention layers out of the model")
         if r.irregular:
             reasons.append(f"needs one attention call for each cached layer; here {r.irregular}")
-        elif r.kv_numbers and r.kv_numbers != r.packed_numbers:
-            reasons.append("does not know how this model's cache keeps its keys and values")
+        if r.experts_implementation:
+            reasons.append(f"needs experts in a grouped product, which {r.no_grouped_experts}")
         if r.device is not None and r.device not in can.devices:
             reasons.append(f"does not run on {r.device} (only {', '.join(sorted(can.devices))})")
         if r.dtype not in can.dtypes:

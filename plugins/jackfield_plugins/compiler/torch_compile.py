@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from jackfield.contracts.compiling import ModelStep
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
-#: Graphs of one shape: the first, and those that follow when a live model was changed.
-MOST_GRAPHS = 8
 
+_PARTICULARS = ("Developer debug context:", "Caused by:")  # how torch begins the line with them
 _environment = threading.Lock()
 
 
@@ -99,10 +98,18 @@ class TorchCompilation(Compilation):
         return compiled  # type: ignore[no-any-return]
 
     def _complaint(self, error: BaseException) -> str:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return (
-            f"inductor cannot compile {self._model}: {' '.join(lines[:2])}; load it without compile"
-        )
+        return f"inductor cannot compile {self._model}: {_cause(error)}; load it without compile"
+
+
+def _cause(error: BaseException) -> str:
+    """One line of what torch tells in many: what it met, and where it says so, in which form."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    for begin in _PARTICULARS:
+        for line in lines:
+            if line.startswith(begin):
+                return f"{first} ({line.removeprefix(begin).strip()})"
+    return first
 
 
 def _patches(mode: str) -> dict[str, Any]:
