@@ -87,11 +87,16 @@ class Observation:
             row["compiled"] = asdict(self.compiled)
         return row
 
-    def __str__(self) -> str:
+    @property
+    def who(self) -> str:
+        """Which backend, of which distribution and version, on whose kernel."""
         source = f", on {self.source}" if self.source else ""
-        compiled = f", {self.compiled}" if self.compiled else ""
-        whose = f"{self.distribution} {self.version}{source}"
-        return f"{self.kind} {self.name} ({whose}): {self.calls} calls{compiled}"
+        return f"{self.kind} {self.name} ({self.distribution} {self.version}{source})"
+
+    @property
+    def did(self) -> str:
+        """How often it was called, and what it compiled."""
+        return f"{self.calls} calls" + (f", {self.compiled}" if self.compiled else "")
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class Report:
 
     def __str__(self) -> str:
         told = "; ".join(
-            str(o)
+            f"{o.who}: {o.did}"
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )

@@ -66,7 +66,7 @@ def note(text: str) -> None:
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
     return " · ".join(
-        str(o)
+        f"{o.who} {o.did}"
         for o in report.observations
         if o.calls or o.kind != "decoding"  # one that nobody asked for
     ) + (f" · {report.speculation}" if report.speculation else "")
