@@ -50,6 +50,8 @@ $(RUNTIME): pyproject.toml constraints.txt | $(VENV)/bin/pip
 
 $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/python -m pip install -c constraints.txt setuptools wheel
+	$(VENV)/bin/python -m pip install -c constraints.txt --no-build-isolation -e ".[gptq]" || echo "without gptqmodel: its tests are skipped"
 	touch $(RUNTIME) $@
 
 $(OLDEST)/test.stamp: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/pip

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jackfield.hookspecs import hookimpl
+from jackfield.quieting import TORCHAO, quieted
 
 if TYPE_CHECKING:
     __version__: str
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jackfield.bridge.quantization import quantization
     from jackfield.engine import Engine, load
     from jackfield.errors import JackfieldError
+    from jackfield.estimating import Estimate, estimate
     from jackfield.planning import Plan, plan
     from jackfield.requests import Request
     from jackfield.sequences import Completion, Delta
@@ -26,10 +28,12 @@ __all__ = [
     "Completion",
     "Delta",
     "Engine",
+    "Estimate",
     "JackfieldError",
     "Plan",
     "Request",
     "cache",
+    "estimate",
     "hookimpl",
     "install",
     "load",
@@ -42,10 +46,12 @@ _HOMES = {
     "Completion": "jackfield.sequences",
     "Delta": "jackfield.sequences",
     "Engine": "jackfield.engine",
+    "Estimate": "jackfield.estimating",
     "JackfieldError": "jackfield.errors",
     "Plan": "jackfield.planning",
     "Request": "jackfield.requests",
     "cache": "jackfield.bridge.cache",
+    "estimate": "jackfield.estimating",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
     "plan": "jackfield.planning",
@@ -61,7 +67,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    with quieted(*TORCHAO):  # transformers, which most of these import, imports torchao
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

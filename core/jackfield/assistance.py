@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from transformers import PreTrainedModel
 
 from jackfield.bound import weights
 from jackfield.bridge.attention import decoder_configs
-from jackfield.bridge.requirements import requirements_of
-from jackfield.bridge.source import ModelSource, find
+from jackfield.bridge.source import ModelSource
 from jackfield.bridge.weights import load_tokenizer
+from jackfield.deciding import Job, understand
 from jackfield.discovery import registry
 from jackfield.errors import JackfieldError, UsageError
-from jackfield.planning import Plan, decide
+from jackfield.placement import STRATEGIES, DeviceMap
+from jackfield.planning import Plan
 from jackfield.selection import AUTO, nearest
 from jackfield.texts import Text, same_tokens
 
@@ -47,14 +49,13 @@ class Assistance:
 class FoundAssistant:
     """A draft model that was found and planned; its weights are not read."""
 
-    source: ModelSource
+    job: Job
     plan: Plan
-    device_map: str
     tokenizer: Any | None
 
-    def load(self, beside: PreTrainedModel) -> Assistance:
+    def load(self, beside: PreTrainedModel, files: ExitStack) -> Assistance:
         """Read its weights. Raises UsageError where it is the model that it is to assist."""
-        model = weights(self.source, self.plan, self.device_map)
+        model = weights(self.job, self.plan, files, self.tokenizer)
         if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
             raise UsageError(
                 "assistant_model is the model itself, or shares its config; give another one, or a "
@@ -64,7 +65,7 @@ class FoundAssistant:
 
 
 def find_assistant(
-    plan: Plan, model: Model | None, how: Mapping[str, Any] | None, device_map: str
+    plan: Plan, model: Model | None, how: Mapping[str, Any] | None, device_map: DeviceMap
 ) -> FoundAssistant | None:
     """Plan the draft model that the decodings of `plan` need. None: they need none.
 
@@ -85,13 +86,19 @@ def find_assistant(
         )
     how = _checked(how or {})
     try:
-        source = find(model, how.get("revision"))
-        where = how.get("device_map", device_map if source.live is None else AUTO)
-        needs = requirements_of(source, dtype=how.get("dtype", AUTO), device=where)
+        live = isinstance(model, PreTrainedModel)
+        one = not live and isinstance(device_map, str) and device_map not in STRATEGIES
+        job = understand(
+            model,
+            dtype=how.get("dtype", AUTO),
+            device_map=how.get("device_map", device_map if one else AUTO),
+            revision=how.get("revision"),
+        )
+        job = replace(job, needs=replace(job.needs, rollback=True))
         chosen = {kind: how[key] for key, kind in KINDS.items() if key in how}
-        found = decide(registry(), replace(needs, rollback=True), chosen)
+        found = job.decide(registry(), chosen)
         given = how.get("tokenizer")
-        return FoundAssistant(source, found, where, given or load_tokenizer(source))
+        return FoundAssistant(job, found, given or load_tokenizer(job.source))
     except JackfieldError as error:
         raise type(error)(f"assistant_model: {error}") from error
 
@@ -109,7 +116,7 @@ def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAssistant) -> None:
     """Raise UsageError unless the draft model's tokens can be made the model's."""
-    sizes = [_vocab_size(one) for one in (source, found.source)]
+    sizes = [_vocab_size(one) for one in (source, found.job.source)]
     if tokenizer is None or found.tokenizer is None:
         if sizes[0] != sizes[1]:
             without = "the model" if tokenizer is None else "the assistant model"

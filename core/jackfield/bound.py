@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.adapters import AdapterSwitch, load_adapter
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.requirements import pick_device
-from jackfield.bridge.source import ModelSource
+from jackfield.bridge.layers import bind_layers
+from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
+from jackfield.deciding import Job
 from jackfield.errors import PlanError, UsageError
 from jackfield.planning import Choice, Plan
 
@@ -20,22 +23,31 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
 
+
 #: The ids of configs that an engine has changed and will give back; models may share one.
 _in_use: set[int] = set()
 
 
-def weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel:
-    """The model of `source`, loaded as planned; a live one as it is."""
+def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
+    """The model of `job`, loaded as planned; a live one as it is.
+
+    Leaving `files` removes what was written to disk for it.
+    """
+    source = job.source
     if source.live is None:
-        device = pick_device(device_map, source)
+        assert plan.placement is not None
+        folder = files.enter_context(folder_for(plan.placement, job.asked))
         choice = plan["quantizer"]
         context = BindContext(
             model=None,
             config=source.config,
             requirements=plan.requirements,
             options=choice.options,
+            tokenizer=tokenizer,
         )
-        return load_model(source, plan.requirements.dtype, device, choice.registered.bind(context))
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
+        return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(
             "this model, or one that shares its config, already runs in an engine; close that one "
@@ -49,6 +61,18 @@ def weights(source: ModelSource, plan: Plan, device_map: str) -> PreTrainedModel
     return source.live
 
 
+def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Plug all of them or none; returns what gives each back."""
+    plugged: list[Callable[[], None]] = []
+    try:
+        plugged.extend(model.plug() for model in models)
+    except BaseException:
+        for give_back in plugged:
+            give_back()
+        raise
+    return plugged
+
+
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `plug`."""
 
@@ -56,18 +80,13 @@ class BoundModel:
         self.model = model
         self.plan = plan
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
-        self.port = AttentionPort(
-            plan["attention"].registered,
-            self.context("attention"),
-            model,
-            self.cache if isinstance(self.cache, PackedKVCache) else None,
-        )
-        compilation = plan["compiler"].registered.bind(self.context("compiler"))
-        self.compiled = self._compiled(compilation) if plan.requirements.compiled else None
+        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
+        self.compiled = self._compiled()
         self.forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
         )
-        self.stored = stored_as(model, plan["quantizer"].registered)
+        self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -78,28 +97,53 @@ class BoundModel:
             options=(choice or self.plan[kind]).options,
         )
 
-    def _compiled(self, compilation: Compilation) -> CompiledForward:
+    def _compiled(self) -> CompiledForward | None:
+        compilation = self.plan["compiler"].registered.bind(self.context("compiler"))
+        if not isinstance(compilation, Compilation):
+            return None
         from jackfield.bridge.compiled import CompiledForward
 
-        if self.port.forward is None:
-            raise PlanError(
-                f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "
-                "out of a compiled step; load it without compile"
-            )
-        return CompiledForward(self.model, self.port.forward, compilation)
+        return CompiledForward(self.model, compilation)
+
+    def switch_adapter(self, *, on: bool) -> None:
+        """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
+        if self.adapter is None:
+            raise UsageError("the engine has no adapter to switch; load it with adapter=…")
+        self.adapter.switch(on=on)
+        self.cache.forget()
 
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
-        unplug = self.port.plug(model)
+        self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.port = AttentionPort(
+            self.plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
+        if self.compiled is not None:
+            self.compiled.attend = self._replaceable(self.port)
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
         def give_back() -> None:
-            unplug()
+            for unplug in undo:
+                unplug()
+            if self.adapter is not None:
+                self.adapter.restore()
             for module in trained:
                 module.training = True
             _in_use.difference_update(map(id, decoder_configs(model)))
 
         return give_back
+
+    def _replaceable(self, port: AttentionPort) -> Callable[..., Any]:
+        if port.forward is None:
+            raise PlanError(
+                f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "
+                "out of a compiled step; load it without compile"
+            )
+        return port.forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from jackfield.contracts import GivenConfig, Requirements
@@ -40,7 +41,9 @@ def candidates_of(
             options = make_options(registered.backend.options, item.arguments, owner)
             yield Candidate(registered, options, how)
         else:
-            yield from _automatic(registry, kind, needs)
+            found = _automatic(registry, kind, needs)
+            # A method's own backend has the last word on a checkpoint that is quantized already.
+            yield from islice(found, 1) if kind == "quantizer" and needs.stored else found
 
 
 def _reader(registry: Registry, config: Any, needs: Requirements) -> Candidate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -17,19 +18,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
-from jackfield.bound import BoundModel, weights
+from jackfield.bound import BoundModel, plug_all, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
-from jackfield.bridge.requirements import requirements_of
-from jackfield.bridge.source import find
 from jackfield.bridge.weights import load_tokenizer
 from jackfield.checked import CheckedSchedule, CheckedStrategy
+from jackfield.deciding import understand
 from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
 from jackfield.loop import Loop
 from jackfield.observer import Observer
-from jackfield.planning import Plan, decide
+from jackfield.placement import DeviceMap
+from jackfield.planning import Plan
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
 from jackfield.requests import Request
@@ -57,8 +58,13 @@ def load(
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
     compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
-    device_map: str = AUTO,
+    device_map: DeviceMap = AUTO,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
     revision: str | None = None,
     tokenizer: Any | None = None,
     max_batch_size: int = 32,
@@ -74,8 +80,16 @@ def load(
     model, which is given back as it was when the engine is closed. Each selection is "auto",
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `dtype` is "auto"
-    or a name such as "bfloat16", `device_map` "auto" or one device such as "cuda:0".
+    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
+
+    `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
+    the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
+    dict of module -> device or "disk". `max_memory` bounds what weights take of each device
+    (``{"cpu": "4GB", 0: "10GB"}``). What transformers has to write for weights on disk goes into a
+    folder of its own in `offload_folder`, or among the temporary ones, until the engine is closed.
+    `adapter` is a folder or hub id of a PEFT adapter; with `merge_adapter` it is added into the
+    weights.
 
     `decoding` may also be a mapping of names to selections, which requests choose from by the
     setting of that name; the first is the default, and plain decoding is always among them.
@@ -101,46 +115,59 @@ def load(
         max_waiting=max_waiting,
     )
     check_seconds(stall_after=stall_after)
-    source = find(model, revision)
-    needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
+    job = understand(
+        model,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        revision=revision,
+        deterministic=deterministic,
+    )
     selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "compiler": compile,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }
-    plan = decide(registry(), needs, selections)
+    plan = job.decide(registry(), selections)
     helper = find_assistant(plan, assistant_model, assistant, device_map)
     if helper is not None:
         plan = replace(plan, assistant=helper.plan)
-    if prefill_chunk_size is not None and (reason := needs.whole_prompt):
+    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
         raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
-            f"piece ({reason}); drop prefill_chunk_size"
+            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
+            f"one piece ({reason}); drop prefill_chunk_size"
         )
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
     if tokenizer is None:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(job.source)
     if helper is not None:
-        check_vocabulary(source, tokenizer, helper)
-    model = weights(source, plan, device_map)
-    return Engine(
-        model,
-        plan,
-        tokenizer,
-        bounds,
-        max_waiting=max_waiting,
-        stall_after=stall_after,
-        assistance=None if helper is None else helper.load(model),
-    )
+        check_vocabulary(job.source, tokenizer, helper)
+    with contextlib.ExitStack() as files:
+        model = weights(job, plan, files, tokenizer)
+        engine = Engine(
+            model,
+            plan,
+            tokenizer,
+            bounds,
+            max_waiting=max_waiting,
+            stall_after=stall_after,
+            assistance=None if helper is None else helper.load(model, files),
+        )
+        engine.when_closed(files.pop_all().close)
+    return engine
 
 
-def _give_back(worker: Worker, *models: Callable[[], None]) -> None:
+def _give_back(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
     worker.close(timeout=STOP_WITHIN)
-    for give_back in models:
-        give_back()
+    for act in acts:
+        act()
 
 
 class Engine:
@@ -167,11 +194,34 @@ class Engine:
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         self._structures = Structures(tokenizer, self._text.vocab_size)
         # A backend that fails to bind must leave a live model as it was, so plugs come last.
-        bound = self._bound = BoundModel(model, plan)
+        with contextlib.ExitStack() as failing:
+            plugged = self._assemble(bounds, max_waiting, stall_after, assistance, failing)
+            failing.pop_all()
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._when_closed = plugged
+        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+
+    def _assemble(
+        self,
+        bounds: Bounds,
+        max_waiting: int | None,
+        stall_after: float,
+        assistance: Assistance | None,
+        failing: contextlib.ExitStack,
+    ) -> list[Callable[[], None]]:
+        """Bind everything, then plug it in. Returns what gives the models back.
+
+        Leaving `failing` gives them back.
+        """
+        plan = self.plan
+        bound = self._bound = BoundModel(self.model, plan)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
         draft = None if assistance is None else self._assistant(assistance)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
+        plugged = plug_all([bound] if draft is None else [bound, draft.bound])
+        for give_back in plugged:
+            failing.callback(give_back)
         self._observer = Observer(plan, bound, self._loop, self._text, draft)
         self._worker = Worker(
             self._loop,
@@ -181,14 +231,30 @@ class Engine:
             stall_after,
         )
         self._max_waiting = max_waiting
-        models = [bound] if draft is None else [bound, draft.bound]
-        plugged = [one.plug() for one in models]
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._give_back = weakref.finalize(self, _give_back, self._worker, *plugged)
+        return plugged
 
     @property
     def closed(self) -> bool:
         return self._worker.closed
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Have `act`, which must not refer to the engine, called after it was closed or dropped."""
+        self._when_closed.append(act)
+
+    def enable_adapter(self) -> None:
+        """Run with the adapter again. Raises UsageError while requests are open."""
+        self._switch_adapter(on=True)
+
+    def disable_adapter(self) -> None:
+        """Run without the adapter. Raises UsageError while requests are open.
+
+        A request runs with it or without it from its first token to its last, and nothing that was
+        cached with it is read without it. An adapter that is merged cannot be switched.
+        """
+        self._switch_adapter(on=False)
+
+    def _switch_adapter(self, *, on: bool) -> None:
+        self._worker.while_idle(lambda: self._bound.switch_adapter(on=on))
 
     def _assistant(self, assistance: Assistance) -> DraftModel:
         bound = BoundModel(assistance.model, assistance.plan)

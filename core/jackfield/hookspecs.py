@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Attention, Cache, Compiler, Decoding, Quantizer, Scheduler
+    from jackfield.contracts import (
+        Attention,
+        Cache,
+        Compiler,
+        Decoding,
+        Kernel,
+        Quantizer,
+        Scheduler,
+    )
 
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
@@ -24,6 +32,7 @@ HOOKS = {
     "cache": "jackfield_cache",
     "compiler": "jackfield_compiler",
     "decoding": "jackfield_decoding",
+    "kernel": "jackfield_kernel",
     "quantizer": "jackfield_quantizer",
     "scheduler": "jackfield_scheduler",
 }
@@ -47,6 +56,11 @@ def jackfield_compiler() -> Sequence[Compiler]:  # type: ignore[empty-body]
 @hookspec
 def jackfield_decoding() -> Sequence[Decoding]:  # type: ignore[empty-body]
     """Offer backends that decide which tokens come next."""
+
+
+@hookspec
+def jackfield_kernel() -> Sequence[Kernel]:  # type: ignore[empty-body]
+    """Offer backends that compute a layer in place of the model's own code."""
 
 
 @hookspec

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.units import in_units
 
 _CGROUP = Path("/sys/fs/cgroup")
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def free_bytes(device: str | None) -> int | None:
-    """Memory that can be had on a torch device type now, in bytes; None where nobody tells.
+    """Memory that can be had on a torch device now, in bytes; None where nobody tells.
 
     Imports torch for a GPU only.
     """
-    if device in ("cuda", "xpu"):
+    kind, _, index = (device or "cpu").partition(":")
+    if kind in ("cuda", "xpu"):
         import torch
 
-        free, _ = getattr(torch, device).mem_get_info()
+        free, _ = getattr(torch, kind).mem_get_info(int(index) if index else None)
         return int(free)
     if device == "mps":
         import torch
@@ -41,7 +42,9 @@ def _free_host_bytes() -> int | None:
         found.append(int(said[1]) * 1024)
     most, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if most.isdigit() and used.isdigit():
-        found.append(max(0, int(most) - int(used)))
+        # Files that were read and are not in use count as used, and go as soon as memory is wanted.
+        idle = re.search(r"^inactive_file (\d+)", _read(_CGROUP / "memory.stat"), re.M)
+        found.append(max(0, int(most) - int(used) + int(idle[1] if idle else 0)))
     return min(found, default=None)
 
 
@@ -72,33 +75,36 @@ class CacheMemory:
 
     `available` bytes are there for them: the pool where it is fixed, otherwise what is free on the
     device, less the weights. `request_bytes` maps a request's tokens, prompt and new ones together,
-    to the bytes that it holds at most.
+    to the bytes that it holds at most. `needed` maps the tokens of each request and how many
+    requests there are to all that they need at once; None: what they hold.
     """
 
     available: int
     context_length: int | None
     request_bytes: Callable[[int], int]
+    needed: Callable[[int, int], int] | None = None
 
     @property
     def bytes_per_token(self) -> int:
         """What a short request costs per token, before any window is full; pages counted whole."""
         return -(-self.request_bytes(1024) // 1024)
 
+    def fits(self, tokens: int, requests: int) -> bool:
+        """Whether that many requests of `tokens` tokens fit together."""
+        if self.needed is not None:
+            return self.needed(tokens, requests) <= self.available
+        return requests * self.request_bytes(tokens) <= self.available
+
     def requests(self, tokens: int) -> int:
         """How many requests of `tokens` tokens fit together."""
-        return self.available // self.request_bytes(tokens)
+        most = self.available // self.request_bytes(tokens)
+        return _largest(most, lambda count: self.fits(tokens, count))
 
     @property
     def longest(self) -> int:
         """The longest single request that fits, in tokens, prompt and new ones together."""
-        low, high = 0, self.context_length or self.available + 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.request_bytes(middle) <= self.available:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        most = self.context_length or self.available + 1
+        return _largest(most, lambda tokens: self.fits(tokens, 1))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -120,9 +126,13 @@ class CacheMemory:
         )
 
 
-def in_units(count: int) -> str:
-    """1234567 as '1.2 MB'."""
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} bytes"
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that `fits`, 0 for none; larger ones fit less."""
+    low, high = 0, max(0, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

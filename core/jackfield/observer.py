@@ -30,6 +30,8 @@ class Observer:
         self._text = text
         self._stored = bound.stored
         self._compiled = bound.compiled
+        self._adapter = bound.adapter
+        self._layers = bound.layers
         self._draft = draft
         self._reached = False
 
@@ -43,11 +45,16 @@ class Observer:
                 observe("cache", self._plan["cache"].registered, steps),
                 *map(self._decoding, self._plan.decodings),
                 observe("scheduler", self._plan["scheduler"].registered, steps),
+                *(
+                    observe("kernel", layers.registered, layers.calls, layers.source)
+                    for layers in self._layers
+                ),
                 observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
                 self._compiler(steps),
                 *(self._draft.observations() if self._draft else ()),
             ),
             self._loop.decoding.speculation(),
+            self._adapter.use() if self._adapter else None,
         )
 
     def _compiler(self, steps: int) -> Observation:

@@ -105,6 +105,17 @@ class PaddedKVCache(KVCache):
         feeding = torch.tensor(busy, device=self._device) if idle else None
         return ModelInputs(kwargs, len(rows), feeding, step.decode)
 
+    def held_bytes(self) -> int | None:
+        """None where layers keep something else: linear ones a state, quantized ones codes."""
+        from transformers.cache_utils import QuantizedLayer
+
+        layers = [] if self._past is None else self._past.layers
+        states = [getattr(x, name, None) for x in layers for name in ("keys", "values")]
+        tensors = [state for state in states if isinstance(state, torch.Tensor)]
+        if len(tensors) < len(states) or any(isinstance(x, QuantizedLayer) for x in layers):
+            return None
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
     def _begin(self, sequences: list[Sequence]) -> None:
         needed = _columns(sequences)
         if self._max_cache_len is not None and needed > self._max_cache_len:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.adapter import Adapter
 from jackfield.candidates import Candidate, candidates_of
 from jackfield.contracts import Backend, GivenConfig, Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
+from jackfield.fused import chosen_kernels
 from jackfield.memory import CacheMemory, free_bytes
+from jackfield.placement import DeviceMap, Placement
 from jackfield.registry import Registered, Registry
 from jackfield.selection import (
     AUTO,
@@ -37,6 +41,7 @@ ARGUMENTS = {
     "cache": "cache_implementation",
     "compiler": "compile",
     "decoding": "decoding",
+    "kernel": "kernels",
     "quantizer": "quantization",
     "scheduler": "scheduler",
 }
@@ -85,15 +90,19 @@ class Refusal:
 class Plan:
     """One backend per kind that fit together, with the reasons against the rest.
 
+    `placement` says where weights go, `adapter` what is on top of them, None where nothing is.
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
-    is the plan of their draft model.
+    is the plan of their draft model. `kernels` stand in for layers.
     """
 
     requirements: Requirements
     choices: Mapping[str, Choice]
     refusals: tuple[Refusal, ...] = ()
+    placement: Placement | None = None
+    adapter: Adapter | None = None
     decodings: Mapping[str, Choice] = field(default_factory=dict)
     assistant: Plan | None = None
+    kernels: tuple[Choice, ...] = ()
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -114,11 +123,21 @@ class Plan:
         except Exception as error:  # noqa: BLE001 - a plugin must not break its host
             logger.warning("%s does not say what it takes: %s", choice.registered, error)
             return None
-        if available is None and (free := free_bytes(needs.device)) is not None:
-            available = max(0, free - needs.weight_bytes)
+        where = self.placement
+        if available is None and where is not None and len(where.execution_devices) > 1:
+            return None  # each layer's are where it computes
+        device = where.device if where else needs.device
+        if available is None and (free := free_bytes(device)) is not None:
+            available = max(0, free - self._loading(device))
         if not told or available is None:
             return None
         return CacheMemory(available, needs.context_length, request_bytes)
+
+    def _loading(self, device: str | None) -> int:
+        """The bytes of weights that are still to come to a device."""
+        if self.placement is None or self.requirements.live:
+            return self.requirements.weight_bytes
+        return self.placement.sizes.get(device or "", 0)
 
     def to_dict(self) -> dict[str, Any]:
         needs, memory = self.requirements, self.memory()
@@ -129,10 +148,13 @@ class Plan:
             "layout": needs.layout,
             "features": dict(needs.features),
             "experts_implementation": needs.experts_implementation,
+            "placement": self.placement.to_dict() if self.placement else None,
+            "adapter": self.adapter.to_dict() if self.adapter else None,
             "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
+            "kernels": [choice.to_dict() for choice in self.kernels],
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -149,6 +171,13 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if self.placement:
+            lines.append(f"  weights: {self.placement}")
+        if self.adapter:
+            lines.append(f"  adapter: {self.adapter}")
+        for choice in self.kernels:
+            r = choice.registered
+            lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")
         if len(self.decodings) > 1:
             lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
@@ -236,6 +265,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
+    selections = dict(selections)
+    kernels = selections.pop("kernel", AUTO)
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)
@@ -247,7 +278,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     if not isinstance(found, _Solution):
         raise PlanError(_failure(found, registry, needs, candidates, selections))
     plan = Plan(found.requirements, found.choices, found.refusals)
-    plan = replace(plan, decodings=offered(registry, plan, default, beside))
+    plan = replace(
+        plan,
+        decodings=offered(registry, plan, default, beside),
+        kernels=chosen_kernels(registry, plan.requirements, kernels),
+    )
     for choice in plan.choices.values():
         if choice.how == AUTO and choice.backend.auto_notice:
             logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
@@ -339,8 +374,13 @@ def plan(
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
     compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
+    kernels: Selectable = AUTO,
     dtype: str = AUTO,
-    device_map: str = AUTO,
+    device_map: DeviceMap = AUTO,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
     revision: str | None = None,
     deterministic: bool = False,
 ) -> Plan:
@@ -350,20 +390,29 @@ def plan(
     `load` would raise.
     """
     from jackfield.assistance import find_assistant
-    from jackfield.bridge.requirements import requirements_of
-    from jackfield.bridge.source import find
+    from jackfield.deciding import understand
     from jackfield.discovery import registry
 
-    source = find(model, revision)
-    needs = requirements_of(source, dtype=dtype, device=device_map, deterministic=deterministic)
+    job = understand(
+        model,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        revision=revision,
+        deterministic=deterministic,
+    )
     selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
         "compiler": compile,
         "decoding": decoding,
+        "kernel": kernels,
         "quantizer": quantization,
         "scheduler": scheduler,
     }
-    plan = decide(registry(), needs, selections)
+    plan = job.decide(registry(), selections)
     helper = find_assistant(plan, assistant_model, assistant, device_map)
     return plan if helper is None else replace(plan, assistant=helper.plan)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
+from jackfield.adapter import AdapterUse
 from jackfield.drafted import Drafted
 from jackfield.registry import Registered
 
@@ -142,10 +143,12 @@ class Report:
     """Which backend, of which distribution and version, was called how often.
 
     `speculation` is what drafts did, of one request or of the engine; None: nobody drafts.
+    `adapter` is what was found in the modules: None where they have none.
     """
 
     observations: tuple[Observation, ...]
     speculation: Speculation | None = None
+    adapter: AdapterUse | None = None
 
     def __getitem__(self, kind: str) -> Observation:
         for observation in self.observations:
@@ -162,6 +165,7 @@ class Report:
         return Report(
             tuple(o.since(earlier[o.kind, o.name]) for o in self.observations),
             spec.since(then) if spec and then else spec,
+            self.adapter,
         )
 
     def of_request(self, decoding: Observation, drafted: Speculation) -> Report:
@@ -169,7 +173,7 @@ class Report:
         others = [o for o in self.observations if o.kind != decoding.kind]
         at = next(i for i, o in enumerate(self.observations) if o.kind == decoding.kind)
         mine = (*others[:at], decoding, *others[at:])
-        return Report(mine, drafted if self.speculation else None)
+        return Report(mine, drafted if self.speculation else None, self.adapter)
 
     def to_dict(self) -> dict[str, Any]:
         """Observations by kind; a decoding beside the default one as "decoding NAME"."""
@@ -178,6 +182,8 @@ class Report:
             found[f"{o.kind} {o.name}" if o.kind in found else o.kind] = o.to_dict()
         if self.speculation is not None:
             found["speculation"] = self.speculation.to_dict()
+        if self.adapter is not None:
+            found["adapter"] = self.adapter.to_dict()
         return found
 
     def __str__(self) -> str:
@@ -186,7 +192,7 @@ class Report:
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
-        return f"{told}; {self.speculation}" if self.speculation else told
+        return "; ".join(map(str, filter(None, (told, self.speculation, self.adapter))))
 
 
 def observe(

@@ -19,24 +19,13 @@ from itertools import accumulate
 import torch
 
 from jackfield.contracts import Accepted
+from jackfield.keyed import uniform
 from jackfield.sequences import Sequence, TokenLogprob
 from jackfield.settings import Settings
 from jackfield.structured import unpacked
 
-_MASK = (1 << 64) - 1
 NEVER = -math.inf
 _COLDEST = float(torch.finfo(torch.float32).tiny)
-
-
-def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) from a key: three rounds of splitmix64 (Steele, Lea, Flood 2014)."""
-    state = 0
-    for word in (seed, sample, position):
-        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
 
 
 class Sampler:

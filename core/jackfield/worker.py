@@ -124,6 +124,19 @@ class Worker:
             if (event := self._loop.cancel(sequence)) is not None:
                 self._deliver([event])
 
+    def while_idle(self, act: Callable[[], None]) -> None:
+        """Do what no request may see happen. Raises UsageError while one is open."""
+        with self._changed:
+            self._check_open()
+            # The last step tells its readers before it has ended.
+            self._changed.wait_for(lambda: bool(self._open) or self._step_began is None)
+            if self._open:
+                raise UsageError(
+                    f"{len(self._open)} requests are open, which began without this; wait until "
+                    "they have ended, or cancel them"
+                )
+            act()
+
     def _wake(self) -> None:
         """See that a thread is there. What it is to do may follow, as long as the lock is held."""
         if self._thread is None or not self._thread.is_alive():
@@ -153,6 +166,7 @@ class Worker:
     def _next(self) -> bool:
         """Do what was asked for since the last step; False when the thread is to end."""
         with self._changed:
+            self._changed.notify_all()  # the last step has ended
             busy = self._loop.running or self._loop.waiting
             if not (busy or self._commands or self.closed):
                 self._changed.wait(LINGER)

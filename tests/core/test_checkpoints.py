@@ -18,7 +18,7 @@ from families import build, character_tokenizer
 from safetensors.torch import load_file, save_file
 
 import jackfield
-from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.errors import CheckpointError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def weights_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("jackfield.engine.load_model", opened)
+    monkeypatch.setattr("jackfield.bridge.weights.AutoModelForCausalLM.from_pretrained", opened)
 
 
 @pytest.mark.usefixtures("weights_stay_closed")
@@ -98,12 +98,22 @@ def test_configs(folder: Path, text: str, words: str) -> None:
 
 
 @pytest.mark.usefixtures("weights_stay_closed")
-@pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "fp8", "of-my-own"])
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bnb-8bit"),
+        ({"quant_method": "gptq", "load_in_8bit": True}, "bnb-8bit"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "of-my-own"}, "of-my-own"),
+        ({}, "does not name"),
+    ],
+)
 def test_a_quantized_checkpoint_is_never_loaded_as_if_it_were_plain(
-    folder: Path, method: str
+    folder: Path, stored: dict[str, Any], words: str
 ) -> None:
-    edit(folder, quantization_config={"quant_method": method, "bits": 4, "load_in_8bit": True})
-    assert method in mistake(lambda: jackfield.load(folder), PlanError)
+    edit(folder, quantization_config=stored)
+    assert words in mistake(lambda: jackfield.load(folder), UsageError)
 
 
 @pytest.mark.usefixtures("weights_stay_closed")

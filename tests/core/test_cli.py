@@ -101,7 +101,35 @@ WRONG = {
     ],
     "chat": [("--temperature -1", "temperature must be at least 0")],
     "explain": [("--attention nope", "there is no attention 'nope'")],
-    "eval": [("--count 0", "the count must be from 1"), ("--count 1001", "the count must be")],
+    "eval": [
+        ("--count 0", "the count must be from 1"),
+        ("--count 1001", "the count must be"),
+        ("--max-drop 0.1", "--max-drop needs two to compare; add --baseline"),
+        ("--baseline attention", "write KIND=NAME"),
+        ("--baseline nonsense=x", "write KIND=NAME, with one of"),
+        ("--baseline attention=nope", "there is no attention 'nope'"),
+        ("--baseline attention=eager --attention eager", "before and after are the same"),
+        ("--baseline attention=eager --max-drop -1", "max_drop must be a number, at least 0"),
+        ("--no-tasks", "--no-tasks leaves nothing to measure"),
+        ("--text ./nowhere", "cannot read nowhere"),
+    ],
+    "memory": [
+        ("./nowhere", "is not a folder"),
+        ("--device-memory lots", "must be a size such as 24GB"),
+        ("--device-memory 0GB", "must be a size such as 24GB"),
+        ("--device-memory -1GB", "must be a size such as 24GB"),
+        ("--bandwidth 3TB", "must be a rate such as 80GB/s"),
+        ("--bandwidth fast", "must be a rate such as 80GB/s"),
+        ("--bandwidth 1GB/s --measure-bandwidth", "give one of them"),
+        ("--length -4", "at least 1, not -4"),
+        ("--length 513", "more than the model's context of 512"),
+        ("--batch 0", "at least 1, not 0"),
+        ("--prefill-tokens 0", "prefill_tokens must be a whole number"),
+        ("--device nowhere", "not a device of this machine"),
+        ("--attention nope", "there is no attention 'nope'"),
+        ("--plot x.gif", "cannot draw x.gif: name it"),
+        ("--plot nowhere/x.svg", "there is no folder"),
+    ],
 }
 
 
@@ -303,3 +331,35 @@ def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch
     done = cli("generate", "hi", "--max-new-tokens", "1", "--json")
     assert (done.code, done.err) == (1, "error: it broke\n")
     assert done.json["finish_reason"] == "error"
+
+
+DRAFTING = ("--decoding", "assisted", "--assistant-model", "demo-draft")
+
+
+def test_a_draft_model_on_the_command_line(cli: Cli) -> None:
+    question = ("--chat", "Sort these numbers: 41 7 88 23")
+    plain = cli("generate", *question, "--json").json
+    drafted = cli("generate", *question, "--json", *DRAFTING).json
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["report"]["decoding"]["name"] == "assisted"
+    assert drafted["report"]["speculation"]["accepted"] > 3
+    assert drafted["plan"]["assistant"]["chosen"]["cache"]["name"] == "paged"
+    told = cli("generate", *question, *DRAFTING)
+    assert told.out == "7 23 41 88\n"
+    assert re.search(r"decoding assisted .* drafts right .* tokens a step", told.err)
+    assert "decoding sample" not in told.err
+
+
+def test_explain_shows_the_plan_of_the_draft_model(cli: Cli) -> None:
+    done = cli("explain", "demo", *DRAFTING)
+    assert done.code == 0
+    assert "assistant: LlamaForCausalLM, float32 on cpu" in done.out
+    cli("explain", "demo", "--decoding", "assisted").failed(2, "needs a draft model")
+    cli("generate", "x", "--assistant-model", "demo-draft").failed(2, "none of the decodings")
+    cli("generate", "x", *DRAFTING, "--set", "num_assistant_tokens=0").failed(2, "at least 1")
+
+
+def test_eval_with_drafts(cli: Cli) -> None:
+    done = cli("eval", "--count", "1", "--json", *DRAFTING)
+    assert done.code == 0
+    assert done.json["report"]["speculation"]["acceptance_rate"] > 0.3

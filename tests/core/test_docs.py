@@ -19,7 +19,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/batching.md", "docs/caches.md", "docs/structured.md", "docs/tutorial.md"],
+    [
+        "README.md",
+        "docs/batching.md",
+        "docs/caches.md",
+        "docs/decoding.md",
+        "docs/memory.md",
+        "docs/placement.md",
+        "docs/structured.md",
+        "docs/tutorial.md",
+    ],
 )
 def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)

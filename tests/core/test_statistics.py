@@ -198,3 +198,19 @@ def test_a_cache_that_cannot_tell_its_usage_ends_no_request(
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
     assert {len(completion.token_ids) for completion in found} == {COUNT}
     assert "no statistics: RuntimeError: counts are gone" in caplog.text
+
+
+def test_drafts_are_in_the_figures(model: Any) -> None:
+    with jackfield.load(model, decoding="prompt_lookup?max_matching_ngram_size=1") as engine:
+        found = engine.generate([prompts((4,))[0] * 3] * 2, max_new_tokens=40)
+        idle(engine)
+        figures = engine.statistics()
+    drafts = figures.speculation
+    assert drafts is not None
+    each = [completion.report.speculation for completion in found]
+    assert drafts.proposed == sum(one.proposed for one in each if one)
+    assert drafts.tokens == figures.tokens_out == 80
+    assert drafts.proposed > 0
+    assert drafts.tokens_per_step == drafts.tokens / drafts.steps
+    assert figures.to_dict()["speculation"]["acceptance_rate"] == drafts.acceptance_rate
+    assert f"{drafts.accepted} of {drafts.proposed} drafts right" in str(figures)

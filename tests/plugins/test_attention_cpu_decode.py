@@ -20,11 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import jackfield
 from jackfield.errors import ExecutionError, PlanError
-from jackfield_plugins.attention.cpu_decode import build as building
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
 from jackfield_plugins.attention.cpu_decode.call import Kernel
+from jackfield_plugins.native import NativeKernel, compiling
 
 pytestmark = pytest.mark.skipif(
-    bool(building.cannot_build()), reason="needs a C++ compiler, on Linux"
+    bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
 )
 
 #: The distance to the float64 result: float32's and float64's own, and one rounding of the output.
@@ -272,46 +273,48 @@ def test_without_a_compiler_it_says_what_to_do(
     with pytest.raises(PlanError, match=r"needs a C\+\+ compiler .* `apt install g\+\+`"):
         jackfield.plan(config_of("llama"), attn_implementation="cpu_decode")
     monkeypatch.setenv("CXX", "no-such-compiler -v")
-    assert "(CXX=no-such-compiler -v is not one)" in building.cannot_build()[0]
+    assert "(CXX=no-such-compiler -v is not one)" in KERNEL.cannot_build()[0]
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing is compiled yet, and the cache is an empty folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    building.library.cache_clear()
-    yield tmp_path / "jackfield"
-    building.library.cache_clear()
+    return tmp_path / "jackfield"
+
+
+def another() -> NativeKernel:
+    """The kernel as a process that has not loaded it sees it."""
+    return NativeKernel(KERNEL.name, KERNEL.folder, KERNEL.instead)
 
 
 def test_it_is_compiled_once(fresh: Path) -> None:
     """Many at once, each a process of its own to the cache: one file, and nothing half made."""
     with ThreadPoolExecutor(3) as pool:
-        names = {loaded._name for loaded in pool.map(lambda _: building.library(), range(3))}
+        names = {made._name for made in pool.map(lambda _: another().library(), range(3))}
     (path,) = fresh.iterdir()
     assert names == {str(path)}
     made = path.stat().st_mtime_ns
-    building.library.cache_clear()
-    building.library()
+    another().library()
     assert path.stat().st_mtime_ns == made
 
 
 def test_a_failing_compiler_is_quoted(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = building.compiler()
+    command = compiling.compiler()
     assert command is not None
     monkeypatch.setenv("CXX", f"{command[0]} --no-such-option")
     with pytest.raises(PlanError, match=r"cannot compile its kernel \(.*no-such-option"):
-        building.library()
+        another().library()
     assert not any(fresh.iterdir())
 
 
 def test_a_broken_binary_is_named(fresh: Path) -> None:
-    command = building.compiler()
+    command = compiling.compiler()
     assert command is not None
     fresh.mkdir()
-    (fresh / f"cpu_decode-{building._key(command)}.so").write_text("not a library")
+    (fresh / f"cpu_decode-{compiling.key(KERNEL.folder, command)}.so").write_text("not a library")
     with pytest.raises(PlanError, match=r"does not load .*; delete .*cpu_decode-"):
-        building.library()
+        another().library()
 
 
 def test_a_folder_that_cannot_be_written_is_named(
@@ -319,14 +322,14 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     fresh.write_text("a file")
     with pytest.raises(PlanError, match="set XDG_CACHE_HOME to a folder that can be written"):
-        building.library()
+        another().library()
 
 
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 def test_narrower_vectors_give_the_same(fresh: Path, flag: str) -> None:
     """AVX2's and those that every such processor has, in a process of their own."""
-    command = building.compiler()
+    command = compiling.compiler()
     assert command is not None
     program = (
         "import sys; sys.path += sys.argv[1:]\n"
@@ -353,15 +356,13 @@ def test_a_compiler_that_fails_is_asked_once(
     fake.write_text(f"#!/bin/sh\necho x >> {calls}\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("CXX", str(fake))
-    monkeypatch.setenv(building.CACHE, str(tmp_path / "cache"))
-    building.library.cache_clear()
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path / "cache"))
     first = jackfield.plan("demo")
     asked = calls.read_text()
     assert first["attention"].registered.name == "sdpa"
     assert any("cannot compile" in " ".join(r.reasons) for r in first.refusals)
     jackfield.plan("demo")
     assert calls.read_text() == asked
-    building.library.cache_clear()
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_children(
@@ -370,8 +371,8 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(
     fake = tmp_path / "cc"
     fake.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path / 'child'}\nwait\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(building, "SECONDS", 1)
-    with pytest.raises(PlanError, match="does not run"):
-        building._run([str(fake)])
+    monkeypatch.setattr(compiling, "SECONDS", 1)
+    with pytest.raises(compiling.CompilingError, match="does not run"):
+        compiling.run([str(fake)])
     state = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"

@@ -330,7 +330,7 @@ def test_inductor_itself(cache: str) -> None:
         expected = tokens(drive(engine, coming))
     with load(model, cache, "inductor", max_batch_size=4) as engine:
         assert tokens(drive(engine, coming)) == expected
-        assert compiled(engine).compiled.graphs == 2
+        assert compiled(engine).compiled.graphs == (2 if cache == "paged" else 1)  # rows idle
 
 
 FRESH = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import Cache, PreTrainedModel
 
 from jackfield.bridge.requirements import describe
+from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext, TransformersCache
 from jackfield.discovery import registry
 from jackfield.errors import PlanError, PluginError, UsageError
@@ -33,7 +34,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
             f"jackfield.load(model, cache_implementation={selection!r})"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    needs = describe(model, dtype=dtype, device=model.device.type)
+    needs = describe(model, dtype=dtype, device=input_device(model).type)
     if reasons := judge(backend, needs, options):
         raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)

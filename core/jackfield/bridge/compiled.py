@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 class CompiledForward:
     """`forward_of` for a model whose attention is opaque. `steps` counts those that were compiled.
 
-    `attend` is the attention as it is called in steps that are not compiled.
+    `attend` is the attention as it is called in steps that are not compiled; set when it is bound.
     """
 
-    def __init__(self, model: PreTrainedModel, attend: Attend, compilation: Compilation) -> None:
+    attend: Attend
+
+    def __init__(self, model: PreTrainedModel, compilation: Compilation) -> None:
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise PlanError(
@@ -40,7 +42,6 @@ class CompiledForward:
                 "it without compile"
             )
         self._model = model
-        self._attend = attend
         self.compilation = compilation
         self._modules = dict(attention_modules(model))
         self._kinds = layer_types(model.config)
@@ -58,7 +59,7 @@ class CompiledForward:
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
-        step = OpaqueStep(self._attend, self._modules, rows, width, past, masks)
+        step = OpaqueStep(self.attend, self._modules, rows, width, past, masks)
         fill = self.compilation.fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
         ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)

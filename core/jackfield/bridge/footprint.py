@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
-    """Every parameter of a model on the meta device, each once, however often it is used.
+    """Every weight of a model on the meta device, each once, however often it is used.
 
     Which linear layers stay as they are (the output head, what is tied) is transformers' own
     choice, which the quantizers in it follow.
@@ -29,12 +29,37 @@ def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
     found = []
     for name, parameter in skeleton.named_parameters():
         path, _, own = name.rpartition(".")
-        linear = None
-        if own == "weight" and not _is_kept(path, kept):
-            linear = _linear_shape(skeleton.get_submodule(path))
+        module = skeleton.get_submodule(path)
+        quantizable = own == "weight" and not _is_kept(path, kept)
+        linear = _linear_shape(module) if quantizable else None
         dtype = "float32" if any(part in name for part in wide) else None
-        found.append(Weight(name, parameter.numel(), linear, dtype))
+        transposed = isinstance(module, Conv1D)
+        found.append(Weight(name, parameter.numel(), linear, dtype, transposed))
+    for name, buffer in _saved_buffers(skeleton):
+        dtype = "float32" if any(part in name for part in wide) else None
+        found.append(Weight(name, buffer.numel(), None, dtype))
     return tuple(found)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds beside parameters: corrections of a router's scores, and the like."""
+    for path, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            kept = own not in module._non_persistent_buffers_set
+            if kept and buffer is not None and buffer.is_floating_point():
+                yield f"{path}.{own}", buffer
+
+
+def head_of(model: PreTrainedModel) -> tuple[int, int] | None:
+    """`(out_features, in_features)` of the output head; None where it is no plain linear layer."""
+    head: Any = model.get_output_embeddings()
+    return _linear_shape(head) if type(head) is nn.Linear else None
+
+
+def head_is_tied(model: PreTrainedModel) -> bool:
+    """Whether the output head and the embedding have one weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", head)
 
 
 def _is_kept(path: str, kept: tuple[str, ...]) -> bool:
@@ -60,14 +85,13 @@ def loaded_bytes(model: PreTrainedModel) -> int:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    transient = {
-        id(module._buffers[name])
-        for module in model.modules()
-        for name in module._non_persistent_buffers_set
-    }
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in transient:
-            yield from _parts(tensor)
+    for module in model.modules():
+        passing = {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in passing:
+                yield from _parts(tensor)
+        # bitsandbytes' scales of 8 bits, once a layer has run
+        yield from _held(getattr(module, "state", None))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -77,10 +101,15 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _parts(getattr(tensor, name))
         return
     yield tensor
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:  # bitsandbytes' scales, which are no buffers
-        held = (*vars(state).values(), *vars(getattr(state, "state2", None) or object).values())
-        yield from (part for part in held if isinstance(part, torch.Tensor))
+    yield from _held(tensor)  # bitsandbytes' scales of 8 bits
+    state = getattr(tensor, "quant_state", None)  # and of 4 bits; none of them are buffers
+    yield from (*_held(state), *_held(getattr(state, "state2", None)))
+
+
+def _held(owner: object) -> Iterator[torch.Tensor]:
+    """The tensors that are plain attributes of `owner`."""
+    held = vars(owner).values() if hasattr(owner, "__dict__") else ()
+    yield from (value for value in held if isinstance(value, torch.Tensor))
 
 
 def stored_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -99,7 +128,11 @@ def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
     if stored_quantization(model.config) is None:
         return None
     converted = {id(m) for m in model.modules() if quantizer.backend.converted(m)}  # type: ignore[attr-defined]
-    linear = {id(m) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)}
+    linear = {
+        id(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name
+    }
     if not converted:
         raise ExecutionError(
             f"{quantizer} converted none of the {len(linear)} linear layers of "

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
+from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext
 from jackfield.discovery import registry
 from jackfield.errors import PlanError, UsageError
@@ -105,7 +106,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
         shape = skeleton(model.config, type(model))
         dtype, device = torch.get_default_dtype(), None
     else:
-        shape, dtype, device = model, model.dtype, model.device.type
+        shape, dtype, device = model, model.dtype, input_device(model).type
     needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
     if reasons := judge(registered.backend, needs, options):
         raise PlanError(

@@ -28,9 +28,15 @@ from transformers import (
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
 from jackfield.bridge.experts import check_experts, experts_of
-from jackfield.bridge.footprint import stored_quantization, weights_of
+from jackfield.bridge.footprint import head_is_tied, head_of, stored_quantization, weights_of
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
-from jackfield.bridge.source import ModelSource, config_tree, first_line, quiet
+from jackfield.bridge.source import (
+    ModelSource,
+    config_tree,
+    first_line,
+    input_device,
+    quiet,
+)
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError
 from jackfield.selection import AUTO, nearest
@@ -66,7 +72,7 @@ def describe(
 ) -> Requirements:
     """The requirements of a model that is there, if only as a skeleton."""
     config = model.config
-    live = model.device.type != "meta"
+    live = input_device(model).type != "meta"
     weights = () if live else weights_of(model)
     text = config.get_text_config(decoder=True)
     layers = list(attention_modules(model))
@@ -95,6 +101,8 @@ def describe(
         packed_numbers=_packed_numbers(len(types), calls),
         weights=weights,
         weight_bytes=sum(w.numbers * BYTES[w.dtype or dtype] for w in weights),
+        head=head_of(model),
+        tied_head=head_is_tied(model),
         stored=stored_quantization(config),
         live=live,
         dtype_named=dtype_named,
@@ -312,8 +320,20 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
 
 def pick_device(device: str, source: ModelSource) -> torch.device:
     """ "auto" is where a live model is, otherwise the best single device of this machine."""
+    live = None if source.live is None else input_device(source.live)
     if device == AUTO:
-        return source.live.device if source.live is not None else torch.device(_best_device())
+        return live if live is not None else torch.device(_best_device())
+    found = check_device(device)
+    if live is not None and found != live:
+        raise UsageError(
+            f"the model is on {live} and is used there; move it yourself, or drop "
+            f"device_map={device!r}"
+        )
+    return found
+
+
+def check_device(device: str) -> torch.device:
+    """A device of this machine, from its name. Raises UsageError."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -323,11 +343,6 @@ def pick_device(device: str, source: ModelSource) -> torch.device:
         ) from None
     if found.type not in DEVICES:
         raise UsageError(f"device_map={device!r}: models run on {', '.join(DEVICES)}")
-    if source.live is not None and found != source.live.device:
-        raise UsageError(
-            f"the model is on {source.live.device} and is used there; move it yourself, or drop "
-            f"device_map={device!r}"
-        )
     return found
 
 

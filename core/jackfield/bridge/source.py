@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -39,6 +40,8 @@ class ModelSource:
     location: str | None = None
     revision: str | None = None
     live: PreTrainedModel | None = None
+    #: the PEFT configs of a live model's adapters, by name
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path | None:
@@ -47,12 +50,18 @@ class ModelSource:
         return path if path and path.is_dir() else None
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a step's inputs belong. The first weight of a model that is spread may be on disk."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return model.device if device is None else torch.device(device)
+
+
 def find(
     model: str | Path | PreTrainedModel | PreTrainedConfig, revision: str | None
 ) -> ModelSource:
     """Find `model` and read its config. Raises CheckpointError."""
-    if isinstance(model, PreTrainedModel):
-        return ModelSource(model.config, live=model)
+    if isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model"):
+        return _live(model)
     if isinstance(model, PreTrainedConfig):
         return ModelSource(model)
     if not isinstance(model, str | Path):
@@ -75,8 +84,31 @@ def find(
     return ModelSource(config, location, revision)
 
 
+def _live(model: Any) -> ModelSource:
+    """A live model, or the one inside PEFT's wrapper, which its adapters have changed."""
+    adapters = getattr(model, "peft_config", None) or {}
+    if not isinstance(model, PreTrainedModel):
+        for config in adapters.values():
+            if config.is_prompt_learning or config.is_adaption_prompt:
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                raise CheckpointError(
+                    f"a live {type(model).__name__} with {kind}, which adds to the prompt and not "
+                    "to the weights, is not run here; give one with LoRA"
+                )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(f"{type(model).__name__} is not a transformers model")
+    return ModelSource(model.config, live=model, adapters=dict(adapters))
+
+
 def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     folder = Path(location)
+    if (folder / "adapter_config.json").is_file():
+        what = "an adapter beside a" if (folder / "config.json").is_file() else "an adapter and no"
+        raise CheckpointError(
+            f"{location} is {what} model, and which of them runs would not be said; give the model "
+            "in a folder of its own, and adapter=… that of the adapter"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{location} has no config.json, so it is not a model folder; give the folder that "

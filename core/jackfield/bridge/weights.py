@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jackfield.bridge.experts import experts_implementation
 from jackfield.bridge.footprint import stored_quantization
+from jackfield.bridge.placement import check_placed, native, no_notes
 from jackfield.bridge.source import ModelSource, first_line, quiet
 from jackfield.contracts import Quantization
 from jackfield.errors import CheckpointError
+from jackfield.placement import Placement
 
 logger = logging.getLogger("jackfield")
 
@@ -24,8 +26,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_files(folder: Path) -> None:
-    """Refuse a folder whose weights are missing, incomplete, or only in pickles."""
+Shape = tuple[int, ...]
+
+
+def check_files(folder: Path) -> dict[str, Shape]:
+    """The shape of every tensor in `folder`, from the headers of its files.
+
+    Refuse a folder whose weights are missing, incomplete, or only in pickles.
+    """
     _check_generation_config(folder / "generation_config.json")
     index = folder / "model.safetensors.index.json"
     files = _shards(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
@@ -37,8 +45,10 @@ def check_files(folder: Path) -> None:
             if pickles
             else f"there are no weights in {folder}: expected model.safetensors"
         )
+    found: dict[str, Shape] = {}
     for file in files:
-        _check_safetensors(file)
+        found |= {name: tuple(entry["shape"]) for name, entry in safetensors_header(file).items()}
+    return found
 
 
 def _check_generation_config(file: Path) -> None:
@@ -62,8 +72,10 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _check_safetensors(file: Path) -> None:
-    """Compare the size that the header promises with the size of the file; reads no tensor."""
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """name -> its entry ("dtype", "shape"), after comparing the size that the header promises with
+    the size of the file; reads no tensor. Raises CheckpointError.
+    """
     if not file.is_file():
         raise CheckpointError(f"the shard {file} is missing; fetch the model again")
     size = file.stat().st_size
@@ -74,7 +86,8 @@ def _check_safetensors(file: Path) -> None:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+        ends = [entry["data_offsets"][1] for entry in header.values() if entry["shape"] is not None]
+        expected = 8 + length + max(ends, default=0)
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({first_line(error)}); fetch it again"
@@ -83,22 +96,31 @@ def _check_safetensors(file: Path) -> None:
         raise CheckpointError(
             f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
         )
+    return header  # type: ignore[no-any-return]
 
 
 def load_model(
-    source: ModelSource, dtype: str, device: torch.device, quantization: Quantization
+    source: ModelSource,
+    dtype: str,
+    where: Placement,
+    quantization: Quantization,
+    folder: Path | None = None,
 ) -> PreTrainedModel:
-    """Load the weights of `source` in `dtype` onto `device`. Raises CheckpointError.
+    """Load the weights of `source` in `dtype` to their places. Raises CheckpointError.
 
-    A weight that the checkpoint lacks is an error, not a random number.
+    What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
+    it in another form. A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
-        check_files(source.folder)
+        reasons = quantization.misfits(check_files(source.folder))
+        if reasons:
+            raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
     stored = stored_quantization(source.config) is not None
     # A quantizer puts weights where they belong as it makes them.
-    placed = (stored or quantization.config is not None) and device.type != "cpu"
+    device = torch.device(where.device)
+    placed = where.spread or ((stored or quantization.config is not None) and device.type != "cpu")
     try:
-        with quiet():
+        with quantization.reading(), quiet(), no_notes():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location or "",
                 config=source.config,
@@ -107,7 +129,8 @@ def load_model(
                 attn_implementation="eager",  # the plan plugs in what was chosen
                 experts_implementation=experts_implementation(dtype),
                 quantization_config=quantization.config,
-                device_map={"": device} if placed else None,
+                device_map=native(where) if placed else None,
+                offload_folder=None if folder is None else str(folder),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and refused below with the names
@@ -117,7 +140,10 @@ def load_model(
         raise CheckpointError(f"cannot load {source.location}: {first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    if not placed:
+    quantization.finish(model)
+    if where.spread:
+        check_placed(model, where)
+    elif not placed and model.device != device:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
     return model

@@ -16,6 +16,7 @@ import typer
 from jackfield.cli.app import Globals, app
 from jackfield.cli.output import logged, say
 from jackfield.errors import JackfieldError
+from jackfield.quieting import TORCHAO, quieted
 
 __all__ = ["main", "run"]
 
@@ -38,7 +39,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; the exit code. Errors become one line on standard error."""
     options = Globals()
-    with logged(options), warnings.catch_warnings():
+    with logged(options), quieted(*TORCHAO), warnings.catch_warnings():
         for library in ("huggingface_hub", "tokenizers", "torch", "transformers"):
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
         try:

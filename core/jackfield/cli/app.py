@@ -13,6 +13,7 @@ from jackfield.cli.doctor import doctor
 from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
+from jackfield.cli.memory import memory
 from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 
@@ -62,6 +63,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "plugins": plugins,
     "explain": explain,
+    "memory": memory,
     "doctor": doctor,
 }
 for name, command in COMMANDS.items():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, ModelOption, load
+from jackfield.cli.compare import baseline, compare, perplexity_of
+from jackfield.cli.generate import decoded, read_file
+from jackfield.cli.options import Backends, JsonOption, ModelOption, flag, load
 from jackfield.cli.output import console, note, print_json, ran, table
+from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -17,28 +22,70 @@ CountOption = Annotated[int, typer.Option(metavar="N", help="How many items of e
 SeedOption = Annotated[int, typer.Option(metavar="N", help="Another seed draws other items.")]
 
 
+@dataclass(frozen=True)
+class Against:
+    """What is read beside the tasks, what it is compared with, and how much worse it may be."""
+
+    text: Annotated[
+        Path | None, flag("--text", "FILE", "Read this text; its perplexity is shown.")
+    ] = None
+    baseline: Annotated[
+        list[str] | None,
+        flag("--baseline", "KIND=NAME", "Compare with the same, but for this; repeatable."),
+    ] = None
+    tasks: Annotated[
+        bool | None,
+        typer.Option("--tasks/--no-tasks", help="Ask the demo tasks; only of demo without it."),
+    ] = None
+    max_drop: Annotated[
+        float | None, flag("--max-drop", "X", "How far accuracy may fall: 0.02 without it.")
+    ] = None
+    max_rise: Annotated[
+        float | None, flag("--max-rise", "X", "How far perplexity may rise: 0.05 without it.")
+    ] = None
+
+
 def evaluate(
     backends: Backends,
+    against: Against,
     model: ModelOption = "demo",
     count: CountOption = 50,
     seed: SeedOption = 0,
     json: JsonOption = False,
 ) -> None:
-    """Measure exact-match accuracy on the demo tasks.
+    """Measure exact-match accuracy on the demo tasks, and compare two selections.
 
-    Greedy answers to items that the demo model never saw in training. Run it with two backends: the
-    accuracy must not differ by more than chance.
+    Greedy answers to items that the demo model never saw in training. With --quantization, the same
+    model is asked without it first; with --baseline, with that instead. A loss beyond --max-drop or
+    --max-rise is an error with exit code 1.
 
-    Example: jackfield eval --attention eager --count 20
+    Example: jackfield eval --attention eager --baseline attention=sdpa --count 20
     """
-    with load(model, backends) as engine:
-        result = _evaluate(engine, count, seed)
-        report, plan = engine.report(), engine.plan
-    if json:
-        print_json(result.to_dict() | {"plan": plan.to_dict(), "report": report.to_dict()})
+    text = None if against.text is None else decoded(read_file(against.text), str(against.text))
+    before = baseline(against.baseline, model, backends)
+    if before is not None:
+        compare(model, backends, before, against, text, count, seed, json)
         return
-    _print(result)
-    note(f"{ran(report)} · {result.total} items in {result.seconds:.1f} s")
+    for name in ("max_drop", "max_rise"):
+        if getattr(against, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs two to compare; add --baseline")
+    with load(model, backends) as engine:
+        result = None if against.tasks is False else _evaluate(engine, count, seed)
+        read = None if text is None else perplexity_of(engine, text)
+        report, plan = engine.report(), engine.plan
+    if result is None and read is None:
+        raise UsageError("--no-tasks leaves nothing to measure; add --text FILE")
+    if json:
+        found = {} if result is None else result.to_dict()
+        found |= {} if read is None else {"perplexity": read.to_dict()}
+        print_json(found | {"plan": plan.to_dict(), "report": report.to_dict()})
+        return
+    if result is not None:
+        _print(result)
+    if read is not None:
+        console().print(f"perplexity {read.value:.4g} over {read.tokens} tokens")
+    items = f"{result.total} items in {result.seconds:.1f} s" if result else "no tasks"
+    note(f"{ran(report)} · {items}")
 
 
 def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from jackfield.contracts import Requirements
     from jackfield.errors import PlanError
-    from jackfield.planning import Plan
+    from jackfield.planning import Choice, Plan
     from jackfield.registry import Registered, Registry
     from jackfield.selection import Selectable
 
@@ -48,20 +48,20 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     Example: jackfield explain demo --attention eager
     """
     from jackfield.assistance import find_assistant
-    from jackfield.bridge.requirements import requirements_of
-    from jackfield.bridge.source import find
+    from jackfield.deciding import spread_over, understand
     from jackfield.discovery import registry
     from jackfield.errors import PlanError
-    from jackfield.planning import decide
 
-    source = find(model, backends.revision)
-    needs = requirements_of(source, dtype=backends.dtype, device=backends.device)
+    job = understand(model, **backends.job())
+    needs = job.needs
     selections: dict[str, Selectable] = {**backends.selections()}
     plan, error = None, None
     try:
-        plan = decide(registry(), needs, selections)
-        draft = find_assistant(plan, backends.assistant_model, None, backends.device)
+        plan = job.decide(registry(), selections)
+        draft = find_assistant(plan, backends.assistant_model, None, job.asked.device_map)
         plan = plan if draft is None else replace(plan, assistant=draft.plan)
+        if plan.placement and plan.placement.spread:
+            needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
     verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
@@ -85,20 +85,26 @@ class _Judge:
         """Every backend of every kind, against what the kinds decided before it imply."""
         from jackfield.planning import ORDER
 
-        for kind in ORDER:
+        for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
                 yield self._verdict(registered, needs)
-            if self.plan is not None:
+            if self.plan is not None and kind in ORDER:
                 choice = self.plan[kind]
                 needs = choice.backend.imply(needs, choice.options)
 
     def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
         kind = registered.kind
         origin = (kind, registered.name, registered.distribution, registered.version)
-        if self.plan is not None and self.plan[kind].registered is registered:
-            return Verdict(*origin, "chosen", self.plan[kind].how)
+        for choice in self._chosen(kind):
+            if choice.registered is registered:
+                return Verdict(*origin, "chosen", choice.how)
         reasons = tuple(self._reasons(registered, needs))
         return Verdict(*origin, "refused" if reasons else "possible", None, reasons)
+
+    def _chosen(self, kind: str) -> Sequence[Choice]:
+        if self.plan is None:
+            return ()
+        return self.plan.kernels if kind == "kernel" else (self.plan[kind],)
 
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
@@ -140,6 +146,10 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
+    if plan is not None and plan.placement:
+        out.print(f"  weights: {plan.placement}")
+    if plan is not None and plan.adapter:
+        out.print(f"  adapter: {plan.adapter}")
     if plan is not None and (memory := plan.memory()):
         out.print(f"  memory for keys and values: {memory}")
     rows = table("kind", "backend", "verdict", "distribution", "why")

@@ -78,7 +78,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None:
         return decoded(argument.encode(errors="surrogateescape"), "the prompt")
     if file is not None:
-        return _without_newline(decoded(_read(file), str(file)))
+        return _without_newline(decoded(read_file(file), str(file)))
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
             'there is no prompt; write `jackfield generate "Once upon a time"`, give --file FILE, '
@@ -87,7 +87,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return _without_newline(decoded(sys.stdin.buffer.read(), "standard input"))
 
 
-def _read(file: Path) -> bytes:
+def read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:

@@ -29,8 +29,9 @@ def _backend(kind: str, *flags: str) -> Any:
     return typer.Option(*flags, metavar="NAME", help=text)
 
 
-def _flag(flag: str, metavar: str, text: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=text)
+def flag(name: str, metavar: str, text: str) -> Any:
+    """A flag that takes a value."""
+    return typer.Option(name, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,32 @@ class Backends:
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     assistant_model: Annotated[
         str | None,
-        _flag(
-            "--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."
-        ),
+        flag("--assistant-model", "MODEL", "Draft model for --decoding assisted, e.g. demo-draft."),
     ] = None
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
-    dtype: Annotated[str, _flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
-    device: Annotated[str, _flag("--device", "DEVICE", "auto, or a name such as cuda:0.")] = "auto"
+    kernel: Annotated[
+        list[str] | None,
+        flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
+    ] = None
+    dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    device: Annotated[
+        str,
+        flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
+    ] = "auto"
+    max_memory: Annotated[
+        str | None, flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")
+    ] = None
+    offload_folder: Annotated[
+        str | None, flag("--offload-folder", "FOLDER", "Where weights on disk are written.")
+    ] = None
+    adapter: Annotated[
+        str | None, flag("--adapter", "ADAPTER", "A LoRA adapter of PEFT: a folder or hub id.")
+    ] = None
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
+    ] = False
     revision: Annotated[
-        str | None, _flag("--revision", "REV", "Branch, tag or commit of a hub model.")
+        str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
 
     def selections(self) -> dict[str, str | list[str]]:
@@ -69,12 +87,36 @@ class Backends:
         from jackfield.planning import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
-        return chosen | {
-            "assistant_model": self.assistant_model,
+        return chosen | {"assistant_model": self.assistant_model} | self.job()
+
+    def job(self) -> dict[str, Any]:
+        """What says which model, and where: arguments that select no backend."""
+        return {
             "dtype": self.dtype,
-            "device_map": self.device,
+            "device_map": _device_map(self.device),
+            "max_memory": _pairs("--max-memory", self.max_memory) if self.max_memory else None,
+            "offload_folder": self.offload_folder,
+            "adapter": self.adapter,
+            "merge_adapter": self.merge_adapter,
             "revision": self.revision,
         }
+
+
+def _device_map(text: str) -> str | dict[str, str]:
+    return _pairs("--device", text) if "=" in text else text
+
+
+def _pairs(flag: str, text: str) -> dict[str, str]:
+    """'cpu=4GB,0=10GB' as a dict. Raises UsageError."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, mark, value = map(str.strip, part.partition("="))
+        if not mark or not value:
+            raise UsageError(f"cannot read {flag} {text!r}: write {flag} NAME=VALUE,NAME=VALUE")
+        if key in found:
+            raise UsageError(f"{flag} names {key!r} twice; name it once")
+        found[key] = value
+    return found
 
 
 def _selectable(names: list[str] | None) -> str | list[str]:
@@ -95,28 +137,28 @@ class Settings:
     """How tokens are chosen, under the names of transformers' `GenerationConfig`."""
 
     max_new_tokens: Annotated[
-        int | None, _flag("--max-new-tokens", "N", "How many tokens to make at most.")
+        int | None, flag("--max-new-tokens", "N", "How many tokens to make at most.")
     ] = None
     temperature: Annotated[
-        float | None, _flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
+        float | None, flag("--temperature", "T", "Sample; 0 takes the likeliest token.")
     ] = None
-    top_k: Annotated[int | None, _flag("--top-k", "K", "Sample from the K likeliest.")] = None
+    top_k: Annotated[int | None, flag("--top-k", "K", "Sample from the K likeliest.")] = None
     top_p: Annotated[
-        float | None, _flag("--top-p", "P", "Sample from the likeliest that sum to P.")
+        float | None, flag("--top-p", "P", "Sample from the likeliest that sum to P.")
     ] = None
     min_p: Annotated[
-        float | None, _flag("--min-p", "P", "Drop tokens below P times the likeliest.")
+        float | None, flag("--min-p", "P", "Drop tokens below P times the likeliest.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
+        float | None, flag("--repetition-penalty", "X", "Above 1: avoid what was said.")
     ] = None
-    seed: Annotated[int | None, _flag("--seed", "N", "The same seed draws the same text.")] = None
+    seed: Annotated[int | None, flag("--seed", "N", "The same seed draws the same text.")] = None
     stop: Annotated[
-        list[str] | None, _flag("--stop", "TEXT", "End before this text; repeatable.")
+        list[str] | None, flag("--stop", "TEXT", "End before this text; repeatable.")
     ] = None
     extra: Annotated[
         list[str] | None,
-        _flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
+        flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
     ] = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -65,11 +65,12 @@ def note(text: str) -> None:
 
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
-    return " · ".join(
+    told = [
         f"{o.who} {o.did}"
         for o in report.observations
         if o.calls or o.kind != "decoding"  # one that nobody asked for
-    ) + (f" · {report.speculation}" if report.speculation else "")
+    ]
+    return " · ".join(map(str, filter(None, (*told, report.speculation, report.adapter))))
 
 
 class _Lines(logging.Handler):

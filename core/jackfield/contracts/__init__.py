@@ -25,6 +25,7 @@ from jackfield.contracts.decoding import (
     DecodingCapabilities,
     Strategy,
 )
+from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -53,8 +54,11 @@ __all__ = [
     "CompilerCapabilities",
     "Decoding",
     "DecodingCapabilities",
+    "FusedLayer",
     "GivenConfig",
     "KVCache",
+    "Kernel",
+    "KernelCapabilities",
     "ModelAttention",
     "ModelInputs",
     "NoOptions",
@@ -81,6 +85,7 @@ CONTRACTS: dict[str, type[Backend]] = {
     "cache": Cache,
     "compiler": Compiler,
     "decoding": Decoding,
+    "kernel": Kernel,
     "quantizer": Quantizer,
     "scheduler": Scheduler,
 }

@@ -17,6 +17,7 @@ class AttentionCapabilities:
 
     `features` are keys of `FEATURES`. `head_sizes` None means any size. `batch_invariant`: in the
     packed layout, the bits of one sequence's output do not depend on the others in the step.
+    `whole_scores`: it makes the whole matrix of scores, queries by keys, which takes memory.
     """
 
     layouts: frozenset[str] = frozenset({"padded"})
@@ -25,6 +26,7 @@ class AttentionCapabilities:
     features: frozenset[str] = field(default_factory=frozenset)
     head_sizes: frozenset[int] | None = None
     batch_invariant: bool = False
+    whole_scores: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.layouts, LAYOUTS, "layout")

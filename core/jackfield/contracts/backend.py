@@ -13,6 +13,7 @@ from jackfield.contracts.requirements import Requirements
 from jackfield.selection import option_flaws
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from jackfield.contracts.decoding import Assistant
@@ -31,7 +32,7 @@ class BindContext:
 
     `model` is None where transformers itself is still loading it (attention), and where it is
     loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
-    declares one.
+    declares one, `tokenizer` what a quantizer may measure texts with, where the model has one.
     """
 
     model: PreTrainedModel | None
@@ -39,6 +40,18 @@ class BindContext:
     requirements: Requirements
     options: Any
     assistant: Assistant | None = None
+    tokenizer: Any | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where a step's inputs belong; a model that is spread may have its first weight on disk.
+
+        Other layers may compute elsewhere: `requirements.execution_devices`.
+        """
+        from jackfield.bridge.source import input_device
+
+        assert self.model is not None
+        return input_device(self.model)
 
 
 class Backend(ABC):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
-from jackfield.memory import known, kv_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -183,6 +182,20 @@ class KVCache(ABC):
         del sequences
         return wanted
 
+    def held_bytes(self) -> int | None:
+        """The memory of the keys and values of running sequences, as it is allocated.
+
+        None where nobody can tell. Pages count whole; pages that nobody holds do not.
+        """
+        return None
+
+    def forget(self) -> None:
+        """Drop what is kept of sequences that have left: the model computes something else now.
+
+        Called while it holds no sequence (an adapter is switched on or off).
+        """
+        return
+
     def usage(self) -> CacheUsage | None:
         """What it holds; None where that has no meaning of its own."""
         return None
@@ -215,6 +228,8 @@ class Cache(Backend):
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
+        from jackfield.memory import known, kv_bytes  # which needs the contracts
+
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
 
@@ -222,6 +237,18 @@ class Cache(Backend):
         """The memory that requests share, where `options` fix it; None: what is free."""
         del requirements, options
         return None
+
+    def allocated_bytes(
+        self, requirements: Requirements, options: Any, tokens: int, requests: int
+    ) -> int | None:
+        """What is allocated once `requests` requests of `tokens` tokens run; None: unknown.
+
+        More than they hold, where there is a pool or memory is taken in large pieces.
+        """
+        if (pool := self.pool_bytes(requirements, options)) is not None:
+            return pool
+        held = self.request_bytes(requirements, options, tokens)
+        return None if held is None else requests * held
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         del options
@@ -261,10 +288,9 @@ class TransformersCache(Cache):
     def bind(self, context: BindContext) -> KVCache:
         from jackfield.padded import PaddedKVCache
 
-        assert context.model is not None
         return PaddedKVCache(
             lambda length: self.make(context, length),
-            context.model.device,
+            context.device,
             max_cache_len=self.max_cache_len(context.options),
             static=self.capabilities.static_shapes,
         )

@@ -102,6 +102,8 @@ class Compiler(Backend):
         ]
         if "linear_attention" in r.layer_types:
             reasons.append("cannot take the state of linear-attention layers out of the model")
+        if places := r.several_places:
+            reasons.append(f"compiles models on one device, and weights go to {places}")
         if r.irregular:
             reasons.append(f"needs one attention call for each cached layer; here {r.irregular}")
         if r.experts_implementation:

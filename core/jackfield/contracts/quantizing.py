@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
+from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 #: Where nobody named a dtype and the model's own does not do: the first of these that does.
@@ -55,14 +57,30 @@ class GivenConfig:
         return {"config": type(self.config).__name__, **self.config.to_dict()}
 
 
+def _as_it_is(model: PreTrainedModel) -> None:
+    del model
+
+
+def _anything(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    del shapes
+    return []
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How `from_pretrained` is to store a model's weights.
 
-    `config` is handed to it; None: weights are read as the checkpoint has them.
+    `config` is handed to it; None: weights are read as the checkpoint has them. `misfits` is asked
+    first, with the shape of every tensor in a folder's files, why these are not what the config
+    says. Weights are read within `reading()`, the place for what a library prints or fetches
+    meanwhile. `finish` is called once with the model that was read, in whose class, config and
+    layers it may set right what the library left.
     """
 
     config: QuantizationConfigMixin | None
+    misfits: Callable[[Mapping[str, tuple[int, ...]]], list[str]] = _anything
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    finish: Callable[[PreTrainedModel], None] = _as_it_is
 
 
 class Quantizer(Backend):
@@ -93,7 +111,6 @@ class Quantizer(Backend):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Compare the job with `capabilities`; extend it for what those cannot express."""
-        del options
         r, can, reasons = requirements, self.capabilities, []
         if r.stored is not None and not self.reads(r.stored):
             reasons.append(f"the checkpoint is quantized already, with {method(r.stored)}")
@@ -106,24 +123,30 @@ class Quantizer(Backend):
             )
         if r.device is not None and r.device not in can.devices:
             reasons.append(f"does not run on {r.device} (only {', '.join(sorted(can.devices))})")
-        if self._dtype(r) is None:
-            reasons.append(f"does not run with dtype {r.dtype} (only {', '.join(_order(can))})")
+        if self._dtype(r, options) is None:
+            known = ", ".join(_order(self.dtypes(r, options)))
+            reasons.append(f"does not run with dtype {r.dtype} (only {known})")
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
-        if r.compiled and not can.compiles:
-            reasons.append("has layers that are not known to compile")
-        return reasons
+        return [*reasons, *_lacking(can, r)]
 
-    def _dtype(self, requirements: Requirements) -> str | None:
+    def dtypes(self, requirements: Requirements, options: Any) -> frozenset[str]:
+        """`capabilities.dtypes`; override it where these depend on the device or the options."""
+        del requirements, options
+        return self.capabilities.dtypes
+
+    def _dtype(self, requirements: Requirements, options: Any) -> str | None:
         """The dtype of what is not quantized; None: the one that was asked for does not do."""
-        if requirements.dtype in self.capabilities.dtypes:
+        can = self.dtypes(requirements, options)
+        if requirements.dtype in can:
             return requirements.dtype
-        return None if requirements.dtype_named else _order(self.capabilities)[0]
+        return None if requirements.dtype_named else _order(can)[0]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """The dtype and the size of what the other kinds will find."""
-        chosen = replace(requirements, dtype=self._dtype(requirements) or requirements.dtype)
-        size = self.weight_bytes(chosen, options)
+        dtype = self._dtype(requirements, options) or requirements.dtype
+        chosen = replace(requirements, dtype=dtype)
+        size = None if requirements.live else self.weight_bytes(chosen, options)
         return chosen if size is None else replace(chosen, weight_bytes=size)
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
@@ -136,11 +159,15 @@ class Quantizer(Backend):
 
     def bind(self, context: BindContext) -> Quantization:
         """Return what `from_pretrained` is to be given. `context.model` is None."""
+        return Quantization(self.config_of(context))
+
+    def config_of(self, context: BindContext) -> QuantizationConfigMixin | None:
+        """The caller's own config, None for a checkpoint that has one, or `make_config`."""
         if isinstance(context.options, GivenConfig):
-            return Quantization(context.options.config)
+            return context.options.config  # type: ignore[no-any-return]
         needs: Requirements | None = context.requirements
         stored = needs is not None and needs.stored is not None
-        return Quantization(None if stored else self.make_config(context))
+        return None if stored else self.make_config(context)
 
     @abstractmethod
     def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:
@@ -161,6 +188,20 @@ class Quantizer(Backend):
         return found
 
 
+def _lacking(can: QuantizerCapabilities, requirements: Requirements) -> list[str]:
+    """What of the job is about more than the weights by themselves, and cannot be done."""
+    found = []
+    if (places := requirements.several_places) and not can.offload:
+        found.append(f"keeps all weights on one device (offload), and they go to {places}")
+    if requirements.adapter and not can.adapters:
+        found.append(f"takes no {requirements.adapter} adapter on top (adapters)")
+    if requirements.merge_adapter and not can.merges:
+        found.append("cannot merge an adapter into its weights (merges); drop merge_adapter")
+    if requirements.compiled and not can.compiles:
+        found.append("has layers that are not known to compile (compiles)")
+    return found
+
+
 def method(stored: Mapping[str, Any]) -> str:
     """What a quantization config says its method is."""
     named = stored.get("quant_method")
@@ -172,23 +213,30 @@ def plain_bytes(requirements: Requirements) -> int:
     return sum(w.numbers * _number_bytes(w.dtype, requirements) for w in requirements.weights)
 
 
-def mixed_bytes(requirements: Requirements, convert: Callable[[int, int], int | None]) -> int:
-    """What weights take where `convert(out_features, in_features)` says it for a linear layer.
+def mixed_bytes(requirements: Requirements, convert: Callable[[Weight], int | None]) -> int:
+    """What weights take where `convert(weight)` says it for those that are stored otherwise.
 
-    None: that layer stays as it is, as do biases and all other weights.
+    None: that one, such as any that is not the matrix of a linear layer, stays as it is.
     """
     total = 0
     for weight in requirements.weights:
-        size = convert(*weight.linear) if weight.linear is not None else None
+        size = convert(weight)
         total += (
             weight.numbers * _number_bytes(weight.dtype, requirements) if size is None else size
         )
     return total
 
 
+def in_force(requirements: Requirements, options: Any) -> Mapping[str, Any] | None:
+    """The transformers config that decides, as a dict; None: `options` do."""
+    if requirements.stored is not None:
+        return requirements.stored
+    return options.config.to_dict() if isinstance(options, GivenConfig) else None
+
+
 def _number_bytes(dtype: str | None, requirements: Requirements) -> int:
     return BYTES[dtype or requirements.dtype]
 
 
-def _order(capabilities: QuantizerCapabilities) -> list[str]:
-    return [dtype for dtype in PREFERRED if dtype in capabilities.dtypes]
+def _order(dtypes: frozenset[str]) -> list[str]:
+    return [dtype for dtype in PREFERRED if dtype in dtypes]

@@ -38,14 +38,16 @@ class Weight:
     """One parameter of a model, before it is loaded; tied ones are one.
 
     `linear` is `(out_features, in_features)` where it is the matrix of a linear layer that
-    quantizers may store in their own way, which the output head is not. `dtype` is the one that it
-    keeps whatever the model's is, None where it keeps none.
+    quantizers may store in their own way, which the output head is not; `transposed` where the
+    model has it as in × out, a `Conv1D`. `dtype` is the one that it keeps whatever the model's is,
+    None where it keeps none.
     """
 
     name: str
     numbers: int
     linear: tuple[int, int] | None = None
     dtype: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,18 @@ class Requirements:
     `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
     already), and `weight_bytes` what they will take as they are stored. `stored` is the
     `quantization_config` of a checkpoint, or of a live model, that is quantized already.
-    `dtype_named`: the caller named the dtype, so nobody may choose another.
+    `head` is `(out_features, in_features)` of the output head, `tied_head` whether it shares its
+    weight with the embedding. `dtype_named`: the caller named the dtype, so nobody may choose
+    another.
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
     `compiled`: steps are compiled, around the attention and what the cache does.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
+    `execution_devices` are the devices that layers compute on, the one where a step begins first;
+    empty where that is one, `device`. `offloaded` are places that only hold weights (the CPU beside
+    a GPU, "disk"). `adapter` is the type of the adapter on top of the weights ("LORA"), None
+    without one; with `merge_adapter` it is added into them.
     `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
     model's class says it must not be given.
     """
@@ -90,15 +98,27 @@ class Requirements:
     packed_numbers: tuple[int, ...] = ()
     weights: tuple[Weight, ...] = ()
     weight_bytes: int = 0
+    head: tuple[int, int] | None = None
+    tied_head: bool = False
     stored: Mapping[str, Any] | None = None
     live: bool = False
     dtype_named: bool = False
     irregular: str | None = None
     experts_implementation: str | None = None
+    execution_devices: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    adapter: str | None = None
+    merge_adapter: bool = False
     layout: str = "padded"
     rollback: bool = False
     batch_invariant: bool = False
     compiled: bool = False
+
+    @property
+    def several_places(self) -> str | None:
+        """Where weights lie, if that is not one device."""
+        places = (*self.execution_devices, *self.offloaded)
+        return ", ".join(places) if len(places) > 1 else None
 
     @property
     def whole_prompt(self) -> str | None:

@@ -19,6 +19,9 @@ def no_second_device(requirements: Requirements) -> list[str]:
         return ["there is no second device: the model on cpu has its layers in main memory already"]
     if requirements.device != "cuda":
         return [f"transformers offloads on CUDA streams, which {requirements.device} does not have"]
+    if len(requirements.execution_devices) > 1:
+        names = ", ".join(requirements.execution_devices)
+        return [f"fetches layers to one device, and they compute on {names}"]
     return []
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
-from jackfield_plugins.attention.cpu_decode.build import compiler
+from jackfield_plugins.native.compiling import compiler
 
 if TYPE_CHECKING:
     from jackfield.contracts import Compilation

@@ -17,7 +17,7 @@ import torch
 
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError
-from jackfield_plugins.attention.cpu_decode.build import CACHE, compiler
+from jackfield_plugins.native.compiling import CACHE, compiler
 
 if TYPE_CHECKING:
     from jackfield.contracts.compiling import ModelStep

@@ -13,6 +13,8 @@ from jackfield.contracts import (
     QuantizerCapabilities,
     Requirements,
 )
+from jackfield.contracts.quantizing import method
+from jackfield.quieting import quieted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,12 +31,9 @@ class KnownQuantizer(Quantizer):
     capabilities = QuantizerCapabilities()
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
-        from transformers.quantizers.auto import AutoHfQuantizer
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-        try:
-            return bool(AutoHfQuantizer.supports_quant_method(stored))
-        except ValueError:  # it names no method
-            return False
+        return method(stored) in AUTO_QUANTIZATION_CONFIG_MAPPING
 
     def rank(self, requirements: Requirements) -> int | None:
         """After the backends that are made for one method."""
@@ -52,9 +51,15 @@ class KnownQuantizer(Quantizer):
         try:
             stored = requirements.stored is not None
             quantizer = AutoHfQuantizer.from_config(given, pre_quantized=stored)
-            quantizer.validate_environment(device_map={"": requirements.device or "cpu"})
+            asked = getattr(quantizer.quantization_config, "dequantize", False)
+            with quieted("transformers"):
+                quantizer.validate_environment(device_map={"": requirements.device or "cpu"})
         except Exception as error:  # noqa: BLE001 - whatever a library says is the reason
             return [str(error).strip().partition("\n")[0] or type(error).__name__]
+        if getattr(quantizer.quantization_config, "dequantize", False) and not asked:
+            what = f"has no {method(quantizer.quantization_config.to_dict())} layers"
+            where = f"on {requirements.device}, and transformers would store whole weights instead"
+            return [f"{what} {where}"]
         return []
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:

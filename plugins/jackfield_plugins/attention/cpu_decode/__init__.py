@@ -18,7 +18,7 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
-from jackfield_plugins.attention.cpu_decode.build import cannot_build, cannot_load
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
 from jackfield_plugins.attention.sdpa import SdpaAttention, attend_row, torch_attention
 
 if TYPE_CHECKING:
@@ -38,17 +38,16 @@ class CpuDecodeAttention(Attention):
     )
 
     def available(self) -> list[str]:
-        return cannot_build()
+        return KERNEL.cannot_build()
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Compiles the kernel where all else is well, so that `auto` may rely on it."""
         reasons = super().refuse(requirements, options)
-        return reasons or self.available() or cannot_load()
+        return reasons or self.available() or KERNEL.cannot_load()
 
     def bind(self, context: BindContext) -> BoundAttention:
         from torch.nn.functional import scaled_dot_product_attention
 
-        from jackfield_plugins.attention.cpu_decode.build import built_with
         from jackfield_plugins.attention.cpu_decode.call import SHORT, Kernel
 
         kernel, sdpa = Kernel(), torch_attention()
@@ -84,7 +83,7 @@ class CpuDecodeAttention(Attention):
                         )[0]
             return output
 
-        return BoundAttention(forward, sdpa.mask, packed, source=built_with())
+        return BoundAttention(forward, sdpa.mask, packed, source=KERNEL.built_with())
 
 
 @hookimpl

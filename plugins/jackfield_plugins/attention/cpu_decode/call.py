@@ -15,7 +15,7 @@ import torch
 
 from jackfield.contracts import PackedLayer, PageTables
 from jackfield.errors import ExecutionError
-from jackfield_plugins.attention.cpu_decode.build import library
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
@@ -56,8 +56,9 @@ class Kernel:
 
     def __init__(self) -> None:
         self._decode: dict[torch.dtype, Callable[[bytes], None]] = {}
+        library = KERNEL.library()
         for dtype in DTYPES:
-            function = library()[f"decode_{str(dtype).removeprefix('torch.')}"]
+            function = library[f"decode_{str(dtype).removeprefix('torch.')}"]
             function.argtypes, function.restype = [ctypes.c_char_p], None
             self._decode[dtype] = function
         self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step

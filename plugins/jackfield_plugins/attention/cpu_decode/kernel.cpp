@@ -10,11 +10,8 @@
 #include <cstdlib>
 #include <tuple>
 
+#include "threads.h"
 #include "vectors.h"
-
-// OpenMP's own entry. torch has loaded the runtime, so its threads are shared: `#pragma omp` would
-// have some compilers ask for another runtime, and two of them get in each other's way.
-extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags);
 
 namespace {
 

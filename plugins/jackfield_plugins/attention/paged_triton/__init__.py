@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +15,7 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
+from jackfield_plugins.interpreting import interpreting
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class TritonAttention(Attention):
             return ["triton is not installed: pip install 'jackfield[triton]'"]
         import torch
 
-        if torch.cuda.is_available() or _interpreting():
+        if torch.cuda.is_available() or interpreting():
             return []
         interpret = "set TRITON_INTERPRET=1 before Python starts"
         return [f"there is no CUDA GPU; to run its kernels slowly on the CPU, {interpret}"]
@@ -67,7 +67,7 @@ class TritonAttention(Attention):
         largest = max(requirements.head_sizes, default=0)
         if largest > LARGEST_HEAD:
             reasons.append(f"has no tiles for head size {largest} (at most {LARGEST_HEAD})")
-        if not _interpreting():
+        if not interpreting():
             reasons += _refuse_natively(requirements)
         return reasons
 
@@ -95,10 +95,6 @@ class TritonAttention(Attention):
             )
 
         return BoundAttention(_not_padded, _not_padded, packed, source=kernels_in_use())
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _refuse_natively(requirements: Requirements) -> list[str]:

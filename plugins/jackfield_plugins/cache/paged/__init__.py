@@ -9,7 +9,11 @@ from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.contracts.requirements import BYTES
 from jackfield.errors import CacheFullError
-from jackfield.memory import free_bytes, in_units, known
+from jackfield.memory import free_bytes, known
+from jackfield.units import in_units
+
+#: Of a pool that grows as needed: how many pages it begins with.
+FIRST_PAGES = 64
 
 #: What a model needs of its attention -> why pages do not go with it. The attention is told what
 #: each sequence holds, not what its mask is: causal, with or without a window.
@@ -84,6 +88,9 @@ class PagedCache(Cache):
         for feature, problem in _NO_PAGES.items():
             if evidence := requirements.features.get(feature):
                 reasons.append(f"{problem} ({evidence})")
+        if len(requirements.execution_devices) > 1:
+            names = ", ".join(requirements.execution_devices)
+            reasons.append(f"keeps its page tables on one device, and layers compute on {names}")
         if requirements.irregular:
             reasons.append(
                 "stores one layer's keys and values for each call of an attention, and here "
@@ -106,6 +113,21 @@ class PagedCache(Cache):
             return None
         pages: int = -(-options.num_tokens // options.page_size)
         return pages * self._page_bytes(requirements, options)
+
+    def allocated_bytes(
+        self, requirements: Requirements, options: Any, tokens: int, requests: int
+    ) -> int | None:
+        """Pools that grow do so by doubling: those of layers with one window together."""
+        grows = requirements.device == "cpu" and options.num_tokens is options.memory is None
+        if not grows or not known(requirements.packed_numbers):
+            return super().allocated_bytes(requirements, options, tokens, requests)
+        size, total = options.page_size, 0
+        for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
+            places = tokens if window is None else min(tokens, window + size - 1)
+            pages = max(FIRST_PAGES, requests * -(-places // size))
+            doublings = (-(-pages // FIRST_PAGES) - 1).bit_length()
+            total += count * (FIRST_PAGES << doublings) * size
+        return total * BYTES[requirements.dtype]
 
     def _page_bytes(self, requirements: Requirements, options: Any) -> int:
         """One page in every layer."""
@@ -134,8 +156,7 @@ class PagedCache(Cache):
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
-        assert context.model is not None
-        options, device = context.options, context.model.device
+        options, device = context.options, context.device
         return PagedKVCache(
             context.requirements.windows,
             options.page_size,
@@ -148,6 +169,7 @@ class PagedCache(Cache):
             ),
             forgets=context.requirements.live,  # a live model, which may be trained on
             swap=device.type != "cpu" if options.swap is None else options.swap,
+            first_pages=FIRST_PAGES,
         )
 
 

@@ -29,9 +29,10 @@ class PagedKVCache(PackedKVCache):
     """Pages for any number of sequences.
 
     `windows` has one entry per layer, its window or None. `num_tokens` fixes how many tokens the
-    full-attention layers can hold; None lets the pools grow. With `prefix_sharing`, pages are
-    found by what they hold; with `swap`, an evicted sequence is copied to host memory and back. One
-    that `forgets` keeps no pages once the last sequence has left: its weights may change then.
+    full-attention layers can hold; None lets the pools grow from `first_pages`. With
+    `prefix_sharing`, pages are found by what they hold; with `swap`, an evicted sequence is copied
+    to host memory and back. One that `forgets` keeps no pages once the last sequence has left: its
+    weights may change then.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class PagedKVCache(PackedKVCache):
         prefix_sharing: bool = False,
         swap: bool = False,
         forgets: bool = False,
+        first_pages: int = 64,
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
         self._device = device
-        pages = -(-num_tokens // page_size) if num_tokens else 64
+        pages = -(-num_tokens // page_size) if num_tokens else first_pages
         self.groups = {
             window: LayerGroup(window, page_size, pages, fixed=num_tokens is not None)
             for window in dict.fromkeys(windows)
@@ -303,6 +305,10 @@ class PagedKVCache(PackedKVCache):
             if self._forgets and not self._running:
                 group.allocator.forget()
 
+    def forget(self) -> None:
+        for group in self.groups.values():
+            group.allocator.forget()
+
     def usage(self) -> CacheUsage:
         pools = [group.allocator for group in self.groups.values()]
         kept = sum(pool.num_kept for pool in pools)
@@ -315,6 +321,13 @@ class PagedKVCache(PackedKVCache):
             prefix_tokens=self._prefix_tokens,
             swapped=len(self._swapped),
             num_bytes=self.num_bytes,
+        )
+
+    def held_bytes(self) -> int:
+        return sum(
+            group.num_bytes * (pool.capacity - pool.num_free) // pool.capacity
+            for group in self.groups.values()
+            for pool in (group.allocator,)
         )
 
     @property

@@ -1,0 +1,260 @@
+"""What a step takes and reads, seen on empty tensors: the model runs on torch's meta device.
+
+Every operation of torch passes by while it does. The sizes of the tensors that are alive at one
+time are its activations; the parameters that operations are handed are what it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from jackfield.bridge.requirements import skeleton
+from jackfield.bridge.source import config_tree, first_line, quiet
+from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.memory import kv_bytes
+from jackfield.reading import ExpertWeights, StepReads, Table
+
+logger = logging.getLogger("jackfield")
+
+#: Operations that read single rows of a parameter.
+_ROWS = (torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select)
+
+_serial = itertools.count(1)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Where its numbers would be: the same for all views of them."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and notes which parameters are read.
+
+    `standing` are the storages that were there before. `rows` is how many numbers were looked up
+    in a parameter, `whole` the parameters that an operation took as a whole.
+    """
+
+    def __init__(self, standing: dict[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._standing = standing
+        self._alive: dict[int, int] = {}
+        self.live = self.peak = 0
+        self.rows: dict[int, int] = {}
+        self.whole: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for storage in results:
+            self._born(storage)
+        made = {storage._cdata for storage in results}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._read(func, tensor, made, out)
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._standing or key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._alive.pop(key, 0)
+
+    def _read(self, func: Any, tensor: torch.Tensor, made: set[int], out: Any) -> None:
+        key = _key(tensor)
+        if key not in self._standing or key in made:  # a view of a parameter reads nothing
+            return
+        if func.overloadpacket in _ROWS and isinstance(out, torch.Tensor):
+            self.rows[key] = self.rows.get(key, 0) + out.numel()
+        else:
+            self.whole.add(key)
+
+
+class DryRun:
+    """Steps of the model of `config` as `needs` describes it, without weights and without memory.
+
+    `whole_scores`: its attention makes the whole matrix of scores. In the packed layout keys and
+    values are written to where they stay; otherwise a layer's are put together anew in each step,
+    as transformers' dynamic cache does it. Scratch memory of kernels is not seen.
+    """
+
+    def __init__(self, config: PreTrainedConfig, needs: Requirements, *, whole_scores: bool):
+        config = copy.deepcopy(config)
+        for part in config_tree(config):
+            part.dtype = getattr(torch, needs.dtype)
+        self._needs = needs
+        self._scores = whole_scores
+        self._model = skeleton(config).eval()
+        self._keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        standing = (*self._model.parameters(), *self._model.buffers())
+        self._standing = {_key(tensor): tensor for tensor in standing}
+        self._experts: dict[int, tuple[torch.nn.Module, int]] = {}
+        self._broken = False
+
+    def activations(self, tokens: int, context: int, rows: int = 1) -> int | None:
+        """The most bytes that a step takes beside weights and cache; None where nobody can tell.
+
+        Each of `rows` sequences feeds `tokens` tokens, with which it has `context`. The logits of
+        each one's last token are among them.
+        """
+        watch = self._run(tokens, context, rows)
+        if watch is None:
+            return None
+        if self._packed:
+            return watch.peak + rows * self._beyond_windows(tokens, context)
+        held = kv_bytes(self._needs, context) if self._needs.kv_numbers else 0
+        return max(0, watch.peak - rows * held)
+
+    def _beyond_windows(self, tokens: int, context: int) -> int:
+        """What layers with a window store of a step's tokens until the step is over."""
+        r = self._needs
+        numbers = sum(
+            count * (min(context, window + tokens) - min(context, window))
+            for count, window in zip(r.packed_numbers, r.windows, strict=False)
+            if window is not None
+        )
+        return numbers * BYTES[r.dtype]
+
+    def reads(self) -> StepReads | None:
+        """Which weights a step that decodes touches; None where nobody can tell."""
+        self._experts.clear()
+        watch = self._run(1, 2, 1)
+        if watch is None:
+            return None
+        experts, known = [], set(watch.whole)
+        for module, active in self._experts.values():
+            own = list(module.parameters())
+            known.update(map(_key, own))
+            count = next(p.shape[0] for p in own if p.dim() > 1)
+            experts.append(ExpertWeights(sum(p.nbytes for p in own), count, active))
+        tables, idle = [], 0
+        for parameter in self._model.parameters():
+            if (key := _key(parameter)) in watch.rows and key not in known:
+                looked_up = watch.rows[key] * parameter.element_size()
+                tables.append(Table(parameter.nbytes, looked_up))
+            elif key not in known:
+                idle += parameter.nbytes
+        return StepReads(tuple(tables), tuple(experts), idle)
+
+    @property
+    def _packed(self) -> bool:
+        return self._needs.layout == "packed"
+
+    def _run(self, tokens: int, context: int, rows: int) -> _Watch | None:
+        """The last `tokens` of `context`, watched, after all others have been fed."""
+        if self._broken:
+            return None
+        watch = _Watch(self._standing)
+        try:
+            with quiet(), torch.no_grad(), torch.device("meta"), self._stand_ins(context), watch:
+                cache = None if self._packed else DynamicCache(config=self._model.config)
+                if cache is not None and context > tokens:
+                    self._forward(context - tokens, rows, cache)
+                    watch.peak = watch.live
+                watch.rows.clear()
+                watch.whole.clear()
+                logits = self._forward(tokens, rows, cache)
+                torch.log_softmax(logits.float(), -1)  # as a sampler does
+        except Exception as error:  # noqa: BLE001 - any model's code
+            logger.debug("no dry run of %s: %s", self._needs.architecture, first_line(error))
+            self._broken = True
+            return None
+        return watch
+
+    def _forward(self, tokens: int, rows: int, cache: Any) -> torch.Tensor:
+        """The logits of each row's last token. Without positions: models read numbers off them."""
+        keep = {"logits_to_keep": 1} if self._keeps else {}
+        out = self._model(
+            input_ids=torch.zeros(rows, tokens, dtype=torch.long),
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **keep,
+        )
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    @contextlib.contextmanager
+    def _stand_ins(self, context: int) -> Iterator[None]:
+        """Have attention and experts leave what they would leave in memory."""
+        own = "own_attention" in self._needs.features
+        key = f"jackfield-dry-{next(_serial)}"
+        for part in config_tree(self._model.config):
+            part._attn_implementation_internal = "eager" if own else key
+            part._experts_implementation_internal = key
+        tables: list[tuple[Any, Callable[..., Any]]] = [
+            (AttentionInterface, self._attention(context)),
+            (ExpertsInterface, self._run_experts),
+        ]
+        if not self._packed:  # there, transformers looks for no mask where it can make none
+            tables.append((AttentionMaskInterface, lambda *args, **kwargs: None))
+        for table, function in tables:
+            table.register(key, function)
+        try:
+            yield
+        finally:
+            for table, _ in tables:
+                table._global_mapping.pop(key, None)
+
+    def _attention(self, context: int) -> Callable[..., Any]:
+        def attention(
+            module: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any, **more: Any
+        ) -> tuple[torch.Tensor, None]:
+            for extra in more.values():
+                if isinstance(extra, torch.Tensor):  # sinks, biases: read as a whole
+                    extra.clone()
+            rows, heads, length, _size = query.shape
+            out = query.new_empty(rows, length, heads, value.shape[-1])
+            if self._scores:
+                columns = context if self._packed else key.shape[2]
+                _softmax_of(query, key, value, columns)
+            return out, None
+
+        return attention
+
+    def _run_experts(
+        self, module: Any, hidden: torch.Tensor, index: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        """A grouped product: each token once for each of its experts, layer after layer."""
+        active = index.shape[-1]
+        self._experts[id(module)] = (module, active)
+        taken = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(active, 0)
+        for parameter in module.parameters():
+            if parameter.dim() == 3:
+                width = parameter.numel() // parameter.shape[0] // hidden.shape[-1]
+                made = taken.new_empty(len(taken), width)
+                taken.new_empty(len(taken), width)  # gate times up, or what is weighted and added
+                del made
+        return torch.empty_like(hidden)
+
+
+def _softmax_of(query: torch.Tensor, key: Any, value: torch.Tensor, columns: int) -> None:
+    """What eager attention makes: keys and values of every head, scores, and these in float32."""
+    rows, heads, length, size = query.shape
+    keys = query.new_empty(rows, heads, columns, size)
+    values = query.new_empty(rows, heads, columns, value.shape[-1])
+    scores = query.new_empty(rows, heads, length, columns)
+    scores = scores + query.new_empty(1, 1, length, columns)  # its mask
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    del keys, values, weights

@@ -1,0 +1,137 @@
+"""Fused layers in the place of a model's own: proven, counted, and taken out again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from jackfield.contracts import BindContext, FusedLayer
+from jackfield.errors import ExecutionError, PluginError
+from jackfield.planning import Choice
+from jackfield.registry import Registered
+
+_ROWS = 5  # of the random input on which both are compared
+
+
+class Layers:
+    """One kernel in a model. `calls` counts those of its layers; `replaced` is how many it has."""
+
+    def __init__(self, registered: Registered, fused: FusedLayer, model: nn.Module) -> None:
+        self.registered = registered
+        self.calls = 0
+        self._forwards = _forwards(registered, fused, model)
+        self.replaced = len(self._forwards)
+        whose = f" of {fused.source}" if fused.source else ""
+        self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
+
+    def plug(self) -> Callable[[], None]:
+        """Put the kernel into its layers. Returns the function that takes it out."""
+        for module, forward in self._forwards:
+            module.forward = self._counted(forward)
+
+        def unplug() -> None:
+            for module, _ in self._forwards:
+                del module.forward  # what shows again is the method of its class
+
+        return unplug
+
+    def _counted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return forward(*args, **kwargs)
+
+        return counted
+
+
+def bind_layers(
+    choices: Sequence[Choice], context: Callable[[Choice], BindContext]
+) -> list[Layers]:
+    """Each of the chosen kernels, bound to the model; nothing is changed in it yet.
+
+    Raises ExecutionError where one finds no layer, or is not what it replaces.
+    """
+    found: list[Layers] = []
+    taken: dict[int, Choice] = {}
+    for choice in choices:
+        bound = context(choice)
+        model: Any = bound.model
+        layers = Layers(choice.registered, choice.registered.bind(bound), model)
+        if not layers.replaced:
+            raise ExecutionError(
+                f"{choice.registered} finds no layer to replace in {type(model).__name__}; drop it"
+            )
+        for module, _ in layers._forwards:
+            if (rival := taken.setdefault(id(module), choice)) is not choice:
+                raise ExecutionError(
+                    f"{choice.registered} and {rival.registered} both replace "
+                    f"{type(module).__name__}; name one of them"
+                )
+        found.append(layers)
+    return found
+
+
+def _forwards(
+    registered: Registered, fused: FusedLayer, model: nn.Module
+) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The layers that it fits, with the functions that stand in for them; each kind is compared."""
+    compared: set[tuple[type, torch.Size]] = set()
+    found = []
+    for module in model.modules():
+        if not _ask(registered, fused.fits, module):
+            continue
+        if "forward" in vars(module):
+            raise ExecutionError(
+                f"{registered} would replace a {type(module).__name__} whose forward somebody else "
+                "has replaced; undo that first"
+            )
+        forward = _ask(registered, fused.make, module)
+        key = (type(module), next(module.parameters()).shape)
+        if key not in compared:
+            _compare(registered, module, forward)
+            compared.add(key)
+        found.append((module, forward))
+    return found
+
+
+def _ask(registered: Registered, function: Callable[..., Any], module: nn.Module) -> Any:
+    try:
+        return function(module)
+    except Exception as error:
+        raise PluginError(
+            f"{registered} failed on {type(module).__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def _compare(registered: Registered, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Refuse a kernel that is further from the layer in float64 than twice what the layer is."""
+    parameter = next(module.parameters())
+    rows = torch.randn(_ROWS, parameter.shape[-1], generator=torch.Generator().manual_seed(0))
+    given = rows.to(parameter.device, parameter.dtype)
+    own = module(given).double()
+    exact = copy.deepcopy(module).double()(given.double()).double()
+    try:
+        new = forward(given.clone()).double()
+    except Exception as error:
+        raise PluginError(
+            f"{registered} fails in the place of {type(module).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if new.shape != own.shape:
+        raise ExecutionError(f"{registered} gives {list(new.shape)}, and {list(own.shape)} is due")
+    scale = exact.abs().max()
+    allowed = 2 * (own - exact).abs().max() + torch.finfo(parameter.dtype).eps * scale
+    off = (new - exact).abs().max()
+    if not off <= allowed:
+        raise ExecutionError(
+            f"{registered} does not compute what {type(module).__name__} does: it is off by "
+            f"{off:.2g}, where {allowed:.2g} is due to rounding"
+        )
+
+
+def _names(forwards: Sequence[tuple[nn.Module, Any]]) -> str:
+    return ", ".join(sorted({type(module).__name__ for module, _ in forwards})) or "layers"

@@ -1,0 +1,84 @@
+"""The kernel kind: a fused layer in the place of one of the model's own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCapabilities:
+    """What a kernel declares. What is not declared is not had.
+
+    `batch_invariant`: the bits of a row of its output do not depend on the other rows.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str] = frozenset(DTYPES)
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        unknown(self.dtypes, DTYPES, "dtype")
+        unknown(self.devices, DEVICES, "device")
+        if not (self.dtypes and self.devices):
+            raise ValueError("a kernel needs at least one dtype and one device")
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """What takes the place of some layers' `forward`.
+
+    `fits` tells of a module of the model whether it is one of them. `make` returns the function
+    that is called in place of its `forward`, with the same arguments; it reads the module's own
+    parameters and must not change them. `source` says in reports whose kernel it is.
+    """
+
+    fits: Callable[[nn.Module], bool]
+    make: Callable[[nn.Module], Callable[..., Any]]
+    source: str | None = None
+
+
+class Kernel(Backend):
+    """A fused layer. `bind` is called once per model, when its weights are there.
+
+    The engine compares it with the layer that it replaces, on random numbers, and refuses one that
+    does something else.
+    """
+
+    kind: ClassVar[str] = "kernel"
+    bound: ClassVar[tuple[type, ...]] = (FusedLayer,)
+    capabilities: ClassVar[KernelCapabilities]
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        """Compare the job with `capabilities`; extend it for what those cannot express."""
+        del options
+        r, can, reasons = requirements, self.capabilities, []
+        if r.device is not None and r.device not in can.devices:
+            reasons.append(f"does not run on {r.device} (only {', '.join(sorted(can.devices))})")
+        if r.dtype not in can.dtypes:
+            reasons.append(
+                f"does not run with dtype {r.dtype} (only {', '.join(sorted(can.dtypes))})"
+            )
+        if r.compiled:
+            reasons.append("is called and counted one by one, and steps are compiled as a whole")
+        if r.batch_invariant and not can.batch_invariant:
+            reasons.append("is not batch-invariant, which deterministic=True needs")
+        return reasons
+
+    @abstractmethod
+    def bind(self, context: BindContext) -> FusedLayer:
+        """Return what takes the place of layers of `context.model`."""
+
+    def flaws(self) -> list[str]:
+        found = super().flaws()
+        if not isinstance(getattr(self, "capabilities", None), KernelCapabilities):
+            found.append("`capabilities` must be a KernelCapabilities")
+        return found

@@ -1,0 +1,60 @@
+"""``triton-rms-norm``: RMSNorm in one pass, written here in Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
+from jackfield_plugins.interpreting import interpreting
+from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class TritonRmsNorm(Kernel):
+    """One program a row, which is read once and written once; eager reads it several times."""
+
+    name = "triton-rms-norm"
+    capabilities = KernelCapabilities(
+        devices=frozenset({"cuda", "cpu"}),
+        dtypes=frozenset({"bfloat16", "float16", "float32"}),
+        batch_invariant=True,
+    )
+
+    def available(self) -> list[str]:
+        if importlib.util.find_spec("triton") is None:
+            return ["triton is not installed: pip install 'jackfield[triton]'"]
+        import torch
+
+        if torch.cuda.is_available() or interpreting():
+            return []
+        interpret = "set TRITON_INTERPRET=1 before Python starts"
+        return [f"there is no CUDA GPU; to run its kernel slowly on the CPU, {interpret}"]
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if requirements.device == "cpu" and not interpreting():
+            reasons.append("runs on a CPU only under TRITON_INTERPRET=1, set before Python starts")
+        return reasons
+
+    def bind(self, context: BindContext) -> FusedLayer:
+        from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
+
+        def make(module: nn.Module) -> Any:
+            meaning = meaning_of(module)
+
+            def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+                return rms_norm(hidden_states, module.weight, meaning)  # type: ignore[arg-type]
+
+            return forward
+
+        return FusedLayer(is_rms_norm, make)
+
+
+@hookimpl
+def jackfield_kernel() -> list[Kernel]:
+    return [TritonRmsNorm()]

@@ -1,0 +1,87 @@
+"""C++ of a backend: compiled with the machine's compiler, once a machine, and loaded.
+
+A folder's `kernel.cpp` may include the headers of this folder. Kernels share torch's threads
+through OpenMP's own entry, so they are for Linux, where torch brings that runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jackfield.errors import PlanError
+from jackfield_plugins.native.compiling import CACHE, CompilingError, compiled, compiler
+
+Where = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class NativeKernel:
+    """`kernel.cpp` in `folder`, for the backend `name`; `instead` is what can be chosen without."""
+
+    name: str
+    folder: Path
+    instead: str
+    _loaded: dict[Where, ctypes.CDLL] = field(default_factory=dict)
+    _failures: dict[Where, str] = field(default_factory=dict)
+
+    def cannot_build(self) -> list[str]:
+        """Why there can be no kernel on this machine."""
+        if not sys.platform.startswith("linux"):
+            return [f"is for Linux, where it shares torch's threads; this is {sys.platform}"]
+        if compiler() is None:
+            named = f" (CXX={os.environ['CXX']} is not one)" if os.environ.get("CXX") else ""
+            reason = (
+                "needs a C++ compiler (g++ or clang++) to compile its kernel once, and finds none"
+            )
+            return [f"{reason}{named}: install one, e.g. `apt install g++`"]
+        return []
+
+    def library(self) -> ctypes.CDLL:
+        """The kernel of this machine; compiled, which takes some seconds, if it never was."""
+        where = _where()
+        if where not in self._loaded:
+            try:
+                self._loaded[where] = self._load()
+            except CompilingError as error:
+                raise PlanError(f"{self.name}: {error}") from None
+        return self._loaded[where]
+
+    def cannot_load(self) -> list[str]:
+        """Why the kernel that can be built cannot be had; compiles it if it never was before.
+
+        A failure is remembered while the process lives: a compiler may take long to fail.
+        """
+        where = _where()
+        if where not in self._failures:
+            try:
+                self.library()
+            except PlanError as error:
+                self._failures[where] = str(error).removeprefix(f"{self.name}: ")
+        return [self._failures[where]] if where in self._failures else []
+
+    def built_with(self) -> str:
+        """What reports say."""
+        return f"its own kernel, compiled by {shlex.join(compiler() or [])}"
+
+    def _load(self) -> ctypes.CDLL:
+        command = compiler()
+        if command is None:
+            raise PlanError(f"{self.name} {self.cannot_build()[0]}")
+        path = compiled(self.name, self.folder, command, self.instead)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CompilingError(
+                f"the compiled kernel does not load ({error}); delete {path} to compile it anew, "
+                f"or choose {self.instead}"
+            ) from None
+
+
+def _where() -> Where:
+    """What decides which binary is loaded, and may change while the process lives."""
+    return os.environ.get("CXX"), os.environ.get(CACHE)

@@ -1,0 +1,88 @@
+"""What `bnb-8bit` and `bnb-4bit` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jackfield.contracts import (
+    BindContext,
+    GivenConfig,
+    Quantization,
+    Quantizer,
+    QuantizerCapabilities,
+    Requirements,
+    Weight,
+)
+from jackfield.contracts.quantizing import in_force, mixed_bytes
+from jackfield_plugins.quantizer.libraries import import_bitsandbytes, missing
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+class BitsAndBytes(Quantizer):
+    """One of bitsandbytes' linear layers in place of torch's, through `BitsAndBytesConfig`."""
+
+    capabilities = QuantizerCapabilities(
+        dtypes=frozenset({"bfloat16", "float16", "float32"}), devices=frozenset({"cpu", "cuda"})
+    )
+    #: the field of a `BitsAndBytesConfig` that chooses this one of the two
+    chosen_by: ClassVar[str]
+    layer: ClassVar[str]
+    #: the tensor of scales beside a layer's weight in a file
+    scales: ClassVar[str]
+
+    def available(self) -> list[str]:
+        return missing("bnb", "bitsandbytes", "accelerate")
+
+    def reads(self, stored: Mapping[str, Any]) -> bool:
+        return bool(stored.get(self.chosen_by))
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        given = isinstance(options, GivenConfig) or options != self.options()
+        if requirements.stored is not None and given:
+            reasons.append("the checkpoint is quantized already; leave the options out")
+        return reasons
+
+    def bind(self, context: BindContext) -> Quantization:
+        import_bitsandbytes()
+        needs: Requirements | None = context.requirements
+        return Quantization(
+            self.config_of(context), lambda shapes: self.misfits(needs, shapes), finish=self.finish
+        )
+
+    def misfits(
+        self, needs: Requirements | None, shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[str]:
+        """The first layer that a checkpoint's config says is quantized, and that has no scales."""
+        if needs is None or needs.stored is None or needs.stored.get("llm_int8_skip_modules"):
+            return []
+        for weight in needs.weights:
+            scales = f"{weight.name.removesuffix('weight')}{self.scales}"
+            if weight.linear is not None and weight.name in shapes and scales not in shapes:
+                return [f"its config says that {self.name} quantized it, and it has no {scales}"]
+        return []
+
+    def finish(self, model: PreTrainedModel) -> None:
+        del model
+
+    def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
+        config = in_force(requirements, options)
+        if config is not None and config.get("llm_int8_skip_modules"):
+            return None  # then transformers converts other layers than those that are noted here
+        convert = self.convert(config, options)
+        return mixed_bytes(requirements, lambda w: None if w.linear is None else convert(w))
+
+    @abstractmethod
+    def convert(
+        self, config: Mapping[str, Any] | None, options: Any
+    ) -> Callable[[Weight], int | None]:
+        """What the matrix of a linear layer takes; None: it stays as it is."""
+
+    def converted(self, module: nn.Module) -> bool:
+        kind = type(module)
+        return kind.__name__ == self.layer and kind.__module__.startswith("bitsandbytes.")

@@ -1,0 +1,93 @@
+"""``bnb-4bit``: NF4 and FP4 of bitsandbytes, weights in 4 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, Quantizer, Requirements, Weight
+from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+#: numbers that share a scale, and scales that share one where these are quantized too
+BLOCK, BLOCK_OF_SCALES = 64, 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """`type` is the table of 16 values; `double_quantization` stores the scales in 8 bits.
+
+    Products are computed in `compute_dtype`, by default the dtype of the model.
+    """
+
+    type: Literal["nf4", "fp4"] = "nf4"
+    double_quantization: bool = False
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+
+
+class Bnb4bit(BitsAndBytes):
+    """A scale for every 64 numbers of a matrix and a place in a table for each (Dettmers et al.
+    2023, arXiv:2305.14314).
+    """
+
+    name = "bnb-4bit"
+    options = Options
+    chosen_by = "load_in_4bit"
+    layer = "Linear4bit"
+    scales = "weight.absmax"
+
+    def make_config(self, context: BindContext) -> BitsAndBytesConfig:
+        from transformers import BitsAndBytesConfig
+
+        options = context.options
+        needs: Requirements | None = context.requirements
+        own = None if needs is None else needs.dtype
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=options.type,
+            bnb_4bit_use_double_quant=options.double_quantization,
+            bnb_4bit_compute_dtype=options.compute_dtype or own,
+        )
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Keep bitsandbytes from repacking layers, which its flag for AVX512-BF16 stands for.
+
+        It would do so in a layer's first step: compute in bfloat16 whatever `compute_dtype` says,
+        fail where 32 does not divide the rows, and leave scales rounded to bfloat16 in what is
+        saved from then on.
+        """
+        for module in model.modules():
+            if self.converted(module):
+                layer: Any = module
+                layer.support_avx512bf16_for_cpu = False
+
+    def convert(
+        self, config: Mapping[str, Any] | None, options: Any
+    ) -> Callable[[Weight], int | None]:
+        """Half a byte a number, the scales, and the tables, which each layer has for itself."""
+        nested = (
+            options.double_quantization
+            if config is None
+            else bool(config.get("bnb_4bit_use_double_quant"))
+        )
+
+        def size(weight: Weight) -> int:
+            scales = math.ceil(weight.numbers / BLOCK)
+            table = 16 * 4
+            if nested:
+                scales += 4 * (math.ceil(scales / BLOCK_OF_SCALES) + 256 + 1)
+            else:
+                scales *= 4
+            return math.ceil(weight.numbers / 2) + scales + table
+
+        return size
+
+
+@hookimpl
+def jackfield_quantizer() -> list[Quantizer]:
+    return [Bnb4bit()]

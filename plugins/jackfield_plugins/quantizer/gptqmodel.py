@@ -1,0 +1,90 @@
+"""gptqmodel and optimum, made to work inside a program that has a console of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import track
+
+from jackfield.quieting import TORCHAO, quieted
+from jackfield_plugins.quantizer.libraries import import_bitsandbytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: What tells gptqmodel not to compile.
+EXTENSION = "GPTQMODEL_DISABLE_PACK_EXT"
+
+
+def import_gptqmodel() -> None:
+    """Import it without its banner, and with the root logger as it was."""
+    if importlib.util.find_spec("bitsandbytes"):
+        import_bitsandbytes()  # which it would import itself
+    with _contained():
+        importlib.import_module("gptqmodel")
+        importlib.import_module("optimum.gptq")
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Pack in Python, where gptqmodel would compile an extension for 45 seconds to save a few, and
+    show one bar, on a terminal only.
+    """
+    from optimum.gptq import quantizer
+
+    bar, extension = quantizer.tqdm, os.environ.get(EXTENSION)
+    quantizer.tqdm, os.environ[EXTENSION] = _bar, "1"
+    try:
+        with _contained():
+            yield
+    finally:
+        quantizer.tqdm = bar
+        os.environ.pop(EXTENSION)
+        if extension is not None:
+            os.environ[EXTENSION] = extension
+
+
+def finish(model: PreTrainedModel) -> None:
+    """Leave out of the config what was needed only once, and of the layers what they compile."""
+    config: Any = model.config.quantization_config
+    config.dataset = config.tokenizer = None
+    for module in model.modules():
+        if hasattr(module, "qweight"):
+            # `optimize` puts a torch.compile of the method here: a minute at the first step.
+            vars(module).pop("dequantize_weight", None)
+
+
+def _bar(items: Any, desc: str = "", leave: bool = True, **others: Any) -> Any:
+    """tqdm's place in optimum: blocks are shown, the layers inside of one are not."""
+    del desc, others
+    console = Console(stderr=True)
+    if not leave or not console.is_terminal:
+        return items
+    return track(items, "Quantizing", console=console)
+
+
+@contextlib.contextmanager
+def _contained() -> Iterator[None]:
+    """What gptqmodel logs through a logger of its own, and what it does to everybody's."""
+    from logbar import LogBar
+
+    root, own = logging.getLogger(), LogBar.shared()
+    handlers, level, own_level = root.handlers[:], root.level, own.level
+    own.setLevel(logging.ERROR)
+    try:
+        with quieted("optimum", *TORCHAO), warnings.catch_warnings():
+            # A kernel is chosen beside the config that the checkpoint has, as is foreseen.
+            warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        own.setLevel(own_level)

@@ -1,0 +1,231 @@
+"""How transformers' `from_pretrained` quantizes, or reads, a model of these layers.
+
+A linear layer is replaced when its weight comes from disk, so only one is held whole at a time, and
+what was read of the file is given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from jackfield.errors import PlanError
+from jackfield_plugins.quantizer.int4_cpu.files import forget_files
+from jackfield_plugins.quantizer.int4_cpu.kernels import product
+from jackfield_plugins.quantizer.int4_cpu.linear import WEIGHTS, GroupwiseLinear, Product
+from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, cannot_quantize, quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+METHOD = "int4-cpu"
+
+
+class Int4CpuConfig(QuantizationConfigMixin):
+    """What a checkpoint says of itself: `group_size` inputs share a scale, `head` is how many bits
+    the output head has (None: it is whole).
+
+    `kernel` is how it is computed and not part of a checkpoint. `modules_to_not_convert` are names
+    or beginnings of names; None: the output head and what is tied to it.
+    """
+
+    def __init__(
+        self,
+        group_size: int = 32,
+        head: int | None = None,
+        kernel: str = "auto",
+        modules_to_not_convert: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.quant_method: Any = METHOD
+        self.group_size = group_size
+        self.head = head
+        self.kernel = kernel
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "kernel"}
+
+
+class Int4CpuHfQuantizer(HfQuantizer):
+    """transformers' side of the quantizer."""
+
+    quantization_config: Int4CpuConfig
+
+    def __init__(self, quantization_config: Int4CpuConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._kept: list[str] = []
+        self.product: Product | None = None
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype is not torch.bfloat16:
+            raise ValueError(f"int4-cpu computes in bfloat16, not in {dtype}; pass 'bfloat16'")
+        return dtype
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        places = kwargs.get("device_map")
+        found = set(places.values()) if isinstance(places, dict) else {places} - {None}
+        if stray := {str(place) for place in found} - {"cpu"}:
+            raise ValueError(f"int4-cpu runs on the CPU, not on {', '.join(sorted(stray))}")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        config = self.quantization_config
+        self.product = product(config.kernel)
+        self._kept = self.get_modules_to_not_convert(model, config.modules_to_not_convert)
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        path, _, own = param_name.rpartition(".")
+        module = model.get_submodule(path)
+        return (
+            own == "weight"
+            and (type(module) is nn.Linear or isinstance(module, Conv1D))
+            and not any(path == k or path.startswith(f"{k}.") for k in self._kept)
+            and not cannot_quantize(_matrix(module), self.quantization_config.group_size)
+        )
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.pre_quantized:
+            return []
+        return [WeightConverter([rf"\.{name}$" for name in WEIGHTS], ".weight", [_Read(self)])]
+
+    def replace(
+        self, model: PreTrainedModel, name: str, quantized: Quantized, missing: set[str] | None
+    ) -> dict[str, Any]:
+        """Put a layer with these weights where the linear layer of the parameter `name` is."""
+        assert self.product is not None
+        path = name.rpartition(".")[0]
+        linear: Any = model.get_submodule(path)
+        out_features, in_features = _matrix(linear).shape
+        config = self.quantization_config
+        made = GroupwiseLinear(
+            in_features,
+            out_features,
+            linear.bias is not None,
+            self.product,
+            group_size=config.group_size,
+            bits=config.head or 4 if linear is model.get_output_embeddings() else 4,
+        )
+        made.set_weight(quantized, linear.bias)
+        setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
+        model.set_submodule(path, made)
+        if missing is not None:
+            missing.discard(name)
+        return {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _matrix(module: Any) -> torch.Tensor:
+    """Its weight, `[out_features, in_features]`."""
+    return module.weight.T if isinstance(module, Conv1D) else module.weight
+
+
+class _Quantize(ConversionOps):
+    """A weight as the checkpoint has it."""
+
+    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        model: PreTrainedModel = kwargs["model"]
+        ((name, weight),) = input_dict.items()
+        weight = weight[0] if isinstance(weight, list) else weight
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+            weight = weight.T
+        made = quantize(weight, group_size=self.hf_quantizer.quantization_config.group_size)
+        del weight
+        forget_files()
+        return self.hf_quantizer.replace(model, name, made, kwargs.get("missing_keys"))
+
+
+class _Read(ConversionOps):
+    """A weight that was quantized before, in canonical form."""
+
+    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        parts = [part[0] if isinstance(part, list) else part for part in input_dict.values()]
+        made = Quantized(*sorted(parts, key=lambda part: part.dtype is not torch.uint8))
+        name, missing = kwargs["full_layer_name"], kwargs.get("missing_keys")
+        return self.hf_quantizer.replace(kwargs["model"], name, made, missing)
+
+    def __deepcopy__(self, memo: Any) -> _Read:
+        """transformers copies a conversion for each layer; the quantizer is one for all."""
+        return self
+
+
+def store_head(model: PreTrainedModel) -> None:
+    """Store the output head of a model that was read in groups too, in a copy where it is tied."""
+    config: Int4CpuConfig = model.config.quantization_config
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or cannot_quantize(head.weight, config.group_size):
+        raise PlanError(
+            f"int4-cpu cannot store the output head of {type(model).__name__} in groups of "
+            f"{config.group_size}; leave 'head' out"
+        )
+    made = GroupwiseLinear.from_linear(
+        head, product(config.kernel), group_size=config.group_size, bits=config.head or 4
+    )
+    model.set_output_embeddings(made)
+    model.config.tie_word_embeddings = False
+    forget_files()
+
+
+def flaws(shapes: Mapping[str, tuple[int, ...]], meant: Mapping[str, Any]) -> list[str]:
+    """What does not fit in a quantized checkpoint, by the shapes of its tensors."""
+    found = []
+    for key, (_, columns) in ((k, s) for k, s in shapes.items() if k.endswith(".qweight")):
+        path = key.removesuffix(".qweight")
+        groups = shapes.get(f"{path}.scales")
+        if groups is None:
+            found.append(f"{path} has no scales")
+            continue
+        of_head = path.endswith("lm_head") and meant.get("head") == 8
+        inputs = columns if of_head else columns * 2
+        if groups[1] * meant["group_size"] != inputs:
+            size = inputs // groups[1]
+            found.append(f"{path} has groups of {size}, and its config says {meant['group_size']}")
+    if not any(key.endswith(".qweight") for key in shapes):
+        found.append("its config says int4-cpu, and none of its weights is quantized")
+    return [f"{found[0]} ({len(found)} layers in all)"] if len(found) > 1 else found
+
+
+def register() -> None:
+    """Teach transformers the method. A second call changes nothing."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, Int4CpuConfig)
+    AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Int4CpuHfQuantizer)

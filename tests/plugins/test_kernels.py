@@ -1,0 +1,164 @@
+"""Fused layers: equal to what they replace, counted, taken out again, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompts
+from torch import nn
+
+import jackfield
+from jackfield.bridge.layers import _compare
+from jackfield.errors import ExecutionError, JackfieldError, PlanError
+from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
+
+pytest.importorskip("triton")
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
+    reason="Triton runs on a GPU or, with TRITON_INTERPRET=1, in Python",
+)
+TRITON = "plugin:triton-rms-norm"
+#: family -> how many RMSNorm layers it has, and what its weight means
+FAMILIES = {
+    "llama": (5, 0),
+    "qwen3": (9, 0),
+    "gemma2": (9, 1),
+    "gemma3": (13, 1),
+    "mixtral": (5, 0),
+}
+
+LAYERS = """
+import torch
+from torch import nn
+
+class RMSNorm(nn.Module):
+    weight: torch.Tensor
+    variance_epsilon: float
+    def forward(self, hidden_states):
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+class Wrong(nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states * 2
+"""
+
+
+@pytest.fixture
+def hub(kernel: Callable[..., Path]) -> str:
+    """The selection of a kernel repository on this machine."""
+    folder = kernel("from . import layers\n")
+    (folder / "build" / "torch-cpu" / "layers.py").write_text(LAYERS)
+    return "plugin:hub-layer?repo=me/kernel&revision=v1"
+
+
+def ids(engine: Any) -> list[list[int]]:
+    return [c.token_ids for c in engine.generate(prompts((5, 9)), max_new_tokens=8)]
+
+
+def refusal(model: Any, kernels: Any, **more: Any) -> str:
+    with pytest.raises(JackfieldError) as caught:
+        jackfield.load(model, kernels=kernels, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_rms_norm_in_every_family(family: str, dtype: torch.dtype) -> None:
+    count, offset = FAMILIES[family]
+    model = build(family, dtype)
+    norms = [m for m in model.modules() if is_rms_norm(m)]
+    for norm in norms:
+        nn.init.normal_(norm.weight, 1 - offset, 0.2)
+    assert {meaning_of(norm).offset for norm in norms} == {offset}
+    with jackfield.load(model) as engine:
+        plain = ids(engine)
+    with jackfield.load(model, kernels=TRITON) as engine:
+        found = ids(engine)
+        seen = engine.report()["kernel"]
+        assert seen.source.startswith(f"{count} ")
+        assert seen.calls == count * engine.report()["cache"].calls
+        assert "kernel: triton-rms-norm (named)" in engine.explain()
+    assert all("forward" not in vars(norm) for norm in norms)
+    if dtype is torch.float32:
+        assert found == plain
+
+
+@needs_interpreter
+def test_it_goes_with_deterministic() -> None:
+    with jackfield.load(
+        build("llama", torch.float32), kernels=TRITON, deterministic=True
+    ) as engine:
+        together = engine.generate(prompts((5, 9)), max_new_tokens=6, logprobs=1)
+        alone = [engine.generate(p, max_new_tokens=6, logprobs=1)[0] for p in prompts((5, 9))]
+    assert [c.logprobs for c in together] == [c.logprobs for c in alone]
+
+
+def test_a_layer_of_the_hub(hub: str) -> None:
+    model = build("llama", torch.float32)
+    with jackfield.load(model) as engine:
+        plain = ids(engine)
+    with jackfield.load(model, kernels=hub) as engine:
+        assert ids(engine) == plain
+        assert engine.report()["kernel"].source.startswith(
+            "5 LlamaRMSNorm of me/kernel@v1 (torch-cpu"
+        )
+    assert jackfield.plan(model, kernels=[hub]).kernels[0].registered.name == "hub-layer"
+
+
+def test_refusals(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", torch.float32)
+    wrong = f"{hub}&layer=Wrong&replaces=RMSNorm"
+    assert "does not compute what LlamaRMSNorm does" in refusal(model, wrong)
+    assert "it has no layer 'Nothing' (its layers: RMSNorm, Wrong)" in refusal(
+        model, f"{hub}&layer=Nothing"
+    )
+    assert "finds no layer to replace" in refusal(build("gpt2", torch.float32), hub)
+    assert "both replace LlamaRMSNorm" in refusal(model, [hub, hub])
+    assert "'auto' is none" in refusal(model, ["auto", hub])
+    assert "there is no kernel 'triton'" in refusal(model, "triton")
+    assert "cannot run" in refusal(build("llama", torch.float64), TRITON)
+    monkeypatch.setenv("JACKFIELD_TRUSTED_PUBLISHERS", "")
+    assert "is not trusted" in refusal(model, hub)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if not torch.cuda.is_available():
+        assert "there is no CUDA GPU" in refusal(model, TRITON)
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_a_refused_kernel_loads_no_weight(hub: str) -> None:
+    with pytest.raises(PlanError, match="batch-invariant"):
+        jackfield.plan("demo", kernels=hub, deterministic=True)
+
+
+def test_the_comparison_tells_rounding_from_another_function() -> None:
+    norm = next(m for m in build("llama", torch.bfloat16).modules() if is_rms_norm(m))
+    _compare("it", norm, norm)  # type: ignore[arg-type]
+    _compare("it", norm, lambda x: norm.double()(x.double()).to(x.dtype))  # type: ignore[arg-type]
+    norm = norm.to(torch.bfloat16)
+    for other in (lambda x: norm(x) * 1.1, lambda x: norm(x) + float("nan"), lambda x: norm(x)[:1]):
+        with pytest.raises(ExecutionError):
+            _compare("it", norm, other)  # type: ignore[arg-type]
+
+
+def test_on_the_command_line(hub: str) -> None:
+    def run(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "jackfield", *arguments, "--kernel", hub, "--json"]
+        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert run("generate", "Sort these numbers: 3 1 2")["report"]["kernel"]["calls"] > 0
+    verdicts = {
+        b["name"]: b["verdict"] for b in run("explain")["backends"] if b["kind"] == "kernel"
+    }
+    assert verdicts["hub-layer"] == "chosen"

@@ -1,0 +1,192 @@
+"""``int4-cpu`` as a backend: planned, loaded, saved, read again, refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import jackfield
+from jackfield.bridge.footprint import loaded_bytes
+from jackfield.demo import MODEL_PATH
+from jackfield.errors import JackfieldError
+from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
+
+QUESTION = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
+KERNELS = ["native", "torch"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, quantized and saved."""
+    folder = tmp_path_factory.mktemp("int4")
+    with jackfield.load("demo", quantization="int4-cpu") as engine:
+        engine.model.save_pretrained(folder)
+        engine.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def edited(saved: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of `saved` with another `quantization_config`."""
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refusal(folder: str | Path, **selected: Any) -> str:
+    with pytest.raises(JackfieldError) as caught:
+        jackfield.load(folder, **selected)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_bytes_are_planned_exactly(kernel: str, group_size: int) -> None:
+    selected = f"int4-cpu?kernel={kernel}&group_size={group_size}"
+    with jackfield.load("demo", quantization=selected) as engine:
+        assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+        assert engine.plan.requirements.dtype == "bfloat16"
+        (answer,) = engine.generate(QUESTION)
+        assert answer.text == "7 23 41 88"
+        assert answer.report["quantizer"].source == "56 of 57 linear layers"
+
+
+def test_a_saved_model_is_read_as_it_was(saved: Path) -> None:
+    state = load_file(saved / "model.safetensors")
+    with jackfield.load("demo", quantization="int4-cpu") as engine:
+        expected = engine.generate(QUESTION, logprobs=2)[0]
+    for kernel in (None, *KERNELS):
+        named = {} if kernel is None else {"quantization": f"int4-cpu?kernel={kernel}"}
+        with jackfield.load(saved, **named) as engine:
+            assert engine.plan["quantizer"].registered.name == "int4-cpu"
+            found = engine.model.state_dict()
+            assert all(torch.equal(found[name], state[name]) for name in state)
+            answer = engine.generate(QUESTION, logprobs=2)[0]
+            assert answer.token_ids == expected.token_ids
+            if kernel != "torch":
+                assert answer.logprobs == expected.logprobs
+    assert (saved / "config.json").read_text().count("native") == 0
+
+
+def test_plain_transformers_code(saved: Path) -> None:
+    config: Any = jackfield.quantization("plugin:int4-cpu?group_size=32")
+    made = AutoModelForCausalLM.from_pretrained(
+        MODEL_PATH, quantization_config=config, dtype=torch.bfloat16
+    )
+    read = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    ids = torch.arange(3, 40)[None]
+    assert sum(isinstance(m, GroupwiseLinear) for m in made.modules()) == 56
+    with torch.no_grad():
+        assert torch.equal(made(ids).logits, read(ids).logits)
+    with pytest.raises(ValueError, match="bfloat16"):
+        AutoModelForCausalLM.from_pretrained(
+            MODEL_PATH, quantization_config=config, dtype="float32"
+        )
+
+
+def test_every_family_of_linear_layers(tmp_path: Path) -> None:
+    """Biases, layers that do not divide into groups, and experts."""
+    for family in ("qwen2", "gpt2", "gpt-neox", "mixtral", "gemma3"):
+        folder = tmp_path / family
+        build(family, torch.float32).save_pretrained(folder)
+        with jackfield.load(folder, quantization="int4-cpu", max_batch_size=4) as engine:
+            assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model), family
+            found = engine.generate([[5, 6, 7], [9] * 12], max_new_tokens=4)
+            assert [len(c.token_ids) for c in found] == [4, 4]
+
+
+def test_refusals(saved: Path, tmp_path: Path) -> None:
+    assert "does not run with dtype float32" in refusal(
+        "demo", quantization="int4-cpu", dtype="float32"
+    )
+    assert "does not run with dtype float32" in refusal(saved, dtype="float32")
+    assert "the checkpoint has group_size=32, not 64" in refusal(
+        saved, quantization="int4-cpu?group_size=64"
+    )
+    assert "quantized with int4-cpu" in refusal(saved, quantization="none")
+    assert "must be one of 32, 64, 128" in refusal("demo", quantization="int4-cpu?group_size=48")
+    model = build("llama", torch.bfloat16)
+    assert "is loaded; give its folder" in refusal(model, quantization="int4-cpu")
+    wrong = edited(saved, tmp_path / "wrong", group_size=64)
+    assert "has groups of 32, and its config says 64 (56 layers in all)" in refusal(wrong)
+    broken = edited(saved, tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    name = next(name for name in state if name.endswith("scales"))
+    del state[name]
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name.removesuffix('.scales')} has no scales" in refusal(broken)
+
+
+def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path) -> None:
+    """In a process of its own, against the same without weights: what remains is the checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, vocab_size=1000,
+        num_attention_heads=8, num_key_value_heads=8,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    size = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size="100MB")
+    del model
+    code = f"""
+import re, jackfield, jackfield.engine, transformers
+def most():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+jackfield.load("demo", quantization="int4-cpu").close()
+before = most()
+jackfield.load({str(tmp_path)!r}, quantization="int4-cpu")
+print(most() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak = int(re.findall(r"\d+", done.stdout)[-1])
+    assert peak < 0.6 * size, (peak, size)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_head_can_be_stored_as_well(bits: int, tmp_path: Path) -> None:
+    """Tied (the demo model), and untied (a random one); planned, saved, and read as it was."""
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "untied")
+    for number, model in enumerate(("demo", tmp_path / "untied")):
+        with jackfield.load(model, quantization=f"int4-cpu?head={bits}") as engine:
+            assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+            head = engine.model.get_output_embeddings()
+            assert isinstance(head, GroupwiseLinear)
+            assert head.bits == bits
+            expected = engine.generate([[5, 6, 7, 8]], max_new_tokens=12)[0]
+            engine.model.save_pretrained(tmp_path / f"saved-{number}")
+        with jackfield.load(tmp_path / f"saved-{number}") as engine:
+            assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+            assert (
+                engine.generate([[5, 6, 7, 8]], max_new_tokens=12)[0].token_ids
+                == expected.token_ids
+            )
+        assert f"head={bits}, not {12 - bits}" in refusal(
+            tmp_path / f"saved-{number}", quantization=f"int4-cpu?head={12 - bits}"
+        )
+    assert "torch's kernel has no weights of 8 bits" in refusal(
+        "demo", quantization="int4-cpu?head=8&kernel=torch"
+    )
+
+
+def test_deterministic_on_its_own_kernel_alone() -> None:
+    with jackfield.load("demo", quantization="int4-cpu", deterministic=True) as engine:
+        together = engine.generate([QUESTION] * 3, max_new_tokens=8, logprobs=1)
+        alone = engine.generate(QUESTION, max_new_tokens=8, logprobs=1)[0]
+    assert all(c.logprobs == alone.logprobs for c in together)
+    assert "on its own kernel only" in refusal(
+        "demo", quantization="int4-cpu?kernel=torch", deterministic=True
+    )
