@@ -391,7 +391,7 @@ def test_what_is_compiled_asks_the_quantizer_and_the_cache() -> None:
     assert choose(socket(compiler)).requirements.compiled is False
     assert why_not(socket(compiler), compiler="fuse") == (
         "quantization='auto' cannot run TinyForCausalLM here with compile='fuse': none (has layers "
-        "that are not known to compile); no other quantizer can either"
+        "that are not known to compile (compiles)); no other quantizer can either"
     )
     plain = fake("quantizer", "plain", capabilities=traced)
     assert why_not(socket(compiler, plain), compiler="fuse") == (

@@ -47,13 +47,13 @@ def arrivals(count: int, seed: int = 0) -> list[Arrival]:
     ]
 
 
-@pytest.mark.parametrize("shapes", ["dynamic", "bucketed"])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "shapes"),
+    [("llama", "dynamic"), ("gemma3", "dynamic"), ("mistral", "dynamic"), ("mistral", "bucketed")],
+)
 def test_twenty_requests_get_the_same_tokens(family: str, cache: str, shapes: str) -> None:
     """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
-    if shapes == "bucketed" and family != "mistral":
-        pytest.skip("one family shows what filling up does")
     model, coming = build(family), arrivals(20)
     limits = {"max_batch_size": 7, "prefill_chunk_size": 12}
     with load(model, cache, "none", **limits) as engine:
@@ -142,6 +142,18 @@ def test_drafts_are_verified_in_compiled_steps(cache: str, shapes: str) -> None:
         assert engine.report().speculation.proposed
         assert compiled(engine).calls == engine.report()["scheduler"].calls - 1
         assert compiled(engine).compiled.graphs <= (4 if shapes == "dynamic" else 14)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_layers_of_int4_cpu(kernel: str) -> None:
+    selected = {"quantization": f"int4-cpu?kernel={kernel}", "cache_implementation": "paged"}
+    text = "Sort these numbers: 41 7 88"
+    with jackfield.load("demo", **selected) as engine:
+        (expected,) = engine.generate(text, max_new_tokens=12)
+    with jackfield.load("demo", compile=TRACED, **selected) as engine:
+        (found,) = engine.generate(text, max_new_tokens=12)
+        assert found.token_ids == expected.token_ids
+        assert compiled(engine).calls == 11
 
 
 def test_prompts_of_one_token() -> None:
