@@ -316,6 +316,12 @@ def test_what_is_compiled_is_kept_where_nobody_else_writes(
         assert os.environ[torch_compile.CACHE_DIR] == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
     assert torch_compile.CACHE_DIR not in os.environ
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv(torch_compile.CACHE_DIR, default_cache_dir())  # as torch itself does
+    with torch_compile._cache_folder():
+        assert os.environ[torch_compile.CACHE_DIR] == str(folder)
+    assert os.environ[torch_compile.CACHE_DIR] == default_cache_dir()
     folder.chmod(0o777)
     with pytest.raises(ExecutionError, match="others can write to"), torch_compile._cache_folder():
         pass

@@ -53,6 +53,7 @@ class TorchCompilation(Compilation):
             shape = (*map(self._size, ids.shape), None if keep is None else self._size(len(keep)))
             if shape not in compiled:
                 compiled[shape] = self._of_one_shape(step)
+                self._mark(ids, positions, keep)
             self._began = time.perf_counter()
             try:
                 return compiled[shape](ids, positions, keep)
@@ -67,6 +68,14 @@ class TorchCompilation(Compilation):
         """What a size means to a graph: one is always special; else only which it is, if at all."""
         return count if self._options.shapes == "bucketed" else min(count, 2)
 
+    def _mark(self, *tensors: torch.Tensor | None) -> None:
+        """Let a graph hold for any size but one. (With `dynamic=True`, numbers would be free too.)"""
+        if self._options.shapes == "dynamic":
+            for tensor in tensors:
+                for at, size in enumerate(() if tensor is None else tensor.shape):
+                    if size > 1:
+                        torch._dynamo.maybe_mark_dynamic(tensor, at)
+
     def _of_one_shape(self, step: ModelStep) -> ModelStep:
         own = types.FunctionType(
             step.__code__.replace(),
@@ -79,7 +88,6 @@ class TorchCompilation(Compilation):
             own,
             backend=self._lower,
             fullgraph=True,
-            dynamic=self._options.shapes == "dynamic",
             options={"guard_filter_fn": _without_tables},
         )
 
@@ -131,16 +139,22 @@ def _without_tables(guards: Sequence[Any]) -> list[bool]:
 
 @contextlib.contextmanager
 def _cache_folder() -> Iterator[None]:
-    """Have inductor keep what it compiles in jackfield's folder, unless it was told where."""
+    """Have inductor keep what it compiles in jackfield's folder, unless it was told where.
+
+    Torch sets the variable itself, to a folder under /tmp, when it first looks for it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     with _environment:
-        if os.environ.get(CACHE_DIR):
-            yield
-            return
-        os.environ[CACHE_DIR] = str(_folder())
+        before = os.environ.get(CACHE_DIR)
+        if before in (None, "", default_cache_dir()):
+            os.environ[CACHE_DIR] = str(_folder())
         try:
             yield
         finally:
             os.environ.pop(CACHE_DIR, None)
+            if before is not None:
+                os.environ[CACHE_DIR] = before
 
 
 def _folder() -> Path:
