@@ -156,6 +156,26 @@ def test_layers_of_int4_cpu(kernel: str) -> None:
         assert compiled(engine).calls == 11
 
 
+def test_an_adapter_that_is_switched() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model.add_adapter(
+        peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    found = {}
+    for compiler in ("none", TRACED):
+        with load(model, "paged", compiler) as engine:
+            said = []
+            for switch in (engine.enable_adapter, engine.disable_adapter, engine.enable_adapter):
+                switch()
+                said.append(engine.generate([5, 6, 7], max_new_tokens=6)[0].token_ids)
+            found[compiler] = said
+            graphs = compiled(engine).compiled
+    assert found[TRACED] == found["none"]
+    assert said[0] != said[1]
+    assert graphs.graphs == 2  # with it and without; torch keeps both
+
+
 def test_prompts_of_one_token() -> None:
     for cache in CACHES:
         with load(build("llama"), cache, "none") as engine:
@@ -259,6 +279,7 @@ def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
         ("llama", {"deterministic": True}, "is not batch-invariant"),
         ("llama", {"cache_implementation": "offloaded"}, "not known to work with steps that are"),
         ("falcon-alibi", {}, "cannot take the model's own attention out"),
+        ("llama", {"kernels": "triton-rms-norm"}, "is called and counted one by one"),
         ("lfm2", {}, "cannot take the state of linear-attention layers out"),
         ("diffllama", {}, "needs one attention call for each cached layer"),
         ("mixtral", {"dtype": "float64"}, "needs experts in a grouped product"),
