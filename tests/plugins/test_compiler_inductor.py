@@ -351,6 +351,42 @@ def test_what_is_compiled_is_kept_where_nobody_else_writes(
         assert os.environ[torch_compile.CACHE_DIR] == "/elsewhere"
 
 
+def test_a_folder_that_others_write_to_fails_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(torch_compile.CACHE_DIR, raising=False)
+    (tmp_path / "jackfield" / "inductor").mkdir(parents=True)
+    (tmp_path / "jackfield" / "inductor").chmod(0o777)
+    with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"^others can write to .*; make it yours"):
+                engine.generate([5, 6, 7], max_new_tokens=4)
+        assert compiled(engine).calls == 0
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *--version*) exec g++ --version;; esac\n'
+        'echo "step.cpp:7: error: out of ideas" >&2; exit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(torch_compile.CACHE_DIR, raising=False)
+    with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
+        with pytest.raises(ExecutionError) as caught:
+            engine.generate([5, 6, 7], max_new_tokens=4)
+        text = str(caught.value)
+        assert text.startswith("inductor cannot compile LlamaForCausalLM: ")
+        assert "step.cpp:7: error: out of ideas" in text
+        assert "\n" not in text
+
+
 def test_a_bucket_is_the_next_power_of_two() -> None:
     from jackfield_plugins.compiler.inductor import InductorOptions
 

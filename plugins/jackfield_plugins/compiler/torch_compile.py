@@ -59,7 +59,13 @@ class TorchCompilation(Compilation):
                 return compiled[shape](ids, positions, keep)
             except ExecutionError:
                 raise
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (
+                torch._dynamo.exc.TorchDynamoException,
+                torch._dynamo.exc.FailOnRecompileLimitHit,
+            ) as error:
+                inner = getattr(error, "inner_exception", error)
+                if isinstance(inner, ExecutionError):
+                    raise inner from None
                 raise ExecutionError(self._complaint(error)) from error
 
         return run
@@ -69,7 +75,7 @@ class TorchCompilation(Compilation):
         return count if self._options.shapes == "bucketed" else min(count, 2)
 
     def _mark(self, *tensors: torch.Tensor | None) -> None:
-        """Let a graph hold for any size but one. (With `dynamic=True`, numbers would be free too.)"""
+        """Let a graph hold for any size but one; `dynamic=True` would free other numbers, too."""
         if self._options.shapes == "dynamic":
             for tensor in tensors:
                 for at, size in enumerate(() if tensor is None else tensor.shape):
@@ -114,10 +120,11 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     for begin in _PARTICULARS:
-        for line in lines:
+        for line in lines[1:]:
             if line.startswith(begin):
                 return f"{first} ({line.removeprefix(begin).strip()})"
-    return first
+    errors = (line for line in lines[1:] if " error: " in line)  # of the C++ compiler
+    return " ".join((first, *list(errors)[:1]))
 
 
 def _patches(mode: str) -> dict[str, Any]:
