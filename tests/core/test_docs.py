@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         "docs/batching.md",
         "docs/caches.md",
         "docs/decoding.md",
+        "docs/kernels.md",
         "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",

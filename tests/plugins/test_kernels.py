@@ -25,7 +25,7 @@ needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
     reason="Triton runs on a GPU or, with TRITON_INTERPRET=1, in Python",
 )
-TRITON = "plugin:triton-rms-norm"
+TRITON, CPU = "plugin:triton-rms-norm", "plugin:cpu-rms-norm"
 #: family -> how many RMSNorm layers it has, and what its weight means
 FAMILIES = {
     "llama": (5, 0),
@@ -72,10 +72,10 @@ def refusal(model: Any, kernels: Any, **more: Any) -> str:
     return str(caught.value)
 
 
-@needs_interpreter
+@pytest.mark.parametrize("kernel", [pytest.param(TRITON, marks=needs_interpreter), CPU])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_rms_norm_in_every_family(family: str, dtype: torch.dtype) -> None:
+def test_rms_norm_in_every_family(kernel: str, family: str, dtype: torch.dtype) -> None:
     count, offset = FAMILIES[family]
     model = build(family, dtype)
     norms = [m for m in model.modules() if is_rms_norm(m)]
@@ -84,21 +84,21 @@ def test_triton_rms_norm_in_every_family(family: str, dtype: torch.dtype) -> Non
     assert {meaning_of(norm).offset for norm in norms} == {offset}
     with jackfield.load(model) as engine:
         plain = ids(engine)
-    with jackfield.load(model, kernels=TRITON) as engine:
+    with jackfield.load(model, kernels=kernel) as engine:
         found = ids(engine)
         seen = engine.report()["kernel"]
         assert seen.source.startswith(f"{count} ")
         assert seen.calls == count * engine.report()["cache"].calls
-        assert "kernel: triton-rms-norm (named)" in engine.explain()
+        assert f"kernel: {kernel.removeprefix('plugin:')} (named)" in engine.explain()
     assert all("forward" not in vars(norm) for norm in norms)
     if dtype is torch.float32:
         assert found == plain
 
 
-@needs_interpreter
-def test_it_goes_with_deterministic() -> None:
+@pytest.mark.parametrize("kernel", [pytest.param(TRITON, marks=needs_interpreter), CPU])
+def test_it_goes_with_deterministic(kernel: str) -> None:
     with jackfield.load(
-        build("llama", torch.float32), kernels=TRITON, deterministic=True
+        build("llama", torch.float32), kernels=kernel, deterministic=True
     ) as engine:
         together = engine.generate(prompts((5, 9)), max_new_tokens=6, logprobs=1)
         alone = [engine.generate(p, max_new_tokens=6, logprobs=1)[0] for p in prompts((5, 9))]
@@ -162,3 +162,22 @@ def test_on_the_command_line(hub: str) -> None:
         b["name"]: b["verdict"] for b in run("explain")["backends"] if b["kind"] == "kernel"
     }
     assert verdicts["hub-layer"] == "chosen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 64), (2, 5, 1030), (700, 192), (0, 16)])
+def test_cpu_rms_norm_of_any_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from jackfield_plugins.kernel.cpu_rms_norm.call import rms_norm_of
+
+    norm = LlamaRMSNorm(shape[-1]).to(dtype)
+    nn.init.normal_(norm.weight)
+    forward = rms_norm_of(norm)
+    rows = torch.randn(shape, dtype=dtype)
+    tolerance = 4 * torch.finfo(dtype).eps  # a root, two products and the order of a sum
+    torch.testing.assert_close(forward(rows), norm(rows), rtol=tolerance, atol=tolerance)
+    across = torch.randn(shape[-1], 3, dtype=dtype).T  # not contiguous
+    torch.testing.assert_close(forward(across), norm(across), rtol=tolerance, atol=tolerance)
+    if dtype is torch.bfloat16:  # the layer's own way
+        assert torch.equal(forward(rows.float()), norm(rows.float()))
