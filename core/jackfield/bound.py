@@ -13,13 +13,16 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.placement import folder_for
 from jackfield.bridge.weights import load_model
-from jackfield.contracts import BindContext, KVCache, PackedKVCache
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.deciding import Job
-from jackfield.errors import UsageError
+from jackfield.errors import PlanError, UsageError
 from jackfield.planning import Choice, Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from jackfield.bridge.compiled import CompiledForward
+
 
 #: The ids of configs that an engine has changed and will give back; models may share one.
 _in_use: set[int] = set()
@@ -78,7 +81,10 @@ class BoundModel:
         self.plan = plan
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
-        self.forward = forward_of(model, fixed_shapes=plan.requirements.batch_invariant)
+        self.compiled = self._compiled()
+        self.forward = self.compiled or forward_of(
+            model, fixed_shapes=plan.requirements.batch_invariant
+        )
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
         self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
 
@@ -90,6 +96,14 @@ class BoundModel:
             requirements=self.plan.requirements,
             options=(choice or self.plan[kind]).options,
         )
+
+    def _compiled(self) -> CompiledForward | None:
+        compilation = self.plan["compiler"].registered.bind(self.context("compiler"))
+        if not isinstance(compilation, Compilation):
+            return None
+        from jackfield.bridge.compiled import CompiledForward
+
+        return CompiledForward(self.model, compilation)
 
     def switch_adapter(self, *, on: bool) -> None:
         """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
@@ -108,6 +122,8 @@ class BoundModel:
             model,
             self.cache if isinstance(self.cache, PackedKVCache) else None,
         )
+        if self.compiled is not None:
+            self.compiled.attend = self._replaceable(self.port)
         undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
@@ -123,3 +139,11 @@ class BoundModel:
             _in_use.difference_update(map(id, decoder_configs(model)))
 
         return give_back
+
+    def _replaceable(self, port: AttentionPort) -> Callable[..., Any]:
+        if port.forward is None:
+            raise PlanError(
+                f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "
+                "out of a compiled step; load it without compile"
+            )
+        return port.forward

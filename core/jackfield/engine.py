@@ -60,6 +60,7 @@ def load(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
     kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: DeviceMap = AUTO,
@@ -131,6 +132,7 @@ def load(
     selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
+        "compiler": compile,
         "decoding": decoding,
         "kernel": kernels,
         "quantizer": quantization,

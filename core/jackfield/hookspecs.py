@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Attention, Cache, Decoding, Kernel, Quantizer, Scheduler
+    from jackfield.contracts import (
+        Attention,
+        Cache,
+        Compiler,
+        Decoding,
+        Kernel,
+        Quantizer,
+        Scheduler,
+    )
 
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
@@ -22,6 +30,7 @@ hookimpl = pluggy.HookimplMarker("jackfield")
 HOOKS = {
     "attention": "jackfield_attention",
     "cache": "jackfield_cache",
+    "compiler": "jackfield_compiler",
     "decoding": "jackfield_decoding",
     "kernel": "jackfield_kernel",
     "quantizer": "jackfield_quantizer",
@@ -37,6 +46,11 @@ def jackfield_attention() -> Sequence[Attention]:  # type: ignore[empty-body]
 @hookspec
 def jackfield_cache() -> Sequence[Cache]:  # type: ignore[empty-body]
     """Offer backends that hold keys and values, and with them the layout of a step."""
+
+
+@hookspec
+def jackfield_compiler() -> Sequence[Compiler]:  # type: ignore[empty-body]
+    """Offer backends that decide how a step is executed."""
 
 
 @hookspec

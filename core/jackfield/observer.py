@@ -10,7 +10,7 @@ from jackfield.bound import BoundModel
 from jackfield.errors import ExecutionError
 from jackfield.loop import Loop
 from jackfield.planning import Plan
-from jackfield.report import Observation, Report, Speculation, observe, total
+from jackfield.report import Compiled, Observation, Report, Speculation, observe, total
 from jackfield.sequences import Completion, Delta, Event, Sequence, Usage
 from jackfield.texts import Text
 
@@ -29,6 +29,7 @@ class Observer:
         self._loop = loop
         self._text = text
         self._stored = bound.stored
+        self._compiled = bound.compiled
         self._adapter = bound.adapter
         self._layers = bound.layers
         self._draft = draft
@@ -49,11 +50,21 @@ class Observer:
                     for layers in self._layers
                 ),
                 observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
+                self._compiler(steps),
                 *(self._draft.observations() if self._draft else ()),
             ),
             self._loop.decoding.speculation(),
             self._adapter.use() if self._adapter else None,
         )
+
+    def _compiler(self, steps: int) -> Observation:
+        """How many steps it executed, and what it compiled for them."""
+        registered = self._plan["compiler"].registered
+        if self._compiled is None:
+            return observe("compiler", registered, steps)
+        made = self._compiled.compilation
+        seen = observe("compiler", registered, self._compiled.steps, made.source)
+        return replace(seen, compiled=Compiled(made.graphs, made.seconds))
 
     def _decoding(self, name: str) -> Observation:
         """The strategy that requests call `name`, and how many steps it took part in."""

@@ -103,9 +103,8 @@ class PaddedKVCache(KVCache):
         }
         busy = [i for i, row in enumerate(self._rows) if row is not None]
         idle = len(busy) < len(rows)
-        return ModelInputs(
-            kwargs, len(rows), torch.tensor(busy, device=self._device) if idle else None
-        )
+        feeding = torch.tensor(busy, device=self._device) if idle else None
+        return ModelInputs(kwargs, len(rows), feeding, step.decode)
 
     def held_bytes(self) -> int | None:
         """None where layers keep something else: linear ones a state, quantized ones codes."""

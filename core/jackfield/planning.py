@@ -33,12 +33,13 @@ logger = logging.getLogger("jackfield")
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
 #: meet.
-ORDER = ("quantizer", "scheduler", "decoding", "cache", "attention")
+ORDER = ("compiler", "quantizer", "scheduler", "decoding", "cache", "attention")
 
 #: kind -> the argument of `jackfield.load` that selects it
 ARGUMENTS = {
     "attention": "attn_implementation",
     "cache": "cache_implementation",
+    "compiler": "compile",
     "decoding": "decoding",
     "kernel": "kernels",
     "quantizer": "quantization",
@@ -372,6 +373,7 @@ def plan(
     assistant_model: Model | None = None,
     assistant: Mapping[str, Any] | None = None,
     scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
     kernels: Selectable = AUTO,
     dtype: str = AUTO,
     device_map: DeviceMap = AUTO,
@@ -405,6 +407,7 @@ def plan(
     selections: dict[str, Any] = {
         "attention": attn_implementation,
         "cache": cache_implementation,
+        "compiler": compile,
         "decoding": decoding,
         "kernel": kernels,
         "quantizer": quantization,

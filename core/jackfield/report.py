@@ -29,11 +29,26 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """How many programs a compiler has made, and the seconds that this took."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Compiled) -> Compiled:
+        """What was compiled after `before`."""
+        return Compiled(self.graphs - before.graphs, self.seconds - before.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
 class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
     `source` is whose kernel it ran on, for a backend that has a choice. `beams` is how many a
-    search had for the one request that is reported.
+    search had for the one request that is reported. `compiled` is what a compiler has made.
     """
 
     kind: str
@@ -45,11 +60,14 @@ class Observation:
     decode: Mapping[int, int]
     source: str | None = None
     beams: int | None = None
+    compiled: Compiled | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
+        compiled = self.compiled and self.compiled.since(before.compiled or Compiled())
         return replace(
             self,
+            compiled=compiled,
             calls=self.calls - before.calls,
             prefill=dict(Counter(self.prefill) - Counter(before.prefill)),
             decode=dict(Counter(self.decode) - Counter(before.decode)),
@@ -69,7 +87,21 @@ class Observation:
             row["beams"] = self.beams
         if self.prefill or self.decode:
             row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
+        if self.compiled is not None:
+            row["compiled"] = asdict(self.compiled)
         return row
+
+    @property
+    def who(self) -> str:
+        """Which backend, of which distribution and version, on whose kernel."""
+        source = f", on {self.source}" if self.source else ""
+        beams = f", {self.beams} beams" if self.beams else ""
+        return f"{self.kind} {self.name} ({self.distribution} {self.version}{source}{beams})"
+
+    @property
+    def did(self) -> str:
+        """How often it was called, and what it compiled."""
+        return f"{self.calls} calls" + (f", {self.compiled}" if self.compiled else "")
 
 
 @dataclass(frozen=True)
@@ -160,9 +192,7 @@ class Report:
 
     def __str__(self) -> str:
         told = "; ".join(
-            f"{o.kind} {o.name} ({o.distribution} {o.version}"
-            f"{', on ' + o.source if o.source else ''}"
-            f"{f', {o.beams} beams' if o.beams else ''}): {o.calls} calls"
+            f"{o.who}: {o.did}"
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )

@@ -176,6 +176,11 @@ class Step:
 
     feeds: Seq[Feed]
 
+    @property
+    def decode(self) -> bool:
+        """Whether every sequence feeds one token, and its drafts."""
+        return all(feed.count == 1 for feed in self.feeds)
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -260,7 +260,7 @@ def test_explain_judges_every_backend(cli: Cli) -> None:
     assert verdicts["attention", "sdpa"]["verdict"] == "possible"
     assert verdicts["decoding", "sample"]["how"] == "auto"
     assert done.json["plan"]["chosen"].keys() == {
-        "attention", "cache", "decoding", "quantizer", "scheduler",
+        "attention", "cache", "compiler", "decoding", "quantizer", "scheduler",
     }  # fmt: skip
     assert "possible" in cli("explain", str(MODEL_PATH), "--attention", "eager").out
 

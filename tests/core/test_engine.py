@@ -268,7 +268,7 @@ def test_usage_and_report_are_those_of_the_request(engine) -> None:
     assert engine.report()["attention"].calls == 2 * (3 + 5)
     assert {o.distribution for o in found.report.observations} == {"jackfield"}
     assert set(found.to_dict()["report"]) == {
-        "attention", "cache", "decoding", "quantizer", "scheduler",
+        "attention", "cache", "compiler", "decoding", "quantizer", "scheduler",
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from jackfield.contracts import (
     Backend,
     Cache,
     CacheCapabilities,
+    Compiler,
+    CompilerCapabilities,
     Decoding,
     DecodingCapabilities,
     Quantizer,
@@ -49,6 +51,13 @@ class FakeCache(Cache):
     def bind(self, context: Any) -> Any: ...
 
 
+class FakeCompiler(Compiler):
+    capabilities = CompilerCapabilities()
+    compiles = False
+
+    def bind(self, context: Any) -> Any: ...
+
+
 class FakeDecoding(Decoding):
     capabilities = DecodingCapabilities()
 
@@ -74,6 +83,7 @@ class FakeScheduler(Scheduler):
 BASES: dict[str, type[Backend]] = {
     "attention": FakeAttention,
     "cache": FakeCache,
+    "compiler": FakeCompiler,
     "decoding": FakeDecoding,
     "quantizer": FakeQuantizer,
     "scheduler": FakeScheduler,
@@ -88,6 +98,7 @@ def fake(kind: str, name: str, **members: Any) -> Backend:
 PLAIN = (
     fake("attention", "plain"),
     fake("cache", "grow"),
+    fake("compiler", "none"),
     fake("decoding", "sample"),
     fake("quantizer", "none"),
     fake("scheduler", "fifo"),
@@ -161,6 +172,7 @@ def test_a_named_backend_is_not_logged_as_a_choice(caplog: pytest.LogCaptureFixt
             socket(),
             attention="plain",
             cache=["grow"],
+            compiler="none",
             decoding="plugin:sample",
             quantizer="none",
             scheduler="fifo",
@@ -373,6 +385,45 @@ def test_a_strategy_that_takes_tokens_back_needs_a_cache_that_can() -> None:
     assert refused(plan) == {"grow": (reason,)}
 
 
+def test_what_is_compiled_asks_the_quantizer_and_the_cache() -> None:
+    compiler = fake("compiler", "fuse", auto_rank=None, compiles=True)
+    traced = QuantizerCapabilities(compiles=True)
+    assert choose(socket(compiler)).requirements.compiled is False
+    assert why_not(socket(compiler), compiler="fuse") == (
+        "quantization='auto' cannot run TinyForCausalLM here with compile='fuse': none (has layers "
+        "that are not known to compile (compiles)); no other quantizer can either"
+    )
+    plain = fake("quantizer", "plain", capabilities=traced)
+    assert why_not(socket(compiler, plain), compiler="fuse") == (
+        "cache_implementation='auto' cannot run TinyForCausalLM here with compile='fuse': grow (is "
+        "not known to work with steps that are compiled); no other cache can either"
+    )
+    keeps = fake("cache", "keeps", **holds(compiles=True))
+    plan = choose(socket(compiler, plain, keeps), compiler="fuse")
+    assert plan.requirements.compiled is True
+    assert (plan["quantizer"].registered.name, *chosen(plan)) == (
+        "plain", "sample", "keeps", "plain",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ({"device": "cuda"}, "does not run on cuda (only cpu)"),
+        ({"dtype": "float64"}, "does not run with dtype float64"),
+        ({"batch_invariant": True}, "is not batch-invariant, which deterministic=True needs"),
+        ({"irregular": "a layer is called twice"}, "here a layer is called twice"),
+        ({"layer_types": ("linear_attention",)}, "the state of linear-attention layers"),
+        ({"features": {"own_mask": "it does"}}, "cannot make the mask that the model makes itself"),
+        ({"features": {"position_bias": "alibi"}}, "compile anew for every bias"),
+    ],
+)
+def test_what_a_compiler_refuses(needs: dict[str, Any], reason: str) -> None:
+    can = CompilerCapabilities(dtypes=frozenset({"float32"}), devices=frozenset({"cpu"}))
+    compiler = fake("compiler", "fuse", auto_rank=None, compiles=True, capabilities=can)
+    assert reason in why_not(socket(compiler), replace(NEEDS, **needs), compiler="fuse")
+
+
 def broken(*args: Any) -> Any:
     raise OSError("driver gone")
 
@@ -398,7 +449,7 @@ def exits(*args: Any) -> Any:
          "its own imply() returned None where Requirements were due"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["attention", "cache", "decoding", "quantizer"])
+@pytest.mark.parametrize("kind", ["attention", "cache", "compiler", "decoding", "quantizer"])
 def test_a_backend_whose_check_breaks_is_refused_with_the_error(
     kind: str, member: str, value: Any, reason: str
 ) -> None:

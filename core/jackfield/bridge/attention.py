@@ -56,6 +56,7 @@ class AttentionPort:
         self.registered = registered
         self.tally = Tally()
         self.source: str | None = None
+        self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
         self._hooks: list[Any] = []
         kinds = dict(enumerate(context.requirements.layer_types))
         #: the layers that must have called by the end of a step
@@ -79,11 +80,16 @@ class AttentionPort:
         if guard:
             forward = self._guarded(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
+        self.forward, mask = forward, bound.mask
+        if context.requirements.compiled:
+            from jackfield.bridge.opaque import opaque, unmasked
+
+            forward, mask = opaque(forward), unmasked(mask)
         AttentionInterface.register(self.key, forward)
         # A packed attention reads what it may see off the layer. transformers makes no mask for a
         # name without a mask function, and does not look for packed sequences in the positions.
         if pages is None:
-            AttentionMaskInterface.register(self.key, bound.mask)
+            AttentionMaskInterface.register(self.key, mask)
 
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.

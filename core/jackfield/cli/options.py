@@ -43,6 +43,7 @@ class Backends:
     ] = None
     cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
+    compiler: Annotated[list[str] | None, _backend("compiler", "--compile")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
     assistant_model: Annotated[
         str | None,

@@ -66,8 +66,7 @@ def note(text: str) -> None:
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
     told = [
-        f"{o.kind} {o.name} ({o.distribution} {o.version}"
-        f"{', on ' + o.source if o.source else ''}) {o.calls} calls"
+        f"{o.who} {o.did}"
         for o in report.observations
         if o.calls or o.kind != "decoding"  # one that nobody asked for
     ]

@@ -16,6 +16,7 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
+from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabilities, Uncompiled
 from jackfield.contracts.decoding import (
     SAMPLER_SETTINGS,
     Accepted,
@@ -52,6 +53,9 @@ __all__ = [
     "Cache",
     "CacheCapabilities",
     "CacheUsage",
+    "Compilation",
+    "Compiler",
+    "CompilerCapabilities",
     "Continuation",
     "Decision",
     "Decoding",
@@ -79,6 +83,7 @@ __all__ = [
     "Span",
     "Strategy",
     "TransformersCache",
+    "Uncompiled",
     "Weight",
 ]
 
@@ -86,6 +91,7 @@ __all__ = [
 CONTRACTS: dict[str, type[Backend]] = {
     "attention": Attention,
     "cache": Cache,
+    "compiler": Compiler,
     "decoding": Decoding,
     "kernel": Kernel,
     "quantizer": Quantizer,

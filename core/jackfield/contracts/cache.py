@@ -26,7 +26,9 @@ class CacheCapabilities:
 
     `rollback`: the layer types whose tokens can be taken back once they were fed (rejected drafts).
     `static_shapes`: buffers keep their address and shape from step to step. `forks`: a sequence can
-    go on as a copy of another (`KVCache.fork`).
+    go on as a copy of another (`KVCache.fork`). `compiles`: keys and values may be given to it by a
+    compiled step, outside of the model's code: in the packed layout through `write`, in the padded
+    one through the `update` of the `past_key_values` it prepared.
     """
 
     layout: str
@@ -35,6 +37,7 @@ class CacheCapabilities:
     rollback: frozenset[str] = frozenset()
     static_shapes: bool = False
     forks: bool = False
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
@@ -54,6 +57,14 @@ class CacheCapabilities:
             reasons.append(f"does not hold dtype {requirements.dtype}")
         if requirements.batch_invariant and self.layout != "packed":
             reasons.append("pads rows to the longest, so a text depends on its batch")
+        if requirements.compiled and not self.compiles:
+            reasons.append("is not known to work with steps that are compiled")
+        if (
+            requirements.compiled
+            and self.layout == "padded"
+            and requirements.kv_numbers != requirements.packed_numbers
+        ):
+            reasons.append("keeps less than the attention reads, which a compiled step cannot")
         if requirements.rollback and (reason := self._stuck(requirements)):
             reasons.append(f"{reason}, which the decoding strategy needs")
         if requirements.forks and not self.forks:
@@ -73,12 +84,14 @@ class ModelInputs:
 
     The model's logits become `[rows, k, vocab]`, one row per feed of the step, where the last `k`
     positions of row i line up with the last `k` tokens of feed i. Where some rows are nobody's,
-    `feeds` (int64 `[feeds]`) says which row is that of feed i.
+    `feeds` (int64 `[feeds]`) says which row is that of feed i. `decode`: every sequence feeds one
+    token and its drafts.
     """
 
     kwargs: dict[str, Any]
     rows: int
     feeds: torch.Tensor | None = None
+    decode: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class QuantizerCapabilities:
     `dtypes` are those of activations and of the weights that stay as they are. `offload`: layers
     may lie on several devices or on disk. `adapters`: a LoRA adapter can be put on top of it, and
     with `merges` be added into its weights. `batch_invariant`: the bits of a row of a layer's
-    output do not depend on the other rows.
+    output do not depend on the other rows. `compiles`: its layers can be traced by a compiler.
     """
 
     dtypes: frozenset[str] = frozenset(DTYPES)
@@ -36,6 +36,7 @@ class QuantizerCapabilities:
     adapters: bool = False
     merges: bool = False
     batch_invariant: bool = False
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -196,6 +197,8 @@ def _lacking(can: QuantizerCapabilities, requirements: Requirements) -> list[str
         found.append(f"takes no {requirements.adapter} adapter on top (adapters)")
     if requirements.merge_adapter and not can.merges:
         found.append("cannot merge an adapter into its weights (merges); drop merge_adapter")
+    if requirements.compiled and not can.compiles:
+        found.append("has layers that are not known to compile (compiles)")
     return found
 
 

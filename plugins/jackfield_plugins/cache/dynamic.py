@@ -34,6 +34,7 @@ class DynamicCache(TransformersCache):
         ),
         rollback=frozenset({"full_attention"}),
         forks=True,
+        compiles=True,
     )
     offloading = False
 

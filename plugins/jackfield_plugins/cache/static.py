@@ -44,6 +44,7 @@ class StaticCache(TransformersCache):
             {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
         ),
         static_shapes=True,
+        compiles=True,
     )
     offloading = False
 

@@ -18,7 +18,7 @@ class NoQuantizer(Quantizer):
     name = "none"
     auto_rank = 0
     capabilities = QuantizerCapabilities(
-        offload=True, adapters=True, merges=True, batch_invariant=True
+        offload=True, adapters=True, merges=True, batch_invariant=True, compiles=True
     )
 
     def rank(self, requirements: Requirements) -> int | None:

@@ -222,7 +222,7 @@ class PagedKVCache(PackedKVCache):
             "logits_to_keep": self._wanted(spans, keep, len(ids)),
         }
         self._expected = len(ids)
-        return ModelInputs(kwargs, rows=len(spans))
+        return ModelInputs(kwargs, rows=len(spans), decode=step.decode)
 
     def _wanted(self, spans: list[Span], keep: int, tokens: int) -> int | torch.Tensor:
         """Which logits to compute: of the last `keep` tokens of every sequence.

@@ -54,7 +54,10 @@ class Int4Cpu(Quantizer):
     name = "int4-cpu"
     options = Int4CpuOptions
     capabilities = QuantizerCapabilities(
-        dtypes=frozenset({"bfloat16"}), devices=frozenset({"cpu"}), batch_invariant=True
+        dtypes=frozenset({"bfloat16"}),
+        devices=frozenset({"cpu"}),
+        batch_invariant=True,
+        compiles=True,
     )
 
     def reads(self, stored: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from jackfield.errors import ExecutionError
+from jackfield_plugins.quantizer.int4_cpu.operator import int4_cpu_linear
 from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, GROUP_SIZES, Quantized, quantize
 
 WEIGHTS = ("qweight", "scales")
@@ -115,6 +116,10 @@ class GroupwiseLinear(nn.Module):
             or not self._ready
         ):
             return self._without_values(input)
+        if torch.compiler.is_compiling():
+            return int4_cpu_linear(  # type: ignore[no-any-return]
+                input, self.qweight, self.scales, self.bias, self.product.name, *self._sizes
+            )
         buffers = self._buffers  # attribute access through nn.Module costs more than the rest
         return self.product.linear(
             input if input.is_contiguous() else input.contiguous(),

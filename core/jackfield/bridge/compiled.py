@@ -1,0 +1,123 @@
+"""One forward call of a model whose steps are compiled: everything but its attention.
+
+A step's tokens are filled up to a size that was compiled before. The compiled part takes ids and
+positions and returns logits, whatever the cache and its lengths; see `opaque.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+from transformers.masking_utils import create_masks_for_generate
+
+from jackfield.bridge.forward import forward_of
+from jackfield.bridge.opaque import Comparison, OpaqueStep, within
+from jackfield.bridge.requirements import attention_modules, layer_types
+from jackfield.errors import PlanError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from jackfield.bridge.opaque import Attend
+    from jackfield.contracts import Compilation, ModelInputs
+
+
+class CompiledForward:
+    """`forward_of` for a model whose attention is opaque. `steps` counts those that were compiled.
+
+    `attend` is the attention as it is called in steps that are not compiled; set when it is bound.
+    """
+
+    attend: Attend
+
+    def __init__(self, model: PreTrainedModel, compilation: Compilation) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        if "position_ids" not in parameters:
+            raise PlanError(
+                f"{type(model).__name__} takes no position_ids, which a compiled step needs; load "
+                "it without compile"
+            )
+        self._model = model
+        self.compilation = compilation
+        self._modules = dict(attention_modules(model))
+        self._kinds = layer_types(model.config)
+        self._uncompiled = forward_of(model)
+        self._compiled = compilation.compile(_step_of(model, "logits_to_keep" in parameters))
+        self._compared = False
+        self.steps = 0
+
+    def __call__(self, inputs: ModelInputs) -> torch.Tensor:
+        kwargs = inputs.kwargs
+        past = kwargs.get("past_key_values")
+        if past is not None and not self._compared:
+            return self._compare(inputs)
+        if not (inputs.decode or self.compilation.prefill):
+            return self._uncompiled(inputs)
+        rows, width = kwargs["input_ids"].shape
+        masks = None if past is None else self._masks(kwargs)
+        step = OpaqueStep(self.attend, self._modules, rows, width, past, masks)
+        fill = self.compilation.fill
+        size = (0, fill(width) - width, 0, fill(rows) - rows)
+        ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)
+        columns, keep = kwargs["logits_to_keep"], None
+        if not inputs.decode:
+            keep = _numbered(columns, width, ids.device)
+            columns = slice(len(keep))
+            keep = pad(keep, (0, fill(len(keep)) - len(keep)))
+        elif isinstance(columns, int):
+            columns = slice(width - columns, width)
+        with within(step):
+            logits = self._compiled(ids, positions, keep)
+        self.steps += 1
+        logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
+        return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
+
+    def _compare(self, inputs: ModelInputs) -> torch.Tensor:
+        """The first step of padded rows, uncompiled: are the masks made here those of the model?"""
+        with within(Comparison(self._masks(inputs.kwargs))):
+            logits = self._uncompiled(inputs)
+        self._compared = True
+        return logits
+
+    def _masks(self, kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
+        """The mask of each layer, made from the outside as transformers does for its own graphs."""
+        model, ids = self._model, kwargs["input_ids"]
+        make: Callable[..., Any] = getattr(
+            model, "create_masks_for_generate", create_masks_for_generate
+        )
+        found = make(
+            config=model.config,
+            inputs_embeds=torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device),
+            attention_mask=kwargs["attention_mask"],
+            past_key_values=kwargs["past_key_values"],
+            position_ids=kwargs["position_ids"],
+        )
+        if not isinstance(found, dict):
+            return dict.fromkeys(self._modules, found)
+        return {layer: found[self._kinds[layer]] for layer in self._modules}
+
+
+def _step_of(model: PreTrainedModel, keeps: bool) -> Callable[..., torch.Tensor]:
+    """What is compiled: from ids and positions to logits. `keeps`: the model can leave some out."""
+
+    def step(
+        input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        kwargs = {"logits_to_keep": 0 if keep is None else keep} if keeps else {}
+        logits: torch.Tensor = model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
+        ).logits
+        return logits if keeps or keep is None else logits[:, keep]
+
+    return step
+
+
+def _numbered(keep: int | torch.Tensor, width: int, device: torch.device) -> torch.Tensor:
+    """The numbers of the columns `keep`, or of the last `keep` of `width`."""
+    if isinstance(keep, torch.Tensor):
+        return keep
+    return torch.arange(width - keep, width, device=device)

@@ -1,0 +1,131 @@
+"""The compiler kind: how a step is executed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+
+if TYPE_CHECKING:
+    import torch
+
+    ModelStep = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+#: What a model needs of its attention -> why a step of it cannot be compiled. The compiled part
+#: ends at the attention, which is called as it is: with the mask that transformers makes.
+_NOT_COMPILED = {
+    "own_attention": "cannot take the model's own attention out of what it compiles",
+    "own_mask": "cannot make the mask that the model makes itself",
+    "bidirectional_prefix": "cannot make the mask of a prefix that is read in both directions",
+    "position_bias": "would compile anew for every bias that the model makes for its length",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerCapabilities:
+    """What a compiler declares. What is not declared is not had.
+
+    `batch_invariant`: the bits of a token's logits do not depend on the other tokens of the step.
+    """
+
+    dtypes: frozenset[str] = frozenset(DTYPES)
+    devices: frozenset[str] = frozenset(DEVICES)
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        unknown(self.dtypes, DTYPES, "dtype")
+        unknown(self.devices, DEVICES, "device")
+        if not (self.dtypes and self.devices):
+            raise ValueError("a compiler needs at least one dtype and one device")
+
+
+class Compilation(ABC):
+    """A compiler bound to a model: compiles its step for one shape after another.
+
+    `graphs` counts what was compiled, `seconds` is the time that took, from the first call of a
+    shape to its first computation; `source` says by what. With `prefill`, steps that read prompts
+    are compiled as well; otherwise only those in which every sequence decodes.
+    """
+
+    prefill: bool = False
+    source: str | None = None
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def fill(self, count: int) -> int:
+        """To how many tokens or rows, at least `count`, a step is filled up."""
+        return count
+
+    @abstractmethod
+    def compile(self, step: ModelStep) -> ModelStep:
+        """A function that returns what `step` does, compiled for each shape when it first comes.
+
+        `step(input_ids, position_ids, keep)` takes two int64 `[rows, tokens]`, whose sizes are
+        values of `fill`, and the columns whose logits are wanted, int64 `[columns]`, None: all of
+        them; it returns logits `[rows, columns, vocab]`. It reads and writes keys and values
+        through a call of the attention that must be made exactly once a layer and in order.
+        Raises ExecutionError where it cannot be compiled; must never run it uncompiled.
+        """
+
+
+@dataclass(frozen=True)
+class Uncompiled:
+    """Steps run as the model's code has them."""
+
+
+class Compiler(Backend):
+    """How a step is executed. `bind` is called once per model, after its attention is plugged in.
+
+    `compiles` is False for the one that leaves steps as they are.
+    """
+
+    kind: ClassVar[str] = "compiler"
+    bound: ClassVar[tuple[type, ...]] = (Compilation, Uncompiled)
+    compiles: ClassVar[bool] = True
+    capabilities: ClassVar[CompilerCapabilities]
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        """Compare the job with `capabilities`; extend it for what those cannot express."""
+        del options
+        return self._lacks(requirements) if self.compiles else []
+
+    def _lacks(self, r: Requirements) -> list[str]:
+        can = self.capabilities
+        reasons = [
+            f"{problem} ({r.features[feature]})"
+            for feature, problem in _NOT_COMPILED.items()
+            if feature in r.features
+        ]
+        if "linear_attention" in r.layer_types:
+            reasons.append("cannot take the state of linear-attention layers out of the model")
+        if places := r.several_places:
+            reasons.append(f"compiles models on one device, and weights go to {places}")
+        if r.irregular:
+            reasons.append(f"needs one attention call for each cached layer; here {r.irregular}")
+        if r.experts_implementation:
+            reasons.append(f"needs experts in a grouped product, which {r.no_grouped_experts}")
+        if r.device is not None and r.device not in can.devices:
+            reasons.append(f"does not run on {r.device} (only {', '.join(sorted(can.devices))})")
+        if r.dtype not in can.dtypes:
+            reasons.append(f"does not run with dtype {r.dtype}")
+        if r.batch_invariant and not can.batch_invariant:
+            reasons.append("is not batch-invariant, which deterministic=True needs")
+        return reasons
+
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        del options
+        return replace(requirements, compiled=True) if self.compiles else requirements
+
+    @abstractmethod
+    def bind(self, context: BindContext) -> Compilation | Uncompiled:
+        """Return what compiles the steps of `context.model`. Compiles nothing yet."""
+
+    def flaws(self) -> list[str]:
+        found = super().flaws()
+        if not isinstance(getattr(self, "capabilities", None), CompilerCapabilities):
+            found.append("`capabilities` must be a CompilerCapabilities")
+        return found

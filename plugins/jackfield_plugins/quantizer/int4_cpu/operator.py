@@ -1,0 +1,48 @@
+"""The product as one operator of torch, which a compiler sees and does not look into."""
+
+from __future__ import annotations
+
+import torch
+
+from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized
+
+_SCHEMA = (
+    "int4_cpu_linear(Tensor hidden, Tensor qweight, Tensor scales, Tensor? bias, str kernel, "
+    "int in_features, int out_features, int group_size, int bits) -> Tensor"
+)
+
+
+def _run(
+    hidden: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    *sizes: int,
+) -> torch.Tensor:
+    from jackfield_plugins.quantizer.int4_cpu.kernels import product
+
+    inner, outer, group, bits = sizes
+    packed = Quantized(qweight, scales)
+    return product(kernel).linear(hidden.contiguous(), packed, bias, (inner, outer, group, bits))
+
+
+def _shape(
+    hidden: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    *sizes: int,
+) -> torch.Tensor:
+    """An output for tracing, which needs its shape only."""
+    return hidden.new_empty(*hidden.shape[:-1], sizes[1])
+
+
+_library = torch.library.Library("jackfield", "FRAGMENT")  # what it defines is gone with it
+_library.define(_SCHEMA)
+_library.impl("int4_cpu_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("jackfield::int4_cpu_linear", _shape, lib=_library)
+
+#: `product(kernel).linear` of what it is given; bfloat16 in and out.
+int4_cpu_linear = torch.ops.jackfield.int4_cpu_linear.default
