@@ -71,8 +71,6 @@ class Kernel(Backend):
             reasons.append("is called and counted one by one, and steps are compiled as a whole")
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
-        if r.compiled:
-            reasons.append("is called from Python, and steps are compiled; choose compile='none'")
         return reasons
 
     @abstractmethod
