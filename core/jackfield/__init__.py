@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jackfield import quieting
 from jackfield.hookspecs import hookimpl
-from jackfield.quieting import TORCHAO, quieted
 
 if TYPE_CHECKING:
     __version__: str
     from jackfield.bridge.cache import cache
+    from jackfield.bridge.generation import decoding
     from jackfield.bridge.install import install, uninstall
     from jackfield.bridge.quantization import quantization
     from jackfield.engine import Engine, load
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "Request",
     "cache",
+    "decoding",
     "estimate",
     "hookimpl",
     "install",
@@ -51,6 +53,7 @@ _HOMES = {
     "Plan": "jackfield.planning",
     "Request": "jackfield.requests",
     "cache": "jackfield.bridge.cache",
+    "decoding": "jackfield.bridge.generation",
     "estimate": "jackfield.estimating",
     "install": "jackfield.bridge.install",
     "load": "jackfield.engine",
@@ -67,7 +70,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
-    with quieted(*TORCHAO):  # transformers, which most of these import, imports torchao
+    with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

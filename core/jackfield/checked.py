@@ -7,11 +7,15 @@ from operator import le
 from typing import TYPE_CHECKING, NoReturn
 
 from jackfield.bridge.source import first_line
-from jackfield.contracts import Schedule, Strategy
+from jackfield.contracts import Decision, Schedule, Search, Strategy
 from jackfield.errors import PluginError
 
 if TYPE_CHECKING:
+    import torch
+
+    from jackfield.groups import Group
     from jackfield.sequences import Sequence
+    from jackfield.settings import Settings
 
 
 class CheckedSchedule(Schedule):
@@ -101,3 +105,49 @@ class CheckedStrategy(Strategy):
 
     def release(self, sequences: Seq[Sequence]) -> None:
         self._inner.release(sequences)
+
+
+class CheckedSearch(CheckedStrategy, Search):
+    """`inner`, called `name` in errors; its groups go on with what they have."""
+
+    def __init__(self, inner: Search, name: str, vocab_size: int) -> None:
+        super().__init__(inner, name, vocab_size)
+        self._search = inner
+
+    def width(self, settings: Settings) -> int:
+        found = self._search.width(settings)
+        if type(found) is not int or found < 1:
+            raise PluginError(f"{self}: width must return a whole number from 1 on; got {found!r}")
+        return found
+
+    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+        try:
+            found = self._search.decide(groups, scores)
+            wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
+            for group, decision in zip(groups, found, strict=False):
+                wrong = wrong or self._flaw(group, decision)
+        except Exception as error:
+            told = f"{type(error).__name__}: {first_line(error)}"
+            raise PluginError(f"{self}: decide raised {told}") from error
+        if wrong:
+            raise PluginError(f"{self}: decide must return one decision a group; got {wrong}")
+        return found
+
+    def _flaw(self, group: Group, decision: Decision) -> str:
+        """What is wrong with a decision, in words; empty: nothing."""
+        if len(decision.beams) > group.width:
+            return f"{len(decision.beams)} beams of a group of {group.width}"
+        for beam in decision.beams:
+            if not (0 <= beam.parent < len(group.beams) and self._is_token(beam.token)):
+                return f"{beam}, where there are {len(group.beams)} beams"
+        for hypothesis in decision.hypotheses:
+            if not (hypothesis.tokens and all(map(self._is_token, hypothesis.tokens))):
+                return f"a hypothesis of {hypothesis.tokens!r}"
+        return ""
+
+
+def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:
+    """`strategy` held to the contract that it has."""
+    if isinstance(strategy, Search):
+        return CheckedSearch(strategy, name, vocab_size)
+    return CheckedStrategy(strategy, name, vocab_size)

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from jackfield.contracts import Accepted, Strategy
+from jackfield.contracts import Accepted, Decision, Search, Strategy
 from jackfield.drafted import Drafted
+from jackfield.groups import Group
 from jackfield.report import Speculation, total
 from jackfield.sampling import Sampler
+from jackfield.searching import Searcher
 from jackfield.sequences import Feed, Sequence, Step
+from jackfield.settings import Settings
 from jackfield.structured import Structures
 
 logger = logging.getLogger("jackfield")
@@ -25,7 +28,8 @@ class Decoder:
     """Asks each sequence's strategy for drafts, and the sampler which of them are right.
 
     `strategies` are those that a request can choose by name; those in `drafting` propose. `calls`
-    counts the steps that each took part in, `totals` what its drafts did.
+    counts the steps that each took part in, `totals` what its drafts did. `decided` is what the
+    last `accept` says of groups, whose sequences gain nothing by themselves.
     """
 
     def __init__(
@@ -41,6 +45,9 @@ class Decoder:
         self._structures = structures
         self._allowed: Future[torch.Tensor] | None = None
         self._sampler = Sampler()
+        searches = {name: s for name, s in self.strategies.items() if isinstance(s, Search)}
+        self.searcher = Searcher(searches) if searches else None
+        self.decided: list[tuple[Group, Decision]] = []
 
     def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
         """Drafts for each sequence; none for one that reads its prompt or is left alone."""
@@ -67,11 +74,13 @@ class Decoder:
         """
         ready = [i for i, feed in enumerate(step.feeds) if feed.samples]
         gains = [Accepted() for _ in step.feeds]
+        allowed = None if self._allowed is None else self._allowed.result()
+        if self.searcher is not None:
+            ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
         if ready:
             feeds = [step.feeds[i] for i in ready]
             drafts = [feed.drafts for feed in feeds]
             rows = _rows(logits, ready, drafts)
-            allowed = None if self._allowed is None else self._allowed.result()
             sequences = [feed.sequence for feed in feeds]
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, gain in zip(ready, chosen, strict=True):
@@ -79,6 +88,24 @@ class Decoder:
                 self._learn(step.feeds[i], gain)
         self.calls.update({feed.sequence.settings.decoding for feed in step.feeds})
         return gains
+
+    def _search(
+        self,
+        searcher: Searcher,
+        step: Step,
+        logits: torch.Tensor,
+        ready: list[int],
+        allowed: torch.Tensor | None,
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """Let groups be decided; returns what is left for the sampler of `ready` and `allowed`."""
+        mine = [i for i in ready if step.feeds[i].sequence.group is not None]
+        self.decided = []
+        if not mine:
+            return ready, allowed
+        feeds = [step.feeds[i] for i in mine]
+        bits, others = _parted(allowed, [step.feeds[i] for i in ready])
+        self.decided = searcher.decide(feeds, logits[mine, -1], bits)
+        return [i for i in ready if step.feeds[i].sequence.group is None], others
 
     def _learn(self, feed: Feed, gain: Accepted) -> None:
         sequence = feed.sequence
@@ -94,12 +121,18 @@ class Decoder:
                 sequence.id, name, *judged, sequence.drafted.resting,
             )  # fmt: skip
 
+    def width(self, settings: Settings) -> int | None:
+        """How many beams a request has; None where its strategy does not search."""
+        strategy = self.strategies[settings.decoding]
+        return strategy.width(settings) if isinstance(strategy, Search) else None
+
     def speculation(self) -> Speculation | None:
         """What the drafts of all strategies did; None where none drafts."""
         return total([self.totals[name] for name in self.drafting])
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        for name in self.drafting:
+        searching = () if self.searcher is None else self.searcher.strategies
+        for name in (*self.drafting, *searching):
             self.strategies[name].release(sequences)
 
 
@@ -114,6 +147,23 @@ def _within(sequence: Sequence, gain: Accepted) -> Accepted:
     if end is None:
         return gain
     return replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end], ends=True)
+
+
+def _parted(
+    allowed: torch.Tensor | None, feeds: Seq[Feed]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The rows of `allowed` (those of feeds with a constraint) of groups, and of all others."""
+    if allowed is None:
+        return None, None
+    of_group = torch.tensor(
+        [
+            feed.sequence.group is not None
+            for feed in feeds
+            if feed.sequence.constraint is not None
+            for _ in range(1 + len(feed.drafts))
+        ]
+    )
+    return allowed[of_group], allowed[~of_group]
 
 
 def _room(sequence: Sequence) -> int:

@@ -7,6 +7,7 @@ new text is the difference of two decodings that share their beginning.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -31,6 +32,12 @@ class Detokenizer:
         self._text = ""  # complete characters, shown or held back
         self._shown = 0  # how much of `_text` was returned
         self.stopped = False
+
+    def copy(self) -> Detokenizer:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._ids = list(self._ids)
+        return other
 
     @property
     def text(self) -> str:

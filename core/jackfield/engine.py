@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,15 +19,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
 from jackfield.assistant import DraftModel
+from jackfield.beam_settings import check_width
 from jackfield.bound import BoundModel, plug_all, weights
 from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.weights import load_tokenizer
-from jackfield.checked import CheckedSchedule, CheckedStrategy
+from jackfield.checked import CheckedSchedule, checked
 from jackfield.deciding import understand
 from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
 from jackfield.errors import CacheFullError, SettingsError, UsageError
+from jackfield.groups import Group
 from jackfield.loop import Loop
 from jackfield.observer import Observer
 from jackfield.placement import DeviceMap
@@ -37,9 +40,9 @@ from jackfield.requests import Request
 from jackfield.selection import AUTO, Quantizable, Selectable
 from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
-from jackfield.settings import Limits, resolve
+from jackfield.settings import Limits, normalized, resolve
 from jackfield.statistics import Statistics
-from jackfield.strategies import Strategies, pick
+from jackfield.strategies import Strategies, elsewhere, pick
 from jackfield.structured import Structures
 from jackfield.texts import Text, bridge
 from jackfield.worker import Health, Worker
@@ -268,7 +271,7 @@ class Engine:
         for name, choice in self.plan.decodings.items():
             context = replace(self._bound.context("decoding", choice), assistant=assistant)
             strategy = choice.registered.bind(context)
-            bound[name] = CheckedStrategy(strategy, str(choice.registered), self._text.vocab_size)
+            bound[name] = checked(strategy, str(choice.registered), self._text.vocab_size)
             if choice.backend.capabilities.rollback:
                 drafting.add(name)
         return Decoder(bound, frozenset(drafting), self._structures)
@@ -383,24 +386,30 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         ids = self._text.encode(prompt)
-        decoding = pick(self.plan, asked.get("decoding"))
-        settings = resolve(self.model.generation_config, asked, len(ids), self._limits(decoding))
+        asked, defaults = normalized(asked), self.model.generation_config
+        decoding = pick(self.plan, asked, defaults.num_beams)
+        settings = resolve(defaults, asked, len(ids), self._limits(decoding))
         if "decoding" in asked and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
         ):
             raise SettingsError(f"decoding={decoding!r}: {reason}")
-        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens):
+        width = self._loop.decoding.width(settings)
+        copies = () if width is None else (width,)
+        if width is not None:
+            places = self._loop.bounds.max_batch_size
+            check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
+        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
         made: list[Running] = []
-        for sample in range(settings.num_return_sequences):
+        for sample in range(width or settings.num_return_sequences):
             detokenizer = None
             if self.tokenizer is not None and (streams or settings.stop_strings):
                 detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
-            leader = made[0] if made else None
+            leader = made[0] if made and width is None else None
             running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
             running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
             made.append(running)
-        return made
+        return made if width is None else Group(made, settings.num_return_sequences).answers
 
     def _limits(self, decoding: str) -> Limits:
         return Limits(
@@ -409,6 +418,7 @@ class Engine:
             honoured=self.plan.decodings[decoding].backend.capabilities.settings,
             decoding=decoding,
             has_tokenizer=self.tokenizer is not None,
+            elsewhere=partial(elsewhere, registry(), self.plan),
         )
 
     def explain(self) -> str:

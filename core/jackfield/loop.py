@@ -46,25 +46,27 @@ class Loop:
         self.recorder = Recorder()
 
     def submit(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
+        if sequence.deadline is not None:
+            self._timed[sequence.id] = sequence
+        if sequence is not sequence.together[0]:
+            return
         sequence.arrival = self.steps
         self.waiting[sequence.id] = sequence
         self._full = False
         self.recorder.tokens_in += sequence.prompt_length
-        if sequence.deadline is not None:
-            self._timed[sequence.id] = sequence
 
-    def cancel(self, sequence: Sequence, why: str | None = None) -> Event | None:
-        """End a sequence wherever it is; nothing is computed for it from now on."""
+    def cancel(self, sequence: Sequence, why: str | None = None) -> list[Event]:
+        """End a sequence wherever it is, and its group; nothing is computed for it from now on."""
         if sequence.finish_reason is not None:
-            return None
-        sequence.finish_reason, sequence.error, text = "cancelled", why, ""
-        try:
-            text = sequence.flush()
-        except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
-            sequence.undecodable(error)
-        self.waiting.pop(sequence.id, None)
-        self._retire([sequence])
-        return Event(sequence, [], text)
+            return []
+        group = sequence.group
+        gains = [(sequence, Accepted())] if group is None else group.so_far()
+        events = [_cancelled(one, gain, why) for one, gain in gains]
+        for one in sequence.together:
+            self.waiting.pop(one.id, None)
+        self._retire([one for one, _ in gains])
+        return events
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -90,7 +92,7 @@ class Loop:
         now = time.perf_counter()
         late = [s for s in self._timed.values() if s.deadline is not None and now > s.deadline]
         ended = (self.cancel(s, f"its deadline of {s.settings.deadline:g} s passed") for s in late)
-        return [event for event in ended if event is not None]
+        return [event for events in ended for event in events]
 
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
@@ -99,14 +101,29 @@ class Loop:
         if free < 1 or not self.waiting or closed:
             return
         ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
-        for sequence in self.schedule.order(ready, self.steps)[:free]:
-            if not self.cache.admit(sequence):
+        groups = {s.group for s in self.running if s.group is not None}
+        free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
+        for sequence in self.schedule.order(ready, self.steps):
+            free -= len(sequence.together)
+            if free < 0:
+                break
+            if not self._enters(sequence):
                 if not self.running:
                     raise PluginError("the cache admits nobody although nothing runs in it")
                 self._full = True
                 break
             del self.waiting[sequence.id]
-            self.running.append(sequence)
+
+    def _enters(self, sequence: Sequence) -> bool:
+        """Whether the cache takes in a sequence, and the other beams of its group with it."""
+        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        for at, beam in enumerate(beams):
+            if not self.cache.admit(beam):
+                for other in beams[:at]:
+                    self.cache.evict(other)
+                return False
+        self.running += beams
+        return True
 
     def _waits_for_its_leader(self, sequence: Sequence) -> bool:
         """Whether the prompt it shares is still being read by another, to be found in the cache."""
@@ -128,7 +145,7 @@ class Loop:
             if any(feed.drafts for feed in step.feeds):  # a guess is not worth an eviction
                 proposed = {s: [] for s in self.running}
                 continue
-            if len(self.running) == 1:
+            if len({s.group or s for s in self.running}) == 1:
                 raise CacheFullError(
                     f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
                     "tokens alone; make it larger"
@@ -146,10 +163,11 @@ class Loop:
             ]
             if not any(wanted):
                 raise PluginError(f"{self.schedule}: portions gives nobody all that is pending")
+        counts = self.cache.portions(self.running, wanted)
+        if self.decoding.searcher is not None:
+            counts = self._together(counts)
         feeds = []
-        for sequence, count in zip(
-            self.running, self.cache.portions(self.running, wanted), strict=True
-        ):
+        for sequence, count in zip(self.running, counts, strict=True):
             if count or not self.cache.joins:
                 feed = Feed(sequence, sequence.num_cached, count, drafts[sequence])
                 feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
@@ -162,12 +180,29 @@ class Loop:
             left = max(1, sequence.prompt_length - sequence.num_cached)
         return min(left, self.bounds.max_portion or left)
 
+    def _together(self, counts: list[int]) -> list[int]:
+        """A group is decided as a whole: who is ready before the others keeps its last token."""
+        rows = list(zip(self.running, counts, strict=True))
+        behind = {s.group for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
+        if not behind:
+            return counts
+        held = [
+            n - 1 if n and s.group in behind and s.num_cached + n == len(s.tokens) else n
+            for s, n in rows
+        ]
+        if not any(held):
+            raise PluginError(f"{self.schedule}: portions gives no request all of its beams")
+        return held
+
     def _evict(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.cache.evict(sequence)
-        self.waiting[sequence.id] = sequence
+        """Take a sequence out, and the other beams of its group with it; the first one waits."""
+        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        for beam in beams:
+            self.running.remove(beam)
+            self.cache.evict(beam)
+            beam.evictions += 1
+        self.waiting[beams[0].id] = beams[0]
         self.recorder.evictions += 1
-        sequence.evictions += 1
 
     def _emit(self, step: Step, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
@@ -180,18 +215,44 @@ class Loop:
             events.append(_told(sequence, gain))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
+        if self.decoding.decided:
+            found = self._branch()
+            events += found
+            finished += [event.sequence for event in found]
         self._retire(finished)
         self.recorder.count(step, events)
         return events
 
+    def _branch(self) -> list[Event]:
+        """Go on with the beams that were decided on; returns what groups say that have ended."""
+        copies: list[tuple[Sequence, Sequence]] = []
+        dropped: list[Sequence] = []
+        events = []
+        for group, decision in self.decoding.decided:
+            if decision.beams and decision.error is None:
+                group.hypotheses = decision.hypotheses
+                parting, left = group.grow(decision.beams)
+                copies += parting
+                dropped += left
+            else:
+                events += [_ended(s, gain) for s, gain in group.told(decision)]
+        if copies or dropped:
+            self.cache.fork(copies, dropped)
+            gone = {sequence.id for sequence in dropped}
+            self.running = [s for s in self.running if s.id not in gone]
+            self.running += [into for _, into in copies]
+        return events
+
     def _retire(self, finished: Seq[Sequence]) -> None:
         if finished:
-            self.running = [s for s in self.running if s.finish_reason is None]
+            gone = {one.id for sequence in finished for one in sequence.together}
+            self.running = [s for s in self.running if s.id not in gone]
             self._full = False
             self.recorder.ended(finished)
             self._release(finished)
 
-    def _release(self, sequences: Seq[Sequence]) -> None:
+    def _release(self, ended: Seq[Sequence]) -> None:
+        sequences = [one for sequence in ended for one in sequence.together]
         for sequence in sequences:
             self._timed.pop(sequence.id, None)
         self.cache.release(sequences)
@@ -214,3 +275,23 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
     except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
         return Event(sequence, sequence.tokens[before:], "")
+
+
+def _ended(sequence: Sequence, gain: Accepted) -> Event:
+    """What a search says with one of its sequences."""
+    if gain.error is not None:
+        sequence.error, sequence.finish_reason = gain.error, "error"
+    return _told(sequence, gain)
+
+
+def _cancelled(sequence: Sequence, gain: Accepted, why: str | None) -> Event:
+    """End a sequence with what it has, and with what it still gains."""
+    event = _told(sequence, gain)
+    if sequence.finish_reason == "error":
+        return event
+    sequence.finish_reason, sequence.error, text = "cancelled", why, event.text
+    try:
+        text += sequence.flush()
+    except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+        sequence.undecodable(error)
+    return Event(sequence, event.tokens, text)

@@ -101,6 +101,7 @@ class Observer:
             report=self._report_of(sequence),
             logprobs=sequence.logprobs,
             error=sequence.error,
+            score=sequence.score,
         )
 
     def _report_of(self, sequence: Sequence) -> Report:
@@ -108,6 +109,8 @@ class Observer:
         found = self.report().since(sequence.report_before)
         name = sequence.settings.decoding
         own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
+        if sequence.group is not None:
+            own = replace(own, beams=sequence.group.width)
         return found.of_request(own, total([sequence.drafted]) or Speculation())
 
     def _text_of(self, sequence: Sequence) -> str | None:

@@ -65,7 +65,8 @@ class PaddedKVCache(KVCache):
         self._size = size
         return True
 
-    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
+        del copies  # are rows of their own
         needed = prompt_length + max_new_tokens - 1
         if self._max_cache_len is None or needed <= self._max_cache_len:
             return None
@@ -178,6 +179,23 @@ class PaddedKVCache(KVCache):
             self._columns -= gone
             self._mask = None if self._mask is None else self._mask[:, : self._columns]
 
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        gone = {id(sequence) for sequence in dropped}
+        at = {id(row): i for i, row in enumerate(self._rows) if row is not None}
+        stay = [i for i, row in enumerate(self._rows) if id(row) not in gone]
+        self._rows = [self._rows[i] for i in stay] + [into for _, into in copies]
+        for source, into in copies:
+            into.num_cached = source.num_cached
+        self._take_rows([*stay, *(at[id(source)] for source, _ in copies)])
+
+    def _take_rows(self, rows: list[int]) -> None:
+        """The rows become those with these numbers; a row may be taken several times."""
+        assert self._past is not None
+        index = torch.tensor(rows, device=self._device)
+        # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
+        self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
+        self._mask = None if self._mask is None else self._mask.index_select(0, index)
+
     def release(self, sequences: Seq[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}
         self._joining = [sequence for sequence in self._joining if id(sequence) not in gone]
@@ -190,10 +208,7 @@ class PaddedKVCache(KVCache):
             self._rows = [row if i in stay else None for i, row in enumerate(self._rows)]
         elif len(stay) < len(self._rows):
             self._rows = [self._rows[i] for i in stay]
-            index = torch.tensor(stay, device=self._device)
-            # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
-            self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
-            self._mask = None if self._mask is None else self._mask.index_select(0, index)
+            self._take_rows(stay)
 
 
 def _columns(sequences: Seq[Sequence]) -> int:

@@ -48,7 +48,7 @@ class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
     `source` is whose kernel it ran on, for a backend that has a choice. `compiled` is what a
-    compiler has made.
+    compiler has made. `beams` is how many a search had for the one request that is reported.
     """
 
     kind: str
@@ -60,6 +60,7 @@ class Observation:
     decode: Mapping[int, int]
     source: str | None = None
     compiled: Compiled | None = None
+    beams: int | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
@@ -82,6 +83,8 @@ class Observation:
         }
         if self.source is not None:
             row["source"] = self.source
+        if self.beams is not None:
+            row["beams"] = self.beams
         if self.prefill or self.decode:
             row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
         if self.compiled is not None:
@@ -92,6 +95,7 @@ class Observation:
     def who(self) -> str:
         """Which backend, of which distribution and version, on whose kernel."""
         source = f", on {self.source}" if self.source else ""
+        source += f", {self.beams} beams" if self.beams else ""
         return f"{self.kind} {self.name} ({self.distribution} {self.version}{source})"
 
     @property

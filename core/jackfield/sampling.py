@@ -205,12 +205,12 @@ class Batch:
 
     def confine(self, allowed: torch.Tensor | None) -> None:
         """The tokens that the rows of sequences with a constraint are left with."""
-        self._forbidden: torch.Tensor | None = None
+        self.forbidden: torch.Tensor | None = None
         if allowed is not None:
             rows = [r for r, (i, _) in enumerate(self.rows) if self.sequences[i].constraint]
             shape = (len(self.rows), self.vocab_size)
-            self._forbidden = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self._forbidden[rows] = ~unpacked(allowed.to(self.device), self.vocab_size)
+            self.forbidden = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.forbidden[rows] = ~unpacked(allowed.to(self.device), self.vocab_size)
 
     def _by_row(self, of_sequences: torch.Tensor) -> torch.Tensor:
         return of_sequences if self._owner is None else of_sequences.index_select(0, self._owner)
@@ -263,8 +263,8 @@ class Batch:
         return self._chosen(self.processed(logits), slice(None))
 
     def _chosen(self, scores: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._forbidden is not None:
-            scores = scores.masked_fill(self._forbidden[rows], NEVER)
+        if self.forbidden is not None:
+            scores = scores.masked_fill(self.forbidden[rows], NEVER)
         best, tokens = scores.max(-1)
         if self.samples and self.do_sample is not None:
             drawn = self._draw(self.warped(scores, rows), rows)

@@ -159,7 +159,9 @@ def _convert(text: str, hint: Any, what: str) -> Any:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         for choice in choices:
-            if text == str(choice):
+            if text == str(choice) or (
+                isinstance(choice, bool) and text.lower() == str(choice).lower()
+            ):
                 return choice
         raise OptionError(f"{what} must be one of {', '.join(map(str, choices))}, not {text!r}")
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

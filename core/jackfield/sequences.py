@@ -16,6 +16,7 @@ from jackfield.drafted import Drafted
 if TYPE_CHECKING:
     from jackfield.contracts import Accepted
     from jackfield.detokenize import Detokenizer
+    from jackfield.groups import Group
     from jackfield.report import Report
     from jackfield.settings import Settings
     from jackfield.structured import Constraint
@@ -41,14 +42,16 @@ class Sequence:
     `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
     `constraint` says what may follow them, where the text is to have a structure. `sample` tells
     apart the sequences that continue one prompt; all but the first have it as their `leader`.
+    `group` holds the sequences of a request that is searched, and `score` what the search found
+    of this one.
     `arrival` is the loop's step before which the sequence came. Times are in seconds of
     `time.perf_counter`.
     """
 
     __slots__ = (
         "arrival", "constraint", "detokenizer", "drafted", "error", "evictions", "finish_reason",
-        "first_token_at", "id", "leader", "logprobs", "num_cached", "prompt_length",
-        "report_before", "sample", "settings", "started", "tokens",
+        "first_token_at", "group", "id", "leader", "logprobs", "num_cached", "prompt_length",
+        "report_before", "sample", "score", "settings", "started", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +66,8 @@ class Sequence:
         self.id = number
         self.leader = leader
         self.sample = sample
+        self.group: Group | None = None
+        self.score: float | None = None
         self.arrival = 0
         self.evictions = 0
         self.drafted = Drafted()
@@ -84,6 +89,11 @@ class Sequence:
         """When the request must have ended; None: whenever."""
         wanted = self.settings.deadline
         return None if wanted is None else self.started + wanted
+
+    @property
+    def together(self) -> Seq[Sequence]:
+        """Itself, or all of the group that it ends with."""
+        return (self,) if self.group is None else self.group.members
 
     @property
     def num_new(self) -> int:
@@ -195,7 +205,8 @@ class Completion:
     """The outcome of one request. `token_ids` are the new tokens only, a final EOS included.
 
     `text` leaves out special tokens, and ends before a stop string; None where the model has no
-    tokenizer. `error` says why, when `finish_reason` is "error".
+    tokenizer. `error` says why, when `finish_reason` is "error". `score` is what a search ranked it
+    by (transformers' `sequences_scores`); None where nothing was searched.
     """
 
     text: str | None
@@ -205,6 +216,7 @@ class Completion:
     report: Report
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
+    score: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -225,6 +237,8 @@ class Completion:
             ]
         if self.error is not None:
             data["error"] = self.error
+        if self.score is not None:
+            data["score"] = self.score
         return data
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from jackfield import structured
+from jackfield import beam_settings, structured
+from jackfield.beam_settings import BeamSettings
 from jackfield.draft_settings import DraftSettings, read
 from jackfield.errors import PromptError, SettingsError
 from jackfield.selection import nearest
@@ -40,7 +41,7 @@ class Settings:
     functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties.
     A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
     equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
-    `drafts` is what it is asked for. `structure` says what the text must look like.
+    `drafts` and `beams` are what it is asked for. `structure` says what the text must look like.
     """
 
     max_new_tokens: int
@@ -65,18 +66,23 @@ class Settings:
     cache_salt: str = ""
     decoding: str = ""
     drafts: DraftSettings = field(default_factory=DraftSettings)
+    beams: BeamSettings = field(default_factory=BeamSettings)
     structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What settings are checked against: the model's vocabulary and context, and the strategy."""
+    """What settings are checked against: the model's vocabulary and context, and the strategy.
+
+    `elsewhere` says for a setting that the strategy does not honour which one does ("": none).
+    """
 
     vocab_size: int
     context_length: int | None
     honoured: frozenset[str]
     decoding: str
     has_tokenizer: bool
+    elsewhere: Callable[[str], str] = lambda _: ""
 
 
 def resolve(
@@ -87,8 +93,10 @@ def resolve(
     Raises SettingsError for a field that is unknown, invalid or not honoured, PromptError where
     the prompt and the new tokens do not fit into the context.
     """
-    asked = _normalize(asked)
+    asked = normalized(asked)
     model = {k: v for k, v in _fields(defaults).items() if k not in CODE}
+    if "do_sample" not in limits.honoured:  # whose own refusal is enough
+        model = {k: v for k, v in model.items() if k not in _SAMPLING}
     _refuse_unhonoured(asked, limits, "")
     _refuse_unhonoured({k: v for k, v in model.items() if k not in asked}, limits,
                        ", which the model's generation_config.json sets")  # fmt: skip
@@ -125,12 +133,15 @@ def resolve(
         cache_salt=_salt(given.get("cache_salt", "")),
         decoding=limits.decoding,
         drafts=read(given, limits.honoured, number),
+        beams=beam_settings.read(given, limits.honoured, number),
         structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
     )
-    if settings.num_return_sequences > 1 and not do_sample:
+    beam_settings.check_penalty(settings.beams, settings.max_new_tokens)
+    searched = "num_beams" in limits.honoured
+    if settings.num_return_sequences > 1 and not (do_sample or searched):
         raise SettingsError(
             f"num_return_sequences={settings.num_return_sequences} without sampling would be the "
-            "same text again and again; set do_sample=True or temperature"
+            "same text again and again; set do_sample=True or temperature, or num_beams"
         )
     if settings.min_new_tokens > settings.max_new_tokens:
         raise SettingsError(
@@ -140,7 +151,7 @@ def resolve(
     return settings
 
 
-def _normalize(asked: Mapping[str, Any]) -> dict[str, Any]:
+def normalized(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `generation_config=` and `stop=` into plain fields; None means "not asked"."""
     fields = {key: value for key, value in asked.items() if value is not None}
     if (config := fields.pop("generation_config", None)) is not None:
@@ -177,7 +188,8 @@ def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -
         hint = f"; override it with {key}={INERT[key][0]}" if origin and key in INERT else ""
         raise SettingsError(
             f"the decoding {limits.decoding!r} does not honour {key}={value!r}{origin}; it is "
-            f"never ignored{hint or ', so drop it or choose a decoding that does'}"
+            f"never ignored{hint or ', so drop it'} or choose a decoding that does"
+            f"{limits.elsewhere(key)}"
         )
 
 

@@ -88,11 +88,20 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
             return
 
 
-def pick(plan: Plan, asked: object) -> str:
-    """The name of the decoding that a request asks for; None: the default. Raises SettingsError."""
-    names = list(plan.decodings)
+def pick(plan: Plan, settings: Mapping[str, object], num_beams: int | None = None) -> str:
+    """The name of the decoding that a request asks for, or the default. Raises SettingsError.
+
+    One that names none and asks for beams, or whose model does (`num_beams`), gets the first that
+    has them, and one for a single beam the first that has not; where there is none of the kind,
+    the default says so.
+    """
+    names, asked = list(plan.decodings), settings.get("decoding")
     if asked is None:
-        return names[0]
+        several = settings.get("num_beams", num_beams or 1) != 1
+        if not (several or "num_beams" in settings):
+            return names[0]
+        fitting = (name for name in names if ("num_beams" in _honoured(plan, name)) == several)
+        return next(fitting, names[0])
     if not isinstance(asked, str) or asked not in plan.decodings:
         near = nearest(asked, names) if isinstance(asked, str) else ""
         raise SettingsError(
@@ -100,3 +109,22 @@ def pick(plan: Plan, asked: object) -> str:
             "; offer it with jackfield.load(decoding={'name': 'plugin:…'})"
         )
     return asked
+
+
+def _honoured(plan: Plan, name: str) -> frozenset[str]:
+    found: frozenset[str] = plan.decodings[name].backend.capabilities.settings
+    return found
+
+
+def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
+    """Which decoding honours a setting, and how to have it; "": none that is known."""
+    here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
+    if here:
+        return f": decoding={' or '.join(here)}"
+    for registered in registry.of_kind("decoding"):
+        if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
+            offers = ", ".join(
+                f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
+            )
+            return f": jackfield.load(decoding={{{offers}}}) offers one"
+    return ""

@@ -84,6 +84,10 @@ class Constraint:
         self.matcher = matcher
         self.forbidden = forbidden  # ends that the grammar knows and the request does not
 
+    def copy(self) -> Constraint:
+        """One that goes on from here by itself."""
+        return Constraint(self.matcher.deep_copy(), self.forbidden)
+
     def advance(self, tokens: Seq[int]) -> int | None:
         """The sequence grows by `tokens`; None, or how many of them there are before its end."""
         for count, token in enumerate(tokens, 1):

@@ -121,8 +121,7 @@ class Worker:
     def _cancel(self, number: int) -> None:
         if number in self._open:
             sequence, _ = self._open[number]
-            if (event := self._loop.cancel(sequence)) is not None:
-                self._deliver([event])
+            self._deliver(self._loop.cancel(sequence))
 
     def while_idle(self, act: Callable[[], None]) -> None:
         """Do what no request may see happen. Raises UsageError while one is open."""

@@ -73,7 +73,14 @@ def test_an_attention_that_derives_from_a_models_own() -> None:
         assert engine.generate(prompt, max_new_tokens=5)[0].token_ids == expected
 
 
-@pytest.mark.parametrize("device", ["bogus", None, {"": "cpu"}])
-def test_a_device_that_is_none_is_refused(device: object) -> None:
-    with pytest.raises(UsageError, match="is not a device"):
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("bogus", "is not a device"),
+        (None, "a device or a dict of module"),
+        ({"": "cpu"}, "a live model is used where it is"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(device: object, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         jackfield.plan(build("llama"), device_map=device)  # type: ignore[arg-type]

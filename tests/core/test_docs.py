@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.contracts import FEATURES, Backend, KVCache, Strategy, TransformersCache
+from jackfield.contracts import FEATURES, Backend, KVCache, Search, Strategy, TransformersCache
 from jackfield.demo import MODEL_PATH
 from jackfield.hookspecs import HOOKS
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
     [
         "README.md",
         "docs/batching.md",
+        "docs/beam.md",
         "docs/caches.md",
         "docs/decoding.md",
         "docs/kernels.md",
@@ -48,7 +49,7 @@ def test_every_hook_and_contract_is_documented() -> None:
     text = (ROOT / "docs/hooks.md").read_text()
     members = {n for n, m in vars(Backend).items() if inspect.isfunction(m) and n[0] != "_"}
     members |= {"name", "options", "auto_rank", "bind"}
-    contracts = (KVCache, TransformersCache, Strategy)
+    contracts = (KVCache, TransformersCache, Strategy, Search)
     methods = members.union(*(c.__abstractmethods__ for c in contracts), {"refuse", "portions"})
     wanted = {f"`{name}" for name in methods | set(FEATURES)} | {f"## {h}" for h in HOOKS.values()}
     assert {name for name in wanted if name not in text} == set()

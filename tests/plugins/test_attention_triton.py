@@ -233,10 +233,10 @@ def test_what_only_the_interpreter_can_do_is_refused_natively(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     backend = TritonAttention()
     job = jackfield.plan(config_of("llama"), attn_implementation="eager").requirements
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     job = replace(job, layout="packed", dtype="float64", head_sizes=(8, 576))
     assert backend.refuse(replace(job, device="cpu"), None) == [
         "has no tiles for head size 576 (at most 512)",

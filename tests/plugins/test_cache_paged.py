@@ -107,7 +107,7 @@ def test_a_fork_shares_pages_until_one_writes() -> None:
     store, a, b = cache(), sequence(1, 6), sequence(2, 8)
     store.commit(feed(store, (a, 6)), [6])
     free = store.groups[None].allocator.num_free
-    store.fork(a, b)
+    store.fork([(a, b)], [])
     assert (b.num_cached, store.groups[None].allocator.num_free) == (6, free)
     a.tokens.append(6)
     step = feed(store, (a, 1), (b, 2))
@@ -486,3 +486,22 @@ def test_windows_let_in_who_fits_beside_what_they_hold() -> None:
         for _ in range(12):
             loop.step()
         assert len(loop.running) >= 6  # of three or four pages each, and 32 there are
+
+
+def test_of_those_that_share_a_page_the_last_keeps_it() -> None:
+    """What `fits` counts is what is taken: two copies of a page that three write to."""
+    store, a = cache(), sequence(1, 6)
+    others = [sequence(2, 7), sequence(3, 7)]
+    store.commit(feed(store, (a, 6)), [6])
+    store.fork([(a, other) for other in others], [])
+    a.tokens.append(6)
+    group = store.groups[None]
+    step = Step([Feed(s, 6, 1) for s in (a, *others)])
+    free = group.allocator.num_free
+    assert sum(group.missing(s.id, 6, 7) for s in (a, *others)) == 3
+    assert group.missing_of(step.feeds) == 2
+    store.num_tokens = 1  # a pool that does not grow, with two pages left
+    group.allocator._num_taken += free - 2
+    assert store.fits(step)
+    group.allocator._num_taken += 1
+    assert not store.fits(step)

@@ -115,12 +115,14 @@ def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) ->
     [
         *["int8", "nf4", "fp4", "nested", "ao_int8", "ao_dynamic"],
         pytest.param("ao_int4", marks=needs_torchao),
+        "int4-cpu",
     ],
 )
 def test_answers_are_within_two_points_of_full_precision(key: str) -> None:
-    pytest.importorskip("torchao" if key.startswith("ao") else "bitsandbytes")
-    dtype = "bfloat16" if key == "ao_int4" else "float32"  # in float32 its kernel is slow
-    with jackfield.load("demo", quantization=SELECTIONS[key], dtype=dtype) as engine:
+    if key != "int4-cpu":
+        pytest.importorskip("torchao" if key.startswith("ao") else "bitsandbytes")
+    dtype = "bfloat16" if "int4" in key else "float32"  # in float32 torchao's kernel is slow
+    with jackfield.load("demo", quantization=SELECTIONS.get(key, key), dtype=dtype) as engine:
         assert evaluate(engine, count=20).accuracy >= full_precision() - 0.02
 
 
@@ -136,10 +138,10 @@ ATTENTIONS = ("eager", "sdpa", "cpu_decode")
 CACHES = ("dynamic", "static", "paged")
 
 
-@every(marked(["int8", "nf4", "fp4", "ao_int8", "ao_dynamic", "ao_int4"]))
+@every([*marked(["int8", "nf4", "fp4", "ao_int8", "ao_dynamic", "ao_int4"]), "int4-cpu"])
 def test_every_attention_and_cache_says_what_transformers_says(selection: str) -> None:
     """Ragged, and more requests than run together, so that they join while others run."""
-    dtype = "bfloat16" if selection == INT4 else "float32"
+    dtype = "bfloat16" if selection in (INT4, "int4-cpu") else "float32"
     expected = oracle(selection, dtype)
     ran = 0
     for attention in ATTENTIONS:

@@ -27,6 +27,8 @@ _originals: dict[str, Callable[..., Any]] = {}
 _ports: dict[str, AttentionPort] = {}
 #: key -> what it was registered for: the same selection for the same model needs no other.
 _uses: dict[str, tuple[Any, ...]] = {}
+#: key -> the selection that the caller gave
+_names: dict[str, str] = {}
 
 
 def install() -> None:
@@ -125,10 +127,23 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
         # Its classes may be chosen by transformers' own names while it is made.
         port.remove()
         return "eager"
-    _ports[port.key], _uses[port.key] = port, used
+    _ports[port.key], _uses[port.key], _names[port.key] = port, used, name
     # A key is written in a config and lives as long; must not refer to the config.
     weakref.finalize(model.config, _drop, port.key).atexit = False
     return port.key
+
+
+def selected(model: PreTrainedModel) -> str:
+    """The attention that a model of plain transformers code runs, as a selection of ours."""
+    key = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    if key in _names:
+        return _names[key]
+    if not any(registered.name == key for registered in registry().of_kind("attention")):
+        raise UsageError(
+            f"the model runs attention {key!r}, which no plugin offers; call "
+            "model.set_attn_implementation('sdpa') first, or give attn_implementation"
+        )
+    return key
 
 
 def _check_part(model: PreTrainedModel, name: str) -> None:
@@ -149,5 +164,6 @@ def _check_part(model: PreTrainedModel, name: str) -> None:
 
 def _drop(key: str) -> None:
     _uses.pop(key, None)
+    _names.pop(key, None)
     if (port := _ports.pop(key, None)) is not None:
         port.remove()

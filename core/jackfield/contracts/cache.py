@@ -28,6 +28,7 @@ class CacheCapabilities:
     `static_shapes`: buffers keep their address and shape from step to step. `compiles`: keys and
     values may be given to it by a compiled step, outside of the model's code: in the packed layout
     through `write`, in the padded one through the `update` of the `past_key_values` it prepared.
+    `forks`: a sequence can go on as a copy of another (`KVCache.fork`).
     """
 
     layout: str
@@ -36,6 +37,7 @@ class CacheCapabilities:
     rollback: frozenset[str] = frozenset()
     static_shapes: bool = False
     compiles: bool = False
+    forks: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
@@ -65,6 +67,8 @@ class CacheCapabilities:
             reasons.append("keeps less than the attention reads, which a compiled step cannot")
         if requirements.rollback and (reason := self._stuck(requirements)):
             reasons.append(f"{reason}, which the decoding strategy needs")
+        if requirements.forks and not self.forks:
+            reasons.append("cannot copy a sequence (forks), which the decoding strategy needs")
         return reasons
 
     def _stuck(self, requirements: Requirements) -> str | None:
@@ -165,13 +169,24 @@ class KVCache(ABC):
         del tokens
         self.evict(sequence)
 
-    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        """Forget `dropped`; then the second of each pair begins with what is cached of the first.
+
+        Sets `num_cached` of those. A sequence may be dropped and be the second of a pair, which
+        none is that goes on. In a cache that does not `joins`, rows that stay keep their order,
+        and the new ones come behind them in the order of `copies`. Called after `commit`, where
+        the backend declares `forks`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not fork")
+
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
         """Why a request of this size can never be held, and which option would; None: it can be.
 
         Asked when a request is made, before anything is computed. The last new token is not fed,
-        so `prompt_length + max_new_tokens - 1` tokens are cached.
+        so `prompt_length + max_new_tokens - 1` tokens are cached, of each of its `copies` (more
+        than 1 only where the backend declares `forks`).
         """
-        del prompt_length, max_new_tokens
+        del prompt_length, max_new_tokens, copies
         return None
 
     def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:

@@ -11,7 +11,11 @@ from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
 
 if TYPE_CHECKING:
+    import torch
+
+    from jackfield.groups import Group
     from jackfield.sequences import Sequence, TokenLogprob
+    from jackfield.settings import Settings
 
 #: The generation settings that the sampler honours, which chooses the tokens of every strategy.
 SAMPLER_SETTINGS = frozenset(
@@ -30,12 +34,14 @@ class DecodingCapabilities:
     `settings` are the names of the generation settings that it honours, beyond those that the
     loop itself honours (lengths, stops); any other setting in a request is refused by name.
     `rollback`: it proposes drafts, tokens that may be taken back; without it nobody asks it to.
-    `assistant`: it needs a draft model.
+    `assistant`: it needs a draft model. `forks`: it is a `Search`, which goes on with copies of a
+    sequence.
     """
 
     settings: frozenset[str] = field(default_factory=frozenset)
     rollback: bool = False
     assistant: bool = False
+    forks: bool = False
 
     def __post_init__(self) -> None:
         names(self.settings, "setting")
@@ -106,6 +112,66 @@ class Strategy(ABC):
         """Forget what is kept for these sequences; unknown ones are ignored."""
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A text goes on: with what beam number `parent` of its group has, then `token`.
+
+    `score` is what the next scores of this beam are added to.
+    """
+
+    parent: int
+    token: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A text that is complete: its new tokens, and the score by which it is ranked."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a group does next: it goes on with `beams`; where there are none, it has ended.
+
+    `beams` stand best first, at most as many as the group has members, and may have parents in
+    common. `hypotheses` are all that are worth keeping, best first. `error` ends the request.
+    """
+
+    beams: Seq[Continuation] = ()
+    hypotheses: Seq[Hypothesis] = ()
+    error: str | None = None
+
+
+class Search(Strategy):
+    """A bound strategy that goes on with several texts of one request at once: its beams.
+
+    A request begins as one beam that reads the prompt. Each step feeds every beam of a group its
+    last token; then `decide` says which continuations the group goes on with. The loop copies
+    what is cached for those that have a parent in common, and drops what nobody goes on with.
+    """
+
+    @abstractmethod
+    def width(self, settings: Settings) -> int:
+        """How many beams a request has at most (>= 1); its group has as many members."""
+
+    @abstractmethod
+    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+        """One decision a group. Nothing of a group may be changed.
+
+        `scores[i]` is float32 `[beams, vocab]`, which may be modified: for each beam of group i,
+        the log-probabilities of what may follow, after the request's own bias, penalties and
+        processors (-inf: forbidden), plus the score of the beam itself. Called in the loop's
+        thread, once a step at most; one device-to-host copy is what it should cost.
+        """
+
+    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+        del most
+        return [[] for _ in sequences]
+
+
 class Decoding(Backend):
     """Which tokens come next. `bind` is called once per model."""
 
@@ -114,16 +180,28 @@ class Decoding(Backend):
     capabilities: ClassVar[DecodingCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Drafts go against bits that do not depend on the batch: they are fed as space allows."""
+        """Drafts go against bits that do not depend on the batch: they are fed as space allows.
+
+        So do beams, which are fed in other pieces once they were evicted.
+        """
         del options
-        if self.capabilities.rollback and requirements.batch_invariant:
-            why = "feeds drafts where there is room for them, so bits depend on what else runs"
-            return [f"{why} (deterministic=True)"]
-        return []
+        if not requirements.batch_invariant:
+            return []
+        found = []
+        if self.capabilities.rollback:
+            found.append("feeds drafts where there is room for them")
+        if self.capabilities.forks:
+            found.append("feeds beams in other pieces after an eviction")
+        return [f"{why}, so bits depend on what else runs (deterministic=True)" for why in found]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         del options
-        return replace(requirements, rollback=requirements.rollback or self.capabilities.rollback)
+        own = self.capabilities
+        return replace(
+            requirements,
+            rollback=requirements.rollback or own.rollback,
+            forks=requirements.forks or own.forks,
+        )
 
     @abstractmethod
     def bind(self, context: BindContext) -> Strategy:

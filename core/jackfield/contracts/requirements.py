@@ -73,6 +73,7 @@ class Requirements:
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
     `compiled`: steps are compiled, around the attention and what the cache does.
+    `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `execution_devices` are the devices that layers compute on, the one where a step begins first;
     empty where that is one, `device`. `offloaded` are places that only hold weights (the CPU beside
@@ -111,6 +112,7 @@ class Requirements:
     merge_adapter: bool = False
     layout: str = "padded"
     rollback: bool = False
+    forks: bool = False
     batch_invariant: bool = False
     compiled: bool = False
 

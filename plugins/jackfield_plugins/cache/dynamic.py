@@ -34,6 +34,7 @@ class DynamicCache(TransformersCache):
         ),
         rollback=frozenset({"full_attention"}),
         compiles=True,
+        forks=True,
     )
     offloading = False
 

@@ -235,6 +235,8 @@ class _Shapes:
         if needs is None or told is None:
             return []
         bits, group_size = told
+        if not any(name.endswith(".qweight") for name in shapes):
+            return ["its config says that gptq quantized it, and it has no qweight"]
         for weight in filter(_converts, needs.weights):
             path = weight.name.removesuffix(".weight")
             for own, expected in _shapes(weight, told).items():

@@ -65,6 +65,7 @@ class PagedCache(Cache):
         layer_types=frozenset({"full_attention", "sliding_attention"}),
         rollback=frozenset({"full_attention", "sliding_attention"}),
         compiles=True,
+        forks=True,
     )
 
     def rank(self, requirements: Requirements) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from jackfield_plugins.cache.paged.pages import PageAllocator
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Seq
+
+    from jackfield.sequences import Feed
 
 
 @dataclass
@@ -87,6 +90,22 @@ class LayerGroup:
         kept = table.pages[(start - table.first) // self.page_size :]
         shared = sum(map(self.allocator.is_shared, kept))
         return shared + max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
+
+    def missing_of(self, feeds: Seq[Feed]) -> int:
+        """How many pages `reserve` will take for all of `feeds` together.
+
+        Less than the sum where some that share a page write to it: each takes a copy, but the last
+        one keeps it if nobody else holds it then.
+        """
+        count = 0
+        writers: Counter[int] = Counter()
+        for feed in feeds:
+            table = self.tables.get(feed.sequence.id, _EMPTY)
+            end = feed.start + feed.count + len(feed.drafts)
+            count += max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
+            writers.update(table.pages[(feed.start - table.first) // self.page_size :])
+        holders = self.allocator.holders
+        return count + sum(min(n, holders(page) - 1) for page, n in writers.items())
 
     def largest(self, sequence: int, cached: int) -> int:
         """How many tokens can follow `cached` ones in one step, with the whole pool to itself."""

@@ -86,6 +86,9 @@ class PageAllocator:
     def is_shared(self, page: int) -> bool:
         return self._holders[page] > 1
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def is_kept(self, page: int) -> bool:
         return page in self._kept
 

@@ -35,5 +35,10 @@ class PrefixKeys:
             chain.append(blake2b(data, digest_size=_SIZE).digest())
         return chain[1:]
 
+    def fork(self, source: Sequence, into: Sequence) -> None:
+        """`into` begins with the tokens of `source`."""
+        if source.id in self._chains:
+            self._chains[into.id] = list(self._chains[source.id])
+
     def drop(self, sequence: Sequence) -> None:
         self._chains.pop(sequence.id, None)

@@ -102,7 +102,7 @@ class PagedKVCache(PackedKVCache):
 
         Each of the others keeps a page to grow into, so that nobody enters to be evicted at once.
         """
-        if self.num_tokens is None or not self._running:
+        if self.num_tokens is None or self._alone(sequence):
             return True
         tokens = len(sequence.tokens)
         for group, pages in zip(self.groups.values(), shared, strict=True):
@@ -113,6 +113,10 @@ class PagedKVCache(PackedKVCache):
                 return False
         return True
 
+    def _alone(self, sequence: Sequence) -> bool:
+        """Whether nobody runs but its own group, which was found to fit when it came."""
+        return all(other in sequence.together for other in self._running.values())
+
     def _owed(self, group: LayerGroup, sequence: Sequence) -> int:
         """The pages that a running sequence still needs for what it has, and one to grow into."""
         tokens = len(sequence.tokens)
@@ -122,9 +126,10 @@ class PagedKVCache(PackedKVCache):
 
     def _swap_in(self, sequence: Sequence) -> bool:
         tokens, saved = self._swapped[sequence.id]
+        alone = self._alone(sequence)
         for group, part in zip(self.groups.values(), saved, strict=True):
             owed = sum(self._owed(group, other) for other in self._running.values())
-            if self._running and part.count + 1 + owed > group.allocator.num_free:
+            if not alone and part.count + 1 + owed > group.allocator.num_free:
                 return False
         for group, part in zip(self.groups.values(), saved, strict=True):
             group.restore(sequence.id, part)
@@ -158,32 +163,37 @@ class PagedKVCache(PackedKVCache):
                 for f in step.feeds
             )
             <= group.allocator.num_free
+            or group.missing_of(step.feeds) <= group.allocator.num_free
             for group in self.groups.values()
         )
 
-    def refuse(self, prompt_length: int, max_new_tokens: int) -> str | None:
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
         tokens = prompt_length + max_new_tokens - 1
         size = (tokens, prompt_length, self.max_portion)
         groups = self.groups.values()
         if self.num_tokens is None or all(
-            group.pages_for(*size) <= group.allocator.capacity for group in groups
+            copies * group.pages_for(*size) <= group.allocator.capacity for group in groups
         ):
             return None
         needed = max(group.places_for(*size) for group in groups)
+        if copies > 1:  # share no page once they were evicted; each ends with a page of its own
+            needed = copies * -(-needed // self.page_size) * self.page_size
+        each = "" if copies == 1 else f", each of {copies} beams by itself,"
         return (
-            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
-            f"places, and it holds {self.num_tokens}; {self._smaller(size)}, or select "
-            f"'paged?num_tokens={needed}'"
+            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones{each} need "
+            f"{needed} places, and it holds {self.num_tokens}; {self._smaller(size, copies)}, or "
+            f"select 'paged?num_tokens={needed}'"
         )
 
-    def _smaller(self, size: tuple[int, int, int | None]) -> str:
+    def _smaller(self, size: tuple[int, int, int | None], copies: int) -> str:
         """What makes such a request need less."""
         tokens, prompt, _ = size
         if all(
-            g.pages_for(tokens, prompt, 1) <= g.allocator.capacity for g in self.groups.values()
+            copies * g.pages_for(tokens, prompt, 1) <= g.allocator.capacity
+            for g in self.groups.values()
         ):
             return "feed the prompt in pieces (prefill_chunk_size)"
-        return "lower max_new_tokens"
+        return "lower max_new_tokens" + (" or num_beams" if copies > 1 else "")
 
     def prepare(self, step: Step) -> ModelInputs:
         ids: list[int] = []
@@ -284,11 +294,18 @@ class PagedKVCache(PackedKVCache):
             group.trim(sequence.id, tokens)
         sequence.num_cached = tokens
 
-    def fork(self, source: Sequence, into: Sequence) -> None:
-        """`into` begins with what is cached of `source`; pages are shared until one writes."""
-        for group in self.groups.values():
-            group.fork(source.id, into.id)
-        into.num_cached = source.num_cached
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        """Pages are shared until one writes."""
+        for sequence in dropped:
+            self._drop(sequence)
+        for source, into in copies:
+            for group in self.groups.values():
+                group.fork(source.id, into.id)
+            into.num_cached = source.num_cached
+            self._running[into.id] = into
+            self._published[into.id] = self._published.get(source.id, 0)
+            if self._keys is not None:
+                self._keys.fork(source, into)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:

@@ -1,0 +1,71 @@
+"""What a request may ask of a search, under transformers' own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from jackfield.errors import SettingsError
+
+
+class _Numbers(Protocol):
+    def integer(self, name: str, default: int, at_least: int | None = None) -> int: ...
+
+    def real(self, name: str, default: float) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSettings:
+    """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
+
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+
+def read(given: Mapping[str, Any], honoured: Set[str], number: _Numbers) -> BeamSettings:
+    """The fields of `given` that the strategy honours. Raises SettingsError."""
+    own = given.keys() & honoured
+    found: dict[str, Any] = {}
+    if "num_beams" in own:
+        found["num_beams"] = number.integer("num_beams", 1, at_least=2)
+    if "length_penalty" in own:
+        found["length_penalty"] = number.real("length_penalty", 1.0)
+    if "early_stopping" in own:
+        value = given["early_stopping"]
+        if not (isinstance(value, bool) or value == "never"):
+            raise SettingsError(f'early_stopping must be True, False or "never", not {value!r}')
+        found["early_stopping"] = value
+    return BeamSettings(**found)
+
+
+def check_penalty(asked: BeamSettings, longest: int) -> None:
+    """Raise SettingsError where a score divided by length ** length_penalty would be no number."""
+    penalty = asked.length_penalty or 0.0
+    try:
+        float(longest) ** abs(penalty)
+    except OverflowError:
+        raise SettingsError(
+            f"length_penalty={penalty:g} makes scores of {longest} tokens overflow; take one "
+            "closer to 0"
+        ) from None
+
+
+def check_width(width: int, answers: int, vocab_size: int, places: int) -> None:
+    """Raise SettingsError where `width` beams cannot be, or cannot give so many `answers`."""
+    if answers > width:
+        raise SettingsError(
+            f"num_return_sequences={answers} is more than num_beams={width}; raise num_beams, or "
+            "ask for fewer"
+        )
+    if width > vocab_size:
+        raise SettingsError(
+            f"num_beams={width} is more than the vocabulary of {vocab_size} tokens has ways to go "
+            "on; lower it"
+        )
+    if width > places:
+        raise SettingsError(
+            f"num_beams={width} needs as many places in a batch, and max_batch_size={places}; "
+            "lower it, or load with a larger max_batch_size"
+        )

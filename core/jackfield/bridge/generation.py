@@ -1,0 +1,113 @@
+"""``generate(custom_generate=jackfield.decoding("plugin:NAME"))`` in plain transformers code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from jackfield.bridge.install import selected
+from jackfield.errors import UsageError
+
+#: What the loop does by itself; any other criterion would be lost.
+_UNDERSTOOD = (EosTokenCriteria, MaxLengthCriteria)
+
+PLACES = 32  # sequences that run together, so that a search has places for its beams
+
+
+def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
+    """A function for `generate(custom_generate=…)` that decodes with the selected strategy.
+
+    `arguments` are those of `jackfield.load`, such as `assistant_model` or `cache_implementation`;
+    the attention is the model's own choice unless it is among them. What `generate` prepares from
+    its settings and is given (`logits_processor`) is applied as it is. Stopping criteria of a
+    caller's own, `num_beams` (which ``beam?num_beams=4`` asks for), a filled cache and dictionaries
+    as results raise UsageError. `generate` itself does not hand on a streamer. Models are planned
+    and bound anew in each call.
+    """
+
+    def custom_generate(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        from jackfield.engine import load
+
+        _check(stopping_criteria, generation_config, model_kwargs)
+        prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+        own = {
+            "attn_implementation": selected(model),
+            "max_batch_size": max(PLACES, len(prompts)),
+            **arguments,
+        }
+        with load(model, decoding=selection, **own) as engine:
+            found = engine.generate(
+                prompts,
+                settings=[{"seed": seed} for seed in _seeds(len(prompts))],
+                generation_config=_neutral(generation_config),
+                max_new_tokens=int(generation_config.max_length or 0) - input_ids.shape[1],
+                do_sample=bool(generation_config.do_sample),
+                logits_processor=list(logits_processor) or None,
+            )
+        for completion in found:
+            if completion.error is not None:
+                raise UsageError(f"generate with {selection!r}: {completion.error}")
+        return _joined(input_ids, [c.token_ids for c in found], _padding(generation_config))
+
+    return custom_generate
+
+
+def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse what would be lost."""
+    lost = [type(c).__name__ for c in criteria if not isinstance(c, _UNDERSTOOD)]
+    past = model_kwargs.get("past_key_values")
+    for stray, what in (
+        (lost, f"the stopping criteria {', '.join(lost)}"),
+        (config.num_beams not in (None, 1), f"num_beams={config.num_beams}"),
+        (config.length_penalty not in (None, 1.0), f"length_penalty={config.length_penalty}"),
+        (config.early_stopping not in (None, False), f"early_stopping={config.early_stopping}"),
+        (config.return_dict_in_generate, "return_dict_in_generate=True"),
+        (past is not None and past.get_seq_length() > 0, "past_key_values that hold tokens"),
+        (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds"),
+    ):
+        if stray:
+            raise UsageError(
+                f"custom_generate=jackfield.decoding(…) does not take {what}; drop it, or use "
+                "jackfield.load"
+            )
+
+
+def _neutral(config: GenerationConfig) -> GenerationConfig:
+    """What stays of the settings: the ends. All else is in the prepared processors already."""
+    return GenerationConfig(eos_token_id=config.eos_token_id)
+
+
+def _seeds(count: int) -> list[int]:
+    """From torch's generator, so that `torch.manual_seed` decides."""
+    return torch.randint(1 << 62, (count,)).tolist()
+
+
+def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """The tokens of each row, without the padding at its left."""
+    if mask is None:
+        return input_ids.tolist()
+    if bool((mask.diff() < 0).any()):
+        raise UsageError("prompts must be padded at their left; set padding_side='left'")
+    return [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+
+
+def _padding(config: GenerationConfig) -> int:
+    return int(config.pad_token_id if config.pad_token_id is not None else 0)
+
+
+def _joined(input_ids: torch.Tensor, new: list[list[int]], padding: int) -> torch.Tensor:
+    """`[rows, prompt + new]`, filled up at the right, as `generate` returns it."""
+    width = max(map(len, new))
+    filled = [row + [padding] * (width - len(row)) for row in new]
+    return torch.cat([input_ids, torch.tensor(filled, device=input_ids.device)], 1)

@@ -1,0 +1,58 @@
+"""Asks the strategies that search which beams their requests go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+
+from jackfield.contracts import Decision, Search
+from jackfield.groups import Group
+from jackfield.sampling import NEVER, Batch
+from jackfield.sequences import Feed
+
+
+class Searcher:
+    """Scores what may follow each beam, as transformers does, and lets `strategies` decide.
+
+    transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
+    model's dtype; then the processors, on log-probabilities and not on logits; then the score of
+    the beam is added.
+    """
+
+    def __init__(self, strategies: Mapping[str, Search]) -> None:
+        self.strategies = strategies
+
+    def decide(
+        self, feeds: Seq[Feed], logits: torch.Tensor, allowed: torch.Tensor | None
+    ) -> list[tuple[Group, Decision]]:
+        """What each group does that has all its beams in `feeds`.
+
+        `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
+        `[rows, words]`), for the feeds of sequences with a constraint only.
+        """
+        groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
+        row = {feed.sequence.id: at for at, feed in enumerate(feeds)}
+        batch = Batch([feed.sequence for feed in feeds], logits)
+        batch.confine(allowed)
+        scores = batch.processed(torch.log_softmax(logits.float(), -1))
+        if batch.forbidden is not None:
+            scores = scores.masked_fill(batch.forbidden, NEVER)
+        found: list[tuple[Group, Decision]] = []
+        for name, strategy in self.strategies.items():
+            own = [g for g in groups if g is not None and g.settings.decoding == name]
+            if own:
+                rows = [[row[beam.id] for beam in group.beams] for group in own]
+                parts = [_added(scores[at], g.scores) for at, g in zip(rows, own, strict=True)]
+                found += zip(own, strategy.decide(own, parts), strict=True)
+        failed = {feeds[at].sequence.group: why for at, why in batch.failures.items()}
+        return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
+
+
+def _added(scores: torch.Tensor, of_beams: list[float]) -> torch.Tensor:
+    return scores + torch.tensor(of_beams, device=scores.device)[:, None]
+
+
+def _unless(error: str | None, decision: Decision) -> Decision:
+    return decision if error is None else Decision(error=error)

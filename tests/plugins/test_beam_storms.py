@@ -1,0 +1,191 @@
+"""Searches and plain requests come, are cancelled and run late in a pool that is too small."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from beams import ENDS, Found, model_of, plain, same, search, texts
+from drafting import LOOKUP
+from driven import recorded
+from families import oracle, prompts
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jackfield
+from jackfield.sequences import Sequence, Step
+
+TEXTS = prompts(tuple(range(1, 7))) + [
+    [*prompts((4,))[0], *end] for end in prompts((1, 2))
+]  # the last two begin alike
+MOST = 14
+SIZE = 14
+LONG = 100  # seconds: no deadline passes by itself
+
+
+@functools.cache
+def alone(family: str, text: int) -> list[int]:
+    return oracle(plain(family), TEXTS[text], MOST)
+
+
+@functools.cache
+def searched(family: str, text: int, beams: int, answers: int, count: int) -> list[Found]:
+    return search(
+        plain(family), TEXTS[text], num_beams=beams, num_return_sequences=answers,
+        max_new_tokens=count, eos_token_id=ENDS,
+    )  # fmt: skip
+
+
+class Storm(RuleBasedStateMachine):
+    """The loop, stepped by hand."""
+
+    @initialize(
+        family=st.sampled_from(["llama", "mistral", "gemma3"]),
+        cache=st.sampled_from(["paged", "paged", "dynamic"]),
+        chunk=st.sampled_from([None, 1, 5]),
+        swap=st.booleans(),
+        sharing=st.booleans(),
+        scheduler=st.sampled_from(["fifo?patience=3", "short-first?patience=20"]),
+    )
+    def begin(
+        self, family: str, cache: str, chunk: int | None, swap: bool, sharing: bool, scheduler: str
+    ) -> None:
+        self.family = family
+        paged = f"paged?page_size=3&num_tokens=84&swap={swap}&prefix_sharing={sharing}"
+        rollback = cache == "paged" or family == "llama"  # holes and windows do not go together
+        decoding = {"sample": "sample", "beam": "beam"} | ({"look": LOOKUP} if rollback else {})
+        self.plain = [d for d in decoding if d != "beam"]
+        self.engine = jackfield.load(
+            model_of(family),
+            decoding=decoding,
+            cache_implementation=paged if cache == "paged" else cache,
+            scheduler=scheduler,
+            prefill_chunk_size=chunk,
+            max_batch_size=SIZE,
+        )
+        self.loop = self.engine._loop
+        self.patch = pytest.MonkeyPatch()
+        self.steps: list[Step] = recorded(self.loop.cache, self.patch)
+        self.open: dict[int, tuple[list[Sequence], int]] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            try:
+                self.finish()
+            finally:
+                self.patch.undo()
+                self.engine.close()
+
+    def add(self, text: int, asked: dict[str, Any]) -> None:
+        made = self.engine._sequences(TEXTS[text], asked, streams=False)
+        self.open[made[0].id] = (made, text)
+        for sequence in made:
+            self.loop.submit(sequence)
+
+    @rule(
+        text=st.integers(0, len(TEXTS) - 1),
+        count=st.integers(1, MOST),
+        beams=st.integers(2, 4),
+        answers=st.integers(1, 2),
+        times=st.integers(1, 4),
+        priority=st.integers(-1, 1),
+        deadline=st.sampled_from([None, LONG]),
+    )
+    def submit_search(
+        self,
+        text: int,
+        count: int,
+        beams: int,
+        answers: int,
+        times: int,
+        priority: int,
+        deadline: float | None,
+    ) -> None:
+        asked = {"num_beams": beams, "num_return_sequences": answers, "max_new_tokens": count,
+                 "deadline": deadline, "eos_token_id": ENDS, "priority": priority}  # fmt: skip
+        for n in range(times):
+            self.add((text + n) % len(TEXTS), asked)
+
+    @rule(text=st.integers(0, len(TEXTS) - 1), count=st.integers(1, MOST), way=st.integers(0, 1))
+    def submit_plain(self, text: int, count: int, way: int) -> None:
+        decoding = self.plain[way % len(self.plain)]
+        self.add(text, {"max_new_tokens": count, "decoding": decoding})
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        made, _ = self.open[data.draw(st.sampled_from(sorted(self.open)))]
+        events = self.loop.cancel(data.draw(st.sampled_from(made)))
+        assert [event.sequence for event in events] == made
+        self.end(made)
+
+    @precondition(lambda self: any(m[0].deadline is not None for m, _ in self.open.values()))
+    @rule(data=st.data())
+    def let_a_deadline_pass(self, data: Any) -> None:
+        timed = sorted(n for n, (m, _) in self.open.items() if m[0].deadline is not None)
+        made, _ = self.open[data.draw(st.sampled_from(timed))]
+        data.draw(st.sampled_from(made)).started -= 2 * LONG
+
+    @precondition(lambda self: self.loop.running or self.loop.waiting)
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not (self.loop.running or self.loop.waiting):
+                return
+            before = len(self.steps)
+            ended = {event.sequence.id for event in self.loop.step()
+                     if event.sequence.finish_reason is not None}  # fmt: skip
+            for number in sorted(ended & set(self.open)):
+                made, _ = self.open[number]
+                assert {s.id for s in made} <= ended
+                self.end(made)
+            for step in self.steps[before:]:
+                self.check(step)
+
+    def check(self, step: Step) -> None:
+        """Beams are fed the last of their tokens in the same step, or none of them is."""
+        fed = [feed.sequence.id for feed in step.feeds]
+        assert len(fed) == len(set(fed)) <= SIZE
+        for group in {s.group for s in self.loop.running if s.group is not None}:
+            assert len({len(beam.tokens) for beam in group.beams}) == 1
+            assert len({tuple(beam.tokens) for beam in group.beams}) == len(group.beams)
+
+    def end(self, made: list[Sequence]) -> None:
+        _, text = self.open.pop(made[0].id)
+        asked = made[0].settings
+        group = made[0].group
+        cancelled = {s.finish_reason for s in made} == {"cancelled"}
+        if group is None:
+            expected = alone(self.family, text)[: asked.max_new_tokens]
+            assert made[0].new_tokens == (expected[: made[0].num_new] if cancelled else expected)
+        elif not cancelled:
+            expected = searched(self.family, text, group.width, len(made), asked.max_new_tokens)
+            same(texts(made), expected)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        leading = {beam.group.members[0].id if beam.group else beam.id for beam in
+                   [*self.loop.running, *self.loop.waiting.values()]}  # fmt: skip
+        assert leading == set(self.open)
+        usage = self.loop.cache.usage()
+        if usage is not None and not self.open:
+            assert (usage.pages_used, usage.swapped) == (0, 0)
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not (self.loop.running or self.loop.waiting):
+                break
+            self.step(1)
+        assert not self.open
+        self.nothing_is_lost()
+
+
+Storm.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+TestBeamStorm = Storm.TestCase
