@@ -47,8 +47,8 @@ class Compiled:
 class Observation:
     """One backend and how often it was called, in all and (attention) by phase and layer.
 
-    `source` is whose kernel it ran on, for a backend that has a choice. `beams` is how many a
-    search had for the one request that is reported. `compiled` is what a compiler has made.
+    `source` is whose kernel it ran on, for a backend that has a choice. `compiled` is what a
+    compiler has made. `beams` is how many a search had for the one request that is reported.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class Observation:
     prefill: Mapping[int, int]
     decode: Mapping[int, int]
     source: str | None = None
-    beams: int | None = None
     compiled: Compiled | None = None
+    beams: int | None = None
 
     def since(self, before: Observation) -> Observation:
         """What was counted after `before`."""
@@ -95,8 +95,8 @@ class Observation:
     def who(self) -> str:
         """Which backend, of which distribution and version, on whose kernel."""
         source = f", on {self.source}" if self.source else ""
-        beams = f", {self.beams} beams" if self.beams else ""
-        return f"{self.kind} {self.name} ({self.distribution} {self.version}{source}{beams})"
+        source += f", {self.beams} beams" if self.beams else ""
+        return f"{self.kind} {self.name} ({self.distribution} {self.version}{source})"
 
     @property
     def did(self) -> str:

@@ -138,7 +138,15 @@ def main() -> None:
     read = bytes_a_token(small)
     prompt = torch.randint(5, 1000, (PROMPT,)).tolist()
     true = model(torch.tensor([prompt])).logits[0, -1]
-    with tempfile.TemporaryDirectory() as folder, jackfield.load(small) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        # Without shared prefixes: the same prompts come again in every round.
+        jackfield.load(
+            small,
+            cache_implementation="paged?prefix_sharing=false",
+            kernels="cpu-rms-norm",
+        ) as engine,
+    ):
         whole, quantized = Path(folder, "f16.gguf"), Path(folder, "q4_0.gguf")
         convert(model, whole)
         quantize(whole, quantized, pure=given.head == 4)

@@ -156,6 +156,17 @@ def test_layers_of_int4_cpu(kernel: str) -> None:
         assert compiled(engine).calls == 11
 
 
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_beams_fork_between_compiled_steps(cache: str) -> None:
+    model, texts, found = build("llama"), prompts((6, 11)), {}
+    for compiler in ("none", TRACED):
+        with load(model, cache, compiler, decoding="beam") as engine:
+            done = engine.generate(texts, num_beams=3, max_new_tokens=8)
+            found[compiler] = [c.token_ids for c in done]
+            assert compiled(engine).calls
+    assert found[TRACED] == found["none"]
+
+
 def test_an_adapter_that_is_switched() -> None:
     peft = pytest.importorskip("peft")
     model = build("llama")

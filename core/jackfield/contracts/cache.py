@@ -25,10 +25,10 @@ class CacheCapabilities:
     """What a cache backend declares it can do. What is not declared is not had.
 
     `rollback`: the layer types whose tokens can be taken back once they were fed (rejected drafts).
-    `static_shapes`: buffers keep their address and shape from step to step. `forks`: a sequence can
-    go on as a copy of another (`KVCache.fork`). `compiles`: keys and values may be given to it by a
-    compiled step, outside of the model's code: in the packed layout through `write`, in the padded
-    one through the `update` of the `past_key_values` it prepared.
+    `static_shapes`: buffers keep their address and shape from step to step. `compiles`: keys and
+    values may be given to it by a compiled step, outside of the model's code: in the packed layout
+    through `write`, in the padded one through the `update` of the `past_key_values` it prepared.
+    `forks`: a sequence can go on as a copy of another (`KVCache.fork`).
     """
 
     layout: str
@@ -36,8 +36,8 @@ class CacheCapabilities:
     dtypes: frozenset[str] = frozenset(DTYPES)
     rollback: frozenset[str] = frozenset()
     static_shapes: bool = False
-    forks: bool = False
     compiles: bool = False
+    forks: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")

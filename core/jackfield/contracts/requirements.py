@@ -72,8 +72,8 @@ class Requirements:
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
-    `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `compiled`: steps are compiled, around the attention and what the cache does.
+    `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
     `execution_devices` are the devices that layers compute on, the one where a step begins first;
     empty where that is one, `device`. `offloaded` are places that only hold weights (the CPU beside

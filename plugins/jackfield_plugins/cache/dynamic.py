@@ -33,8 +33,8 @@ class DynamicCache(TransformersCache):
             {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
         ),
         rollback=frozenset({"full_attention"}),
-        forks=True,
         compiles=True,
+        forks=True,
     )
     offloading = False
 

@@ -64,8 +64,8 @@ class PagedCache(Cache):
         layout="packed",
         layer_types=frozenset({"full_attention", "sliding_attention"}),
         rollback=frozenset({"full_attention", "sliding_attention"}),
-        forks=True,
         compiles=True,
+        forks=True,
     )
 
     def rank(self, requirements: Requirements) -> int | None:
