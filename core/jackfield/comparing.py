@@ -175,9 +175,9 @@ def compare(
 _PLANNED = frozenset(
     {
         "adapter", "assistant", "assistant_model", "attn_implementation", "cache_implementation",
-        "decoding", "deterministic", "device_map", "max_memory", "merge_adapter",
+        "compile", "decoding", "deterministic", "device_map", "max_memory", "merge_adapter",
         "offload_folder",
-        "dtype", "model", "quantization", "revision", "scheduler",
+        "dtype", "kernels", "model", "quantization", "revision", "scheduler",
     }
 )  # fmt: skip
 

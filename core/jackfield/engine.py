@@ -202,6 +202,7 @@ class Engine:
             failing.pop_all()
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         self._when_closed = plugged
+        plugged.append(self._structures.close)
         self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
 
     def _assemble(

@@ -276,6 +276,7 @@ def estimate(
         selections["dtype"] = str(source.live.dtype).removeprefix("torch.")
     planned = plan(source.config, **selections)
     needs = planned.requirements
+    _check_counted(planned)
     tokens = _lengths(lengths, needs.context_length)
     limit = prefill_tokens or (PACKED_TOKENS if needs.layout == "packed" else None)
     scores = planned["attention"].backend.capabilities.whole_scores
@@ -298,11 +299,24 @@ def estimate(
         steps=_rehearse(dry, tokens, limit),
         reads=dry.reads(),
         weights_known=told(quantizer.backend.weight_bytes, needs, quantizer.options) is not None,
-        checkpoint_bytes=plain_bytes(replace(needs, dtype=_stored_dtype(source.config, needs))),
+        checkpoint_bytes=needs.weight_bytes
+        if needs.stored is not None
+        else plain_bytes(replace(needs, dtype=_stored_dtype(source.config, needs))),
         pool=told(cache.backend.pool_bytes, needs, cache.options),
         step_limit=limit,
         bandwidth=rate,
     )
+
+
+def _check_counted(planned: Plan) -> None:
+    """Refuse what an estimate would leave out."""
+    where = planned.placement
+    for stray, what, instead in (
+        (planned.assistant, "a draft model", "ask about each of the two models"),
+        (where is not None and where.spread, "weights in several places", "name one device"),
+    ):
+        if stray:
+            raise UsageError(f"an estimate does not count {what}; {instead}")
 
 
 def _stored_dtype(config: PreTrainedConfig, needs: Requirements) -> str:

@@ -271,7 +271,10 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
-        return Event(sequence, *sequence.extend(gain.tokens, gain.logprobs, ends=gain.ends))
+        taken, text = sequence.extend(gain.tokens, gain.logprobs, ends=gain.ends)
+        if gain.error is not None:  # also where the last of these tokens is an end
+            sequence.finish_reason = "error"
+        return Event(sequence, taken, text)
     except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
         return Event(sequence, sequence.tokens[before:], "")

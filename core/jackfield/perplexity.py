@@ -103,12 +103,17 @@ def token_logprobs(engine: Engine, ids: Sequence[int]) -> list[float]:
     Tokens are fed as if they were drafts to be verified, so there are logits for all of them.
     Raises UsageError where requests are running, CacheFullError where the cache is too small.
     """
+    if engine.closed:
+        raise UsageError("the engine is closed; load the model again")
+    found: list[float] = []
+    engine._worker.while_idle(lambda: found.extend(_scored(engine, ids)))
+    return found
+
+
+def _scored(engine: Engine, ids: Sequence[int]) -> list[float]:
+    """The same, while no request can begin."""
     import torch
 
-    seen = engine.statistics()
-    if engine.closed or seen.running or seen.waiting:
-        state = "closed" if engine.closed else "busy with requests"
-        raise UsageError(f"the engine is {state}; score a text with one that has nothing to do")
     cache, forward = engine._loop.cache, engine._loop.forward
     sequence = engine._sequence(list(ids[:1]), {"max_new_tokens": len(ids) - 1}, streams=False)
     found: list[float] = []

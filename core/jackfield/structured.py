@@ -66,14 +66,18 @@ def _source(kind: str, value: Any) -> str:
     if kind == "json_schema":
         try:
             schema = json.loads(value) if isinstance(value, str) else value
-            text = json.dumps(schema)
+            text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"json_schema is not JSON: {error}") from None
-        if not isinstance(schema, dict | bool):
+        if not isinstance(schema, dict):
             raise SettingsError(f"json_schema must be an object, not {value!r}")
         return text
     if not isinstance(value, str) or not value:
         raise SettingsError(f"{kind} must be a text, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"{kind} has half a character in it: {error.reason}") from None
     return value
 
 
@@ -133,7 +137,10 @@ class Structures:
         from llguidance._lib import LLParserLimits
 
         limits = LLParserLimits(initial_lexer_fuel=_MOST_WORK)
-        grammar = _grammar(structure)
+        try:
+            grammar = _grammar(structure)
+        except ValueError as error:
+            raise SettingsError(f"{structure.kind} cannot be read: {error}") from None
         made = llguidance.LLMatcher(self._vocabulary(ends), grammar, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()
@@ -152,6 +159,11 @@ class Structures:
             raise SettingsError(
                 f"structured output does not work with this tokenizer: {error}"
             ) from error
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     def begin(self, feeds: Seq[Feed]) -> Future[torch.Tensor] | None:
         """Find out, beside the model, what may follow each of `feeds`, and each of its drafts.

@@ -9,6 +9,7 @@ import torch
 from families import build
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, MaxTimeCriteria
 from transformers.generation import LogitsProcessor, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import jackfield
 from jackfield.demo import MODEL_PATH
@@ -104,9 +105,31 @@ def test_an_installed_attention_stays(inputs: Any) -> None:
         jackfield.uninstall()
 
 
+def test_processors_that_count_padding_and_criteria_of_a_callers_own(
+    model: Any, inputs: Any
+) -> None:
+    assert (inputs["attention_mask"] == 0).any()
+    width = inputs["input_ids"].shape[1]
+    own = jackfield.decoding("prompt_lookup")
+    for asked in (
+        {"min_new_tokens": 12},
+        {"begin_suppress_tokens": [22, 70]},
+        {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(width + 4)])},
+        {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria([70, 71, 20])])},
+    ):
+        expected = model.generate(**inputs, max_new_tokens=16, do_sample=False, **asked)
+        found = model.generate(
+            **inputs, max_new_tokens=16, do_sample=False, custom_generate=own, **asked
+        )
+        assert torch.equal(found, expected), asked
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [70]}, "PrefixConstrained"),
         ({"num_beams": 2}, "num_beams=2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9)])}, "MaxTimeCriteria"),

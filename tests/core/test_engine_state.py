@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -241,3 +243,14 @@ def test_what_a_model_hands_to_an_attention_that_does_not_know_it_is_refused() -
     engine = jackfield.load(model, attn_implementation="sdpa")
     with engine, pytest.raises(ExecutionError, match=r"'softcap'.*does not declare"):
         engine.generate(PROMPTS[0])
+
+
+def test_models_are_loaded_in_several_threads() -> None:
+    """transformers changes its own classes while it loads."""
+    level = logging.root.manager.disable
+    with ThreadPoolExecutor(4) as pool:
+        engines = list(pool.map(lambda _: jackfield.load("demo"), range(8)))
+    for engine in engines:
+        engine.close()
+    jackfield.load("demo").close()
+    assert logging.root.manager.disable == level

@@ -172,6 +172,9 @@ def test_padded_caches(engine: Any) -> None:
          "Unsatisfiable"),
         ({"json_schema": "{"}, "is not JSON"),
         ({"json_schema": 3}, "must be an object"),
+        ({"json_schema": True}, "must be an object"),
+        ({"json_schema": {"const": float("nan")}}, "is not JSON"),
+        ({"regex": "\ud800"}, "half a character"),
         ({"json_schema": {"$ref": "https://example.org/other"}}, "json_schema cannot be met"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
         ({"choices": []}, "list of texts"),
@@ -218,3 +221,19 @@ def test_the_command_line(cli: Any, tmp_path: Any) -> None:
     done = cli("generate", "Say it", "--set", 'choices=["yes", "no"]', "--json")
     assert done.json["text"] in ("yes", "no")
     assert MODEL_PATH.is_dir()
+
+
+def test_an_error_is_never_told_as_a_success(engine: Any) -> None:
+    (found,) = engine.generate(PROMPT, choices=["<|end|>"])
+    assert (found.finish_reason, found.error is None) == ("error", False)
+    (found,) = engine.generate(PROMPT, regex="ab", min_new_tokens=10)
+    assert found.finish_reason == "error"
+    assert "min_new_tokens=10" in found.error
+
+
+def test_closing_ends_the_thread() -> None:
+    with jackfield.load("demo") as engine:
+        engine.generate(PROMPT, choices=["yes"])
+        (thread,) = engine._structures._thread._threads
+    thread.join(5)
+    assert not thread.is_alive()

@@ -160,7 +160,8 @@ print(most() - before)
 def test_the_head_can_be_stored_as_well(bits: int, tmp_path: Path) -> None:
     """Tied (the demo model), and untied (a random one); planned, saved, and read as it was."""
     build("llama", torch.bfloat16).save_pretrained(tmp_path / "untied")
-    for number, model in enumerate(("demo", tmp_path / "untied")):
+    build("gpt-neox", torch.bfloat16).save_pretrained(tmp_path / "other-name")
+    for number, model in enumerate(("demo", tmp_path / "untied", tmp_path / "other-name")):
         with jackfield.load(model, quantization=f"int4-cpu?head={bits}") as engine:
             assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
             head = engine.model.get_output_embeddings()
@@ -190,3 +191,11 @@ def test_deterministic_on_its_own_kernel_alone() -> None:
     assert "on its own kernel only" in refusal(
         "demo", quantization="int4-cpu?kernel=torch", deterministic=True
     )
+
+
+def test_plain_transformers_code_stores_the_head_too() -> None:
+    config: Any = jackfield.quantization("plugin:int4-cpu?head=8")
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL_PATH, quantization_config=config, dtype=torch.bfloat16
+    )
+    assert model.get_output_embeddings().bits == 8

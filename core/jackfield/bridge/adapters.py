@@ -60,8 +60,8 @@ def has_peft() -> bool:
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
     """Keep the console clean: PEFT brings in every quantizer's library, which all tell things."""
-    disabled = logging.root.manager.disable
-    with quiet(), warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():  # which lets one thread in at a time
+        disabled = logging.root.manager.disable
         warnings.simplefilter("ignore")
         logging.disable(max(disabled, logging.ERROR))
         try:

@@ -7,11 +7,22 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from jackfield.bridge.install import selected
 from jackfield.errors import UsageError
 
+#: Processors that know which row they look at, or what all rows began with.
+_BY_ROW = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 #: What the loop does by itself; any other criterion would be lost.
 _UNDERSTOOD = (EosTokenCriteria, MaxLengthCriteria)
 
@@ -41,6 +52,9 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
 
         _check(stopping_criteria, generation_config, model_kwargs)
         prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+        _check_rows(logits_processor, len(prompts))
+        longest, ends = _limits(stopping_criteria)
+        padding = _padding(generation_config)
         own = {
             "attn_implementation": selected(model),
             "max_batch_size": max(PLACES, len(prompts)),
@@ -49,16 +63,22 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
         with load(model, decoding=selection, **own) as engine:
             found = engine.generate(
                 prompts,
-                settings=[{"seed": seed} for seed in _seeds(len(prompts))],
-                generation_config=_neutral(generation_config),
-                max_new_tokens=int(generation_config.max_length or 0) - input_ids.shape[1],
+                settings=[
+                    {"seed": seed, "logits_processor": _as_padded(logits_processor, gap, padding)}
+                    for seed, gap in zip(
+                        _seeds(len(prompts)),
+                        (input_ids.shape[1] - len(prompt) for prompt in prompts),
+                        strict=True,
+                    )
+                ],
+                generation_config=GenerationConfig(eos_token_id=ends or None),
+                max_new_tokens=longest - input_ids.shape[1],
                 do_sample=bool(generation_config.do_sample),
-                logits_processor=list(logits_processor) or None,
             )
         for completion in found:
             if completion.error is not None:
                 raise UsageError(f"generate with {selection!r}: {completion.error}")
-        return _joined(input_ids, [c.token_ids for c in found], _padding(generation_config))
+        return _joined(input_ids, [c.token_ids for c in found], padding)
 
     return custom_generate
 
@@ -75,6 +95,8 @@ def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
         (config.return_dict_in_generate, "return_dict_in_generate=True"),
         (past is not None and past.get_seq_length() > 0, "past_key_values that hold tokens"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds"),
+        (config.cache_implementation, f"cache_implementation={config.cache_implementation!r}"),
+        (config.use_cache is False, "use_cache=False"),
     ):
         if stray:
             raise UsageError(
@@ -83,9 +105,33 @@ def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
             )
 
 
-def _neutral(config: GenerationConfig) -> GenerationConfig:
-    """What stays of the settings: the ends. All else is in the prepared processors already."""
-    return GenerationConfig(eos_token_id=config.eos_token_id)
+def _check_rows(processors: Any, count: int) -> None:
+    """Refuse processors that look at all rows together; each row is processed by itself."""
+    stray = [type(p).__name__ for p in processors if isinstance(p, _BY_ROW)]
+    if stray and count > 1:
+        raise UsageError(
+            f"custom_generate=jackfield.decoding(…) takes {stray[0]} for one prompt at a time; "
+            "generate the prompts one by one"
+        )
+
+
+def _limits(criteria: Any) -> tuple[int, list[int]]:
+    """The length, prompt included, and the tokens at which the criteria end a text."""
+    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    ends = [c.eos_token_id.flatten().tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
+    return min(lengths), sorted({token for several in ends for token in several})
+
+
+def _as_padded(processors: Any, gap: int, padding: int) -> list[Callable[..., torch.Tensor]]:
+    """The processors, which are shown a row as it was given, with `gap` tokens of padding."""
+
+    def shown(processor: Any) -> Callable[..., torch.Tensor]:
+        def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return processor(torch.cat([ids.new_full((1, gap), padding), ids], 1), scores)  # type: ignore[no-any-return]
+
+        return process
+
+    return [shown(processor) for processor in processors]
 
 
 def _seeds(count: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,19 +143,28 @@ def _explain(location: str, error: Exception) -> str:
     )
 
 
+#: transformers changes its own classes, and we its loggers, while something is loaded: of two
+#: threads that do so at once, the one that ends last would leave the other's changes for ever.
+LOADING = threading.RLock()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from printing what it notes while it builds things of no interest."""
-    before = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    """Keep transformers from printing what it notes while it builds things of no interest.
+
+    One thread at a time.
+    """
+    with LOADING:
+        before = transformers_logging.get_verbosity()
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(before)
+            if bars:
+                transformers_logging.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:

@@ -120,7 +120,7 @@ def load_model(
     device = torch.device(where.device)
     placed = where.spread or ((stored or quantization.config is not None) and device.type != "cpu")
     try:
-        with quantization.reading(), quiet(), no_notes():
+        with quiet(), quantization.reading(), no_notes():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location or "",
                 config=source.config,

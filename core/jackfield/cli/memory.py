@@ -101,10 +101,11 @@ def memory(
 
 def _measured(model: str, backends: Backends) -> float:
     from jackfield.bridge.bandwidth import measure_bandwidth
-    from jackfield.bridge.requirements import pick_device
-    from jackfield.bridge.source import find
+    from jackfield.planning import plan
 
-    return measure_bandwidth(str(pick_device(backends.device, find(model, backends.revision))))
+    where = plan(model, **backends.arguments()).placement
+    assert where is not None
+    return measure_bandwidth(where.device)
 
 
 def _check(model: str, backends: Backends) -> Check:

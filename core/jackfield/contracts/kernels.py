@@ -69,6 +69,9 @@ class Kernel(Backend):
             )
         if r.compiled:
             reasons.append("is called and counted one by one, and steps are compiled as a whole")
+        if r.offloaded or r.several_places:
+            where = r.several_places or ", ".join(r.offloaded)
+            reasons.append(f"replaces layers on one device only, and weights lie on {where}")
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons

@@ -111,12 +111,12 @@ class Int4Cpu(Quantizer):
         return total + head - _plain_head(requirements)
 
     def bind(self, context: BindContext) -> Quantization:
-        from jackfield_plugins.quantizer.int4_cpu.loading import flaws, store_head
+        from jackfield_plugins.quantizer.int4_cpu.loading import flaws
 
         needs: Requirements | None = context.requirements
         bound, meant = super().bind(context), _meant(needs, context.options)
         if needs is None or not needs.stored:
-            return replace(bound, finish=store_head) if meant.get("head") else bound
+            return bound
         return replace(bound, misfits=lambda shapes: flaws(shapes, meant))
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin:

@@ -128,6 +128,10 @@ class Int4CpuHfQuantizer(HfQuantizer):
             missing.discard(name)
         return {}
 
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self.quantization_config.head and not self.pre_quantized:
+            store_head(model)
+
     def is_serializable(self) -> bool:
         return True
 
@@ -215,10 +219,9 @@ def flaws(shapes: Mapping[str, tuple[int, ...]], meant: Mapping[str, Any]) -> li
         if groups is None:
             found.append(f"{path} has no scales")
             continue
-        of_head = path.endswith("lm_head") and meant.get("head") == 8
-        inputs = columns if of_head else columns * 2
-        if groups[1] * meant["group_size"] != inputs:
-            size = inputs // groups[1]
+        inputs = groups[1] * meant["group_size"]
+        if inputs != columns * 2 and not (meant.get("head") == 8 and inputs == columns):
+            size = columns * 2 // groups[1]
             found.append(f"{path} has groups of {size}, and its config says {meant['group_size']}")
     if not any(key.endswith(".qweight") for key in shapes):
         found.append("its config says int4-cpu, and none of its weights is quantized")
