@@ -63,10 +63,10 @@ def regret(model: PreTrainedModel, load: Load, outputs: list[list[int]], sampled
     """
     worst = 0.0
     for prompt, new in list(zip(load.prompts, outputs, strict=True))[:sampled]:
-        ids = torch.tensor([prompt + new])
+        ids = torch.tensor([prompt + new], device=model.device)
         with torch.inference_mode():
             logits = model(ids, logits_to_keep=len(new) + 1).logits[0, :-1]
-        chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
         worst = max(worst, float((logits.max(-1).values - chosen).max()))
     return worst
 

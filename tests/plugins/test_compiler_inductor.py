@@ -23,7 +23,7 @@ from families import build, config_of, prompts
 
 import jackfield
 from jackfield.errors import ExecutionError, OptionError, PlanError
-from jackfield_plugins.compiler import torch_compile
+from jackfield_plugins.compiler import inductor_lowering
 
 TRACED = "inductor?backend=eager"
 CACHES = ("paged", "static", "dynamic")
@@ -300,13 +300,23 @@ def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
 def test_what_cannot_be_compiled_is_refused_by_name(
     family: str, arguments: dict[str, Any], reason: str
 ) -> None:
-
     with pytest.raises(PlanError, match=reason):
         jackfield.plan(config_of(family), compile="inductor", **arguments)
 
 
-def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_a_live_model_computes_one_by_one() -> None:
+    model = build("qwen3-moe", torch.float32)
+    model.set_experts_implementation("eager")
+    with pytest.raises(PlanError, match="in a grouped product, which is not what this model was"):
+        jackfield.plan(model, compile=TRACED)
+    model.set_experts_implementation("grouped_mm")
+    with load(model, "paged", "none") as engine:
+        (expected,) = engine.generate([5, 6, 7], max_new_tokens=6)
+    with load(model, "paged") as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=6)[0].token_ids == expected.token_ids
 
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(PlanError, match=r"inductor \(needs a C\+\+ compiler and finds none"):
         jackfield.plan(config_of("llama"), compile="inductor", attn_implementation="sdpa")
@@ -314,7 +324,6 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_python_that_torch_does_not_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def unsupported() -> None:
         raise RuntimeError("Python 3.99+ not yet supported for torch.compile\nmore")
 
@@ -342,31 +351,34 @@ def test_what_is_compiled_is_kept_where_nobody_else_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(torch_compile.CACHE_DIR, raising=False)
+    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
     folder = tmp_path / "jackfield" / "inductor"
-    with torch_compile._cache_folder():
-        assert os.environ[torch_compile.CACHE_DIR] == str(folder)
+    with inductor_lowering._cache_folder():
+        assert os.environ[inductor_lowering.CACHE_DIR] == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
-    assert torch_compile.CACHE_DIR not in os.environ
+    assert inductor_lowering.CACHE_DIR not in os.environ
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setenv(torch_compile.CACHE_DIR, default_cache_dir())  # as torch itself does
-    with torch_compile._cache_folder():
-        assert os.environ[torch_compile.CACHE_DIR] == str(folder)
-    assert os.environ[torch_compile.CACHE_DIR] == default_cache_dir()
+    monkeypatch.setenv(inductor_lowering.CACHE_DIR, default_cache_dir())  # as torch itself does
+    with inductor_lowering._cache_folder():
+        assert os.environ[inductor_lowering.CACHE_DIR] == str(folder)
+    assert os.environ[inductor_lowering.CACHE_DIR] == default_cache_dir()
     folder.chmod(0o777)
-    with pytest.raises(ExecutionError, match="others can write to"), torch_compile._cache_folder():
+    with (
+        pytest.raises(ExecutionError, match="others can write to"),
+        inductor_lowering._cache_folder(),
+    ):
         pass
-    monkeypatch.setenv(torch_compile.CACHE_DIR, "/elsewhere")  # the caller's own wish
-    with torch_compile._cache_folder():
-        assert os.environ[torch_compile.CACHE_DIR] == "/elsewhere"
+    monkeypatch.setenv(inductor_lowering.CACHE_DIR, "/elsewhere")  # the caller's own wish
+    with inductor_lowering._cache_folder():
+        assert os.environ[inductor_lowering.CACHE_DIR] == "/elsewhere"
 
 
 def test_a_folder_that_others_write_to_fails_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(torch_compile.CACHE_DIR, raising=False)
+    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
     (tmp_path / "jackfield" / "inductor").mkdir(parents=True)
     (tmp_path / "jackfield" / "inductor").chmod(0o777)
     with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
@@ -388,7 +400,7 @@ def test_a_compiler_that_fails_is_told_in_one_line(
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(torch_compile.CACHE_DIR, raising=False)
+    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
     with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
         with pytest.raises(ExecutionError) as caught:
             engine.generate([5, 6, 7], max_new_tokens=4)
@@ -401,9 +413,9 @@ def test_a_compiler_that_fails_is_told_in_one_line(
 def test_a_bucket_is_the_next_power_of_two() -> None:
     from jackfield_plugins.compiler.inductor import InductorOptions
 
-    bucketed = torch_compile.TorchCompilation(InductorOptions(shapes="bucketed"), "Model")
+    bucketed = inductor_lowering.InductorCompilation(InductorOptions(shapes="bucketed"), "Model")
     assert [bucketed.fill(n) for n in (1, 2, 3, 4, 5, 31, 32, 33)] == [1, 2, 4, 4, 8, 32, 32, 64]
-    dynamic = torch_compile.TorchCompilation(InductorOptions(), "Model")
+    dynamic = inductor_lowering.InductorCompilation(InductorOptions(), "Model")
     assert [dynamic.fill(n) for n in (1, 3, 33)] == [1, 3, 33]
 
 
@@ -436,7 +448,7 @@ print(made.graphs, made.seconds, hits, *done.token_ids)
 @pytest.mark.timeout(900)
 def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop(torch_compile.CACHE_DIR, None)
+    environment.pop(inductor_lowering.CACHE_DIR, None)
     families = str(Path(__file__).parent.parent / "conformance")
     runs = [
         subprocess.run(

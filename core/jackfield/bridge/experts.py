@@ -17,11 +17,20 @@ def experts_implementation(dtype: str, *, batch_invariant: bool = False) -> str 
     return "eager" if dtype == "float64" or batch_invariant else None
 
 
-def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = False) -> str | None:
-    """The same, where `model` has experts that can be computed in several ways."""
-    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    has_experts = any(part._can_set_experts_implementation() for part in parts)
-    return experts_implementation(dtype, batch_invariant=batch_invariant) if has_experts else None
+def experts_of(
+    model: PreTrainedModel, dtype: str, *, live: bool, batch_invariant: bool = False
+) -> str | None:
+    """The same, where `model` has experts that can be computed in several ways.
+
+    A `live` model may have been told by its owner to compute them one by one.
+    """
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = [part for part in parts if part._can_set_experts_implementation()]
+    if not parts:
+        return None
+    if live and any(part.config._experts_implementation == "eager" for part in parts):
+        return "eager"
+    return experts_implementation(dtype, batch_invariant=batch_invariant)
 
 
 def check_experts(model: PreTrainedModel, needs: Requirements) -> None:

@@ -107,7 +107,7 @@ def describe(
         live=live,
         dtype_named=dtype_named,
         irregular=irregular(calls, windows(config)),
-        experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
+        experts_implementation=experts_of(model, dtype, live=live, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
 

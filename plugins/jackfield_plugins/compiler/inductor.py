@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
+from jackfield_plugins.compiler.tracing import cannot_trace
 from jackfield_plugins.native.compiling import compiler
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class InductorCompiler(Compiler):
         reasons = super().refuse(requirements, options)
         if options.backend == "inductor":
             reasons += _cannot_build()
-        return reasons or _cannot_trace()
+        return reasons or cannot_trace()
 
     def bind(self, context: BindContext) -> Compilation:
-        from jackfield_plugins.compiler.torch_compile import TorchCompilation
+        from jackfield_plugins.compiler.inductor_lowering import InductorCompilation
 
         assert context.model is not None
-        return TorchCompilation(context.options, type(context.model).__name__)
+        return InductorCompilation(context.options, type(context.model).__name__)
 
 
 def _cannot_build() -> list[str]:
@@ -62,17 +63,6 @@ def _cannot_build() -> list[str]:
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not headers.is_file():
         return [f"needs Python's headers, and there is no {headers}: `apt install python3-dev`"]
-    return []
-
-
-def _cannot_trace() -> list[str]:
-    """Why torch does not trace programs under this Python."""
-    from torch._dynamo.eval_frame import check_if_dynamo_supported
-
-    try:
-        check_if_dynamo_supported()
-    except RuntimeError as error:
-        return [str(error).partition("\n")[0]]
     return []
 
 

@@ -1,50 +1,57 @@
-"""`torch.compile` with what an engine needs beside it: counts, a cache of its own, plain errors."""
+"""`torch.compile` with what an engine needs beside it: shapes, counts and plain errors."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shlex
-import stat
-import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError
-from jackfield_plugins.native.compiling import CACHE, compiler
 
 if TYPE_CHECKING:
     from jackfield.contracts.compiling import ModelStep
 
-CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
-
 _PARTICULARS = ("Developer debug context:", "Caused by:")  # how torch begins the line with them
-_environment = threading.Lock()
 
 
 class TorchCompilation(Compilation):
     """One function of `torch.compile` for each shape, so that each is one graph.
 
     torch keeps graphs by code object and runs what exceeds a limit uncompiled; a code object for
-    each function leaves every engine and every shape its own.
+    each function leaves every engine and every shape its own. `name` is the backend's, `model` what
+    errors call the model. `bucketed`: a graph for each power of two, up to which steps are filled;
+    otherwise one for a single token and one for any number of them.
     """
 
-    def __init__(self, options: Any, model: str) -> None:
-        self.prefill = options.prefill
-        self.source = f"torch {torch.__version__}, {options.backend}"
-        self._options = options
+    name: ClassVar[str]
+
+    def __init__(self, model: str, source: str, *, bucketed: bool, prefill: bool = False) -> None:
+        self.source = source
+        self.prefill = prefill
+        self._bucketed = bucketed
         self._model = model
-        self._began: float | None = None
+        self._began = 0.0
+
+    @abstractmethod
+    def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Make what runs in place of a traced `graph`, given an example of its inputs.
+
+        Calls `count` when that is done, or when it is done at its first call.
+        """
+
+    def count(self) -> None:
+        """Another graph was made, since the step that needs it began."""
+        self.graphs += 1
+        self.seconds += time.perf_counter() - self._began
 
     def fill(self, count: int) -> int:
         """The next power of two, where shapes are bucketed."""
-        return 1 << (count - 1).bit_length() if self._options.shapes == "bucketed" else count
+        return 1 << (count - 1).bit_length() if self._bucketed else count
 
     def compile(self, step: ModelStep) -> ModelStep:
         compiled: dict[tuple[int | None, ...], ModelStep] = {}
@@ -66,17 +73,17 @@ class TorchCompilation(Compilation):
                 inner = getattr(error, "inner_exception", error)
                 if isinstance(inner, ExecutionError):
                     raise inner from None
-                raise ExecutionError(self._complaint(error)) from error
+                raise ExecutionError(self.complaint(error)) from error
 
         return run
 
     def _size(self, count: int) -> int:
         """What a size means to a graph: one is always special; else only which it is, if at all."""
-        return count if self._options.shapes == "bucketed" else min(count, 2)
+        return count if self._bucketed else min(count, 2)
 
     def _mark(self, *tensors: torch.Tensor | None) -> None:
         """Let a graph hold for any size but one; `dynamic=True` would free other numbers, too."""
-        if self._options.shapes == "dynamic":
+        if not self._bucketed:
             for tensor in tensors:
                 for at, size in enumerate(() if tensor is None else tensor.shape):
                     if size > 1:
@@ -94,28 +101,19 @@ class TorchCompilation(Compilation):
             own,
             backend=self._lower,
             fullgraph=True,
+            dynamic=False if self._bucketed else None,  # else torch frees a size that differs
             options={"guard_filter_fn": _without_tables},
         )
 
     def _lower(self, graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
-        """The compiler that torch calls with each graph that it traced."""
-        options = self._options
-        lower: Any = torch._dynamo.lookup_backend(options.backend)
-        if options.backend == "inductor":
-            with _cache_folder():
-                compiled = lower(graph, inputs, config_patches=_patches(options.mode))
-        else:
-            compiled = lower(graph, inputs)
-        self.graphs += 1
-        if self._began is not None:
-            self.seconds += time.perf_counter() - self._began
-        return compiled  # type: ignore[no-any-return]
+        """What torch calls with each graph that it traced."""
+        return self.lower(graph, inputs)
 
-    def _complaint(self, error: BaseException) -> str:
-        return f"inductor cannot compile {self._model}: {_cause(error)}; load it without compile"
+    def complaint(self, error: BaseException) -> str:
+        return f"{self.name} cannot compile {self._model}: {cause(error)}; load it without compile"
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """One line of what torch tells in many: what it met, and where it says so, in which form."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
@@ -127,57 +125,9 @@ def _cause(error: BaseException) -> str:
     return " ".join((first, *list(errors)[:1]))
 
 
-def _patches(mode: str) -> dict[str, Any]:
-    """Inductor's settings for a mode, and the C++ compiler that is there."""
-    from torch._inductor import list_mode_options
-
-    found = compiler()
-    cxx = {"cpp.cxx": (None, shlex.join(found))} if found else {}
-    return {**list_mode_options(mode), **cxx}
-
-
 def _without_tables(guards: Sequence[Any]) -> list[bool]:
     """All of torch's guards but those on the keys of transformers' tables of attentions.
 
     An engine that is loaded or closed elsewhere changes them; our own entry stays guarded.
     """
     return [not guard.name.endswith("['_global_mapping']") for guard in guards]
-
-
-@contextlib.contextmanager
-def _cache_folder() -> Iterator[None]:
-    """Have inductor keep what it compiles in jackfield's folder, unless it was told where.
-
-    Torch sets the variable itself, to a folder under /tmp, when it first looks for it.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    with _environment:
-        before = os.environ.get(CACHE_DIR)
-        if before in (None, "", default_cache_dir()):
-            os.environ[CACHE_DIR] = str(_folder())
-        try:
-            yield
-        finally:
-            os.environ.pop(CACHE_DIR, None)
-            if before is not None:
-                os.environ[CACHE_DIR] = before
-
-
-def _folder() -> Path:
-    """Where compiled steps stay. torch unpickles them, so nobody else may write there."""
-    try:
-        path = Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield" / "inductor"
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except (OSError, RuntimeError) as error:
-        raise ExecutionError(
-            f"inductor cannot keep what it compiles ({error}); set {CACHE} to a folder that can be "
-            "written"
-        ) from None
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ExecutionError(
-            f"others can write to {path}, from which compiled code is loaded; make it yours alone "
-            f"(chmod 700), or set {CACHE} to another folder"
-        )
-    return path

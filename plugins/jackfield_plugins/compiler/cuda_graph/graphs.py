@@ -1,0 +1,60 @@
+"""Recordings of what a GPU is told to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Recorder(Protocol):
+    """Records what a function has a device do."""
+
+    source: str
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What `run` returns, and what fills it anew from the tensors that `run` reads.
+
+        `run` must change nothing but what it returns. What that holds is undefined until the first
+        call of the second.
+        """
+
+
+class CudaGraphs:
+    """CUDA graphs that share one pool of memory, so they must be played in the order they came."""
+
+    source = f"torch {torch.__version__}, CUDA graphs"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream()
+            # A stream is recorded, and the default one cannot be.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()  # what libraries set up at their first call cannot be recorded
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                outputs = self._capture(graph, run)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return outputs, graph.replay
+
+    def _capture(self, graph: Any, run: Callable[[], Any]) -> Any:
+        # `torch.cuda.graph` also collects garbage, which takes longer than a recording.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # says only that the recording is broken
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return outputs
