@@ -305,6 +305,15 @@ def test_what_cannot_be_compiled_is_refused_by_name(
         jackfield.plan(config_of(family), compile="inductor", **arguments)
 
 
+def test_experts_that_a_live_model_computes_one_by_one_are_refused_before_a_step() -> None:
+    model = build("mixtral", torch.float32)
+    with pytest.raises(PlanError, match="grouped product, which is switched off in the live"):
+        jackfield.plan(model, compile=TRACED)
+    assert "experts: eager, since" in str(jackfield.plan(model))
+    model.set_experts_implementation("grouped_mm")
+    jackfield.plan(model, compile=TRACED)
+
+
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -132,6 +132,8 @@ class Requirements:
     @property
     def no_grouped_experts(self) -> str:
         """What is wrong with the grouped product where `experts_implementation` is not None."""
-        return (
-            "takes no float64" if self.dtype == "float64" else "has sums that depend on the batch"
-        )
+        if self.dtype == "float64":
+            return "takes no float64"
+        if self.batch_invariant:
+            return "has sums that depend on the batch"
+        return "is switched off in the live model (experts_implementation='eager')"
