@@ -10,6 +10,7 @@ has limits on what a grammar may cost, and it brings no other package along.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
@@ -32,6 +33,8 @@ KINDS = ("choices", "grammar", "json_schema", "regex")
 #: Of llguidance's unit of work: a fifth of its default, which lets a grammar take five seconds.
 _MOST_WORK = 200_000
 _KEPT = 128  # compiled grammars
+
+_NO_END = "<|jackfield: no end|>"
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Structures:
         """
         if structure is None:
             return None
-        own = ends or tuple(filter(None, [self._tokenizer.eos_token_id])) or (0,)
+        own = ends or (self._with_end.eos_token_id,)
         matcher = self._compiled(structure, own).deep_copy()
         return Constraint(matcher, () if ends else own)
 
@@ -150,11 +153,29 @@ class Structures:
             )
         return made
 
+    @functools.cached_property
+    def _with_end(self) -> Any:
+        """The tokenizer, or a copy of it that has an EOS token, without which llguidance does not.
+
+        It must be a token of its own: one that means something could not be said any more.
+        """
+        if self._tokenizer.eos_token_id is not None:
+            return self._tokenizer
+        ended = copy.deepcopy(self._tokenizer)
+        ended.add_special_tokens({"eos_token": _NO_END})
+        return ended
+
+    @property
+    def _width(self) -> int:
+        """Tokens that llguidance knows: the model's, and perhaps the one that was added."""
+        added = self._with_end is not self._tokenizer
+        return max(self._vocab_size, self._with_end.eos_token_id + 1 if added else 0)
+
     def _read_vocabulary(self, ends: tuple[int, ...]) -> Any:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))
+            return from_tokenizer(self._with_end, n_vocab=self._width, eos_token=list(ends))
         except Exception as error:
             raise SettingsError(
                 f"structured output does not work with this tokenizer: {error}"
@@ -187,7 +208,7 @@ class Structures:
         for feed in feeds:
             starts.append((_of(feed.sequence).matcher, rows, list(feed.drafts)))
             rows += 1 + len(feed.drafts)
-        words = -(-self._vocab_size // 32)
+        words = -(-self._width // 32)
         bits = torch.zeros(rows, words, dtype=torch.int32)  # what nobody fills in is forbidden
         where = (bits.data_ptr(), words * 4, rows)
         if alone := [start[:2] for start in starts if not start[2]]:

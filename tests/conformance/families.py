@@ -262,7 +262,10 @@ def character_tokenizer() -> transformers.PreTrainedTokenizerBase:
     vocab = {character: i for i, character in enumerate([*characters, "<end>"])}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<end>"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    plain.decoder = tokenizers.decoders.Fuse()
+    # llguidance reads no decoder but one that knows bytes; none of the tokens is a byte
+    plain.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
     found = transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain, unk_token="<end>", eos_token="<end>"
     )

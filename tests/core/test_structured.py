@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build
+from families import build, character_tokenizer
 
 import jackfield
 from jackfield.demo import MODEL_PATH
@@ -112,6 +112,18 @@ def test_no_end_token_is_needed(engine: Any) -> None:
     (found,) = engine.generate(PROMPT, regex="[a-z]+", eos_token_id=[], max_new_tokens=9)
     assert (len(found.token_ids), found.finish_reason) == (9, "length")
     assert re.fullmatch("[a-z]+", found.text)
+
+
+@pytest.mark.parametrize("ends", [None, "<end>"])
+def test_no_token_is_lost_where_the_tokenizer_ends_nothing(ends: str | None) -> None:
+    """Token 0 is a space here, which is what an EOS token that nobody named was taken for."""
+    tokenizer = character_tokenizer()
+    tokenizer.eos_token = ends
+    with jackfield.load(build("llama"), tokenizer=tokenizer) as own:
+        (found,) = own.generate([5, 6, 7], regex="[ab] {3}c", max_new_tokens=12)
+        assert (found.text[1:], found.finish_reason) == ("   c", "stop")
+        (found,) = own.generate([5, 6, 7], regex="[ ab]+", max_new_tokens=12)
+        assert (found.finish_reason, len(found.token_ids)) == ("length", 12)
 
 
 def test_penalties_and_processors_cannot_leave_the_structure(engine: Any) -> None:

@@ -304,11 +304,11 @@ def test_what_cannot_be_compiled_is_refused_by_name(
         jackfield.plan(config_of(family), compile="inductor", **arguments)
 
 
-def test_experts_that_a_live_model_computes_one_by_one() -> None:
-    model = build("qwen3-moe", torch.float32)
-    model.set_experts_implementation("eager")
-    with pytest.raises(PlanError, match="in a grouped product, which is not what this model was"):
+def test_experts_that_a_live_model_computes_one_by_one_are_refused_before_a_step() -> None:
+    model = build("mixtral", torch.float32)
+    with pytest.raises(PlanError, match="grouped product, which is switched off in the live"):
         jackfield.plan(model, compile=TRACED)
+    assert "experts: eager, since" in str(jackfield.plan(model))
     model.set_experts_implementation("grouped_mm")
     with load(model, "paged", "none") as engine:
         (expected,) = engine.generate([5, 6, 7], max_new_tokens=6)

@@ -300,6 +300,22 @@ def test_shapes_that_do_not_fit_are_refused(selection: str, family: str, says: s
 
 
 @pytest.mark.parametrize(
+    ("selection", "family", "says"),
+    [
+        pytest.param("bnb-8bit", "falcon-alibi", "converts nn.Linear and Conv1D", marks=needs_bnb),
+        pytest.param("bnb-4bit", "falcon-alibi", "converts nn.Linear and Conv1D", marks=needs_bnb),
+        ("int4-cpu", "falcon-alibi", "converts nn.Linear and Conv1D"),
+        ("int4-cpu?group_size=64", "llama", "groups of 64 divide the inputs of no linear layer"),
+    ],
+)
+def test_a_model_of_which_nothing_would_be_converted_is_refused_before_weights(
+    selection: str, family: str, says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        jackfield.plan(config_of(family), quantization=selection)
+
+
+@pytest.mark.parametrize(
     ("selection", "library", "extra"),
     [
         ("bnb-8bit", "bitsandbytes", "bnb"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from jackfield.bridge.source import config_tree
@@ -17,24 +19,22 @@ def experts_implementation(dtype: str, *, batch_invariant: bool = False) -> str 
     return "eager" if dtype == "float64" or batch_invariant else None
 
 
-def experts_of(
-    model: PreTrainedModel, dtype: str, *, live: bool, batch_invariant: bool = False
-) -> str | None:
-    """The same, where `model` has experts that can be computed in several ways.
+def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = False) -> str | None:
+    """The same, where `model` has experts that can be computed in several ways."""
+    wanted = experts_implementation(dtype, batch_invariant=batch_invariant)
+    return wanted if _has_experts(model) else None
 
-    A `live` model may have been told by its owner to compute them one by one.
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(part._can_set_experts_implementation() for part in parts)
+
+
+def with_experts(model: PreTrainedModel, needs: Requirements) -> Requirements:
+    """The requirements of a live model, whose experts are computed as it was told.
+
+    Raises PlanError where they would fail in its first step.
     """
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    parts = [part for part in parts if part._can_set_experts_implementation()]
-    if not parts:
-        return None
-    if live and any(part.config._experts_implementation == "eager" for part in parts):
-        return "eager"
-    return experts_implementation(dtype, batch_invariant=batch_invariant)
-
-
-def check_experts(model: PreTrainedModel, needs: Requirements) -> None:
-    """Raise PlanError for a live model, used as it is, that would fail in its first step."""
     wanted = needs.experts_implementation
     chosen = [part._experts_implementation for part in config_tree(model.config)]
     if wanted is not None and "grouped_mm" in chosen:
@@ -42,3 +42,6 @@ def check_experts(model: PreTrainedModel, needs: Requirements) -> None:
             f"{needs.architecture} computes its experts in a grouped product, which "
             f"{needs.no_grouped_experts}; call model.set_experts_implementation({wanted!r}) first"
         )
+    if wanted is None and "eager" in chosen and _has_experts(model):
+        return replace(needs, experts_implementation="eager")
+    return needs

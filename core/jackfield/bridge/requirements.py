@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
-from jackfield.bridge.experts import check_experts, experts_of
+from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import head_is_tied, head_of, stored_quantization, weights_of
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
 from jackfield.bridge.source import (
@@ -57,9 +57,7 @@ def requirements_of(
         batch_invariant=deterministic,
         dtype_named=dtype != AUTO,
     )
-    if source.live is not None:
-        check_experts(source.live, needs)
-    return needs
+    return needs if source.live is None else with_experts(source.live, needs)
 
 
 def describe(
@@ -107,7 +105,7 @@ def describe(
         live=live,
         dtype_named=dtype_named,
         irregular=irregular(calls, windows(config)),
-        experts_implementation=experts_of(model, dtype, live=live, batch_invariant=batch_invariant),
+        experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
 

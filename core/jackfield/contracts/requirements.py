@@ -136,4 +136,4 @@ class Requirements:
             return "takes no float64"
         if self.batch_invariant:
             return "has sums that depend on the batch"
-        return "is not what this model was set to"
+        return "is switched off in the live model (experts_implementation='eager')"

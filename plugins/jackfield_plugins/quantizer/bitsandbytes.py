@@ -46,6 +46,9 @@ class BitsAndBytes(Quantizer):
         given = isinstance(options, GivenConfig) or options != self.options()
         if requirements.stored is not None and given:
             reasons.append("the checkpoint is quantized already; leave the options out")
+        if requirements.weights and not any(w.linear for w in requirements.weights):
+            name = requirements.architecture
+            reasons.append(f"converts nn.Linear and Conv1D, and {name} has none but its head")
         return reasons
 
     def bind(self, context: BindContext) -> Quantization:

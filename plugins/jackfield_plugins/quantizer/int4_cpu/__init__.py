@@ -75,7 +75,10 @@ class Int4Cpu(Quantizer):
             asked = getattr(options, name, None)
             if requirements.stored and asked not in (None, stored.get(name)):
                 reasons.append(f"the checkpoint has {name}={stored.get(name)}, not {asked}")
-        return reasons or self._refuse_kernel(requirements, _meant(requirements, options))
+        meant = _meant(requirements, options)
+        return (
+            reasons or _no_layers(requirements, meant) or self._refuse_kernel(requirements, meant)
+        )
 
     def _refuse_kernel(self, requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
         from jackfield_plugins.quantizer.int4_cpu.kernels import why_torch
@@ -129,6 +132,17 @@ class Int4Cpu(Quantizer):
         from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
 
         return isinstance(module, GroupwiseLinear)
+
+
+def _no_layers(requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
+    """Why nothing would be stored in groups."""
+    group, name = int(meant["group_size"]), requirements.architecture
+    layers = [w.linear for w in requirements.weights if w.linear is not None]
+    if meant["head"] or not requirements.weights or any(n % group == 0 for _, n in layers):
+        return []
+    if not layers:
+        return [f"converts nn.Linear and Conv1D, and {name} has none but its head"]
+    return [f"groups of {group} divide the inputs of no linear layer of {name}, its head aside"]
 
 
 def _meant(requirements: Requirements | None, options: Any) -> dict[str, Any]:
