@@ -16,7 +16,8 @@ from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.deciding import Job
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning import Choice, Plan
+from jackfield.planning import Plan
+from jackfield.solving import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

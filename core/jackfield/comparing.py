@@ -154,7 +154,7 @@ def compare(
     `jackfield.load`, all that can be seen without weights before the first is loaded, and
     UsageError for a bound that is not a number, at least 0.
     """
-    from jackfield.planning import plan
+    from jackfield.front import plan
 
     for name, bound in (("max_drop", max_drop), ("max_rise", max_rise)):
         if not bound >= 0:  # also one that is not a number
@@ -191,7 +191,7 @@ def _assess(
     progress: Callable[[int], None],
 ) -> Quality:
     """Load, assess, and give the memory back before the other side is loaded."""
-    from jackfield.engine import load
+    from jackfield.front import load
 
     arguments = dict(side)
     with load(arguments.pop("model"), **arguments) as engine:

@@ -15,9 +15,10 @@ from jackfield.bridge.source import ModelSource, find
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import PlanError, UsageError
 from jackfield.placement import Asked, Placement, asked
-from jackfield.planning import Plan, decide, judge
+from jackfield.planning import Plan, decide
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Quantizable, make_options
+from jackfield.solving import judge
 from jackfield.units import in_units
 
 if TYPE_CHECKING:

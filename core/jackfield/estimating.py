@@ -20,7 +20,7 @@ from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
 from jackfield.errors import UsageError
 from jackfield.memory import CacheMemory, free_bytes
-from jackfield.planning import Plan, plan
+from jackfield.planning import Plan
 from jackfield.reading import StepReads
 from jackfield.selection import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes
@@ -270,6 +270,7 @@ def estimate(
 
     from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
     from jackfield.bridge.source import find
+    from jackfield.front import plan
 
     source = find(model, revision)
     if source.live is not None and selections.get("dtype", AUTO) == AUTO:

@@ -161,7 +161,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: Any, **__: Any) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("jackfield.engine.load", explode)
+    monkeypatch.setattr("jackfield.front.load", explode)
 
 
 @pytest.mark.usefixtures("broken")

@@ -160,7 +160,7 @@ def test_a_model_other_than_the_demo_is_compared_on_a_text(tmp_path: Path) -> No
 
 def test_a_quantizer_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is loaded before both sides are known to be possible."""
-    monkeypatch.setattr("jackfield.engine.load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("jackfield.front.load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="there is no quantizer 'nonsense'"):
         compare("demo", {"quantization": "nonsense"})
     with pytest.raises(UsageError, match="before and after are the same"):

@@ -11,8 +11,8 @@ from torch import nn
 
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PluginError
-from jackfield.planning import Choice
 from jackfield.registry import Registered
+from jackfield.solving import Choice
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4

@@ -35,7 +35,7 @@ def baseline(given: Sequence[str] | None, model: str, backends: Backends) -> dic
     Those of the command line with each KIND=NAME of `given` in place of its own. Without any, a
     quantizer is compared with none. Raises UsageError.
     """
-    from jackfield.planning import ARGUMENTS
+    from jackfield.solving import ARGUMENTS
 
     names = {**ARGUMENTS, "quantization": ARGUMENTS["quantizer"], "model": "model"}
     names |= {"dtype": "dtype", "device": "device_map", "revision": "revision"}

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from jackfield.contracts import Requirements
     from jackfield.errors import PlanError
-    from jackfield.planning import Choice, Plan
+    from jackfield.planning import Plan
     from jackfield.registry import Registered, Registry
     from jackfield.selection import Selectable
+    from jackfield.solving import Choice
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
 
@@ -83,7 +84,7 @@ class _Judge:
 
     def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
         """Every backend of every kind, against what the kinds decided before it imply."""
-        from jackfield.planning import ORDER
+        from jackfield.solving import ORDER
 
         for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
@@ -109,8 +110,9 @@ class _Judge:
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
         from jackfield.errors import OptionError, PlanError
-        from jackfield.planning import decide, judge
+        from jackfield.planning import decide
         from jackfield.selection import make_options
+        from jackfield.solving import judge
 
         for refusal in self.plan.refusals if self.plan is not None else ():
             if refusal.registered is registered:

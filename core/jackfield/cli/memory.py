@@ -101,7 +101,7 @@ def memory(
 
 def _measured(model: str, backends: Backends) -> float:
     from jackfield.bridge.bandwidth import measure_bandwidth
-    from jackfield.planning import plan
+    from jackfield.front import plan
 
     where = plan(model, **backends.arguments()).placement
     assert where is not None
