@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jackfield.contracts import Requirements
+    from jackfield.deciding import Job
     from jackfield.errors import PlanError
     from jackfield.planning import Plan
     from jackfield.registry import Registered, Registry
@@ -65,7 +66,7 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
             needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
-    verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
+    verdicts = list(_Judge(registry(), job, selections, plan).verdicts(needs))
     if json:
         _print_json(plan, error, verdicts)
     else:
@@ -79,6 +80,7 @@ class _Judge:
     """Answers for one backend after another what the plan says, or would say."""
 
     registry: Registry
+    job: Job
     selections: dict[str, Selectable]
     plan: Plan | None
 
@@ -125,7 +127,8 @@ class _Judge:
             return reasons
         named = f"plugin:{registered.distribution}/{registered.name}"
         try:
-            decide(self.registry, needs, {**self.selections, registered.kind: named})
+            plan = decide(self.registry, needs, {**self.selections, registered.kind: named})
+            self.job.check_layers(plan)
         except PlanError as error:
             return [str(error)]
         return []

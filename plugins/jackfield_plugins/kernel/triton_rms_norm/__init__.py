@@ -33,6 +33,9 @@ class TritonRmsNorm(Kernel):
             reasons.append("runs on a CPU only under TRITON_INTERPRET=1, set before Python starts")
         return reasons
 
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        return is_rms_norm(module)
+
     def bind(self, context: BindContext) -> FusedLayer:
         from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
 
@@ -44,7 +47,7 @@ class TritonRmsNorm(Kernel):
 
             return forward
 
-        return FusedLayer(is_rms_norm, make)
+        return FusedLayer(make)
 
 
 @hookimpl
