@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.bound import weights
-from jackfield.bounds import bounds_for, check_seconds, check_sizes
+from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.weights import load_tokenizer
 from jackfield.deciding import Job, understand
 from jackfield.discovery import registry
@@ -84,16 +84,7 @@ def load(
     Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
     weight is loaded, or CheckpointError where the weights themselves are broken.
     """
-    if isinstance(model, PreTrainedConfig):
-        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    check_sizes(
-        max_batch_size=max_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        prefill_chunk_size=prefill_chunk_size,
-        max_waiting=max_waiting,
-    )
-    check_seconds(stall_after=stall_after)
-    job, plan, helper = _decided(
+    return prepare(
         model,
         attn_implementation=attn_implementation,
         cache_implementation=cache_implementation,
@@ -111,31 +102,14 @@ def load(
         adapter=adapter,
         merge_adapter=merge_adapter,
         revision=revision,
+        tokenizer=tokenizer,
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        max_waiting=max_waiting,
         deterministic=deterministic,
-    )
-    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
-        raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
-            f"one piece ({reason}); drop prefill_chunk_size"
-        )
-    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(job.source)
-    if helper is not None:
-        check_vocabulary(job.source, tokenizer, helper)
-    with contextlib.ExitStack() as files:
-        model = weights(job, plan, files, tokenizer)
-        engine = Engine(
-            model,
-            plan,
-            tokenizer,
-            bounds,
-            max_waiting=max_waiting,
-            stall_after=stall_after,
-            assistance=None if helper is None else helper.load(model, files),
-        )
-        engine.when_closed(files.pop_all().close)
-    return engine
+        stall_after=stall_after,
+    ).load()
 
 
 def plan(
@@ -187,15 +161,79 @@ def plan(
     return plan
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """All that `jackfield.load` decides and checks before it reads weights."""
+
+    job: Job
+    plan: Plan
+    assistant: FoundAssistant | None
+    tokenizer: Any | None
+    bounds: Bounds
+    max_waiting: int | None
+    stall_after: float
+
+    def load(self) -> Engine:
+        """Read the weights and bind."""
+        with contextlib.ExitStack() as files:
+            model = weights(self.job, self.plan, files, self.tokenizer)
+            engine = Engine(
+                model,
+                self.plan,
+                self.tokenizer,
+                self.bounds,
+                max_waiting=self.max_waiting,
+                stall_after=self.stall_after,
+                assistance=None if self.assistant is None else self.assistant.load(model, files),
+            )
+            engine.when_closed(files.pop_all().close)
+        return engine
+
+
+def prepare(
+    model: Any,
+    *,
+    tokenizer: Any | None = None,
+    max_batch_size: int = 32,
+    max_batch_tokens: int | None = None,
+    prefill_chunk_size: int | None = None,
+    max_waiting: int | None = None,
+    stall_after: float = 60.0,
+    **arguments: Any,
+) -> Prepared:
+    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
+    if isinstance(model, PreTrainedConfig):
+        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
+    check_sizes(
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        max_waiting=max_waiting,
+    )
+    check_seconds(stall_after=stall_after)
+    job, plan, helper = _decided(model, **arguments)
+    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
+        raise UsageError(
+            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
+            f"one piece ({reason}); drop prefill_chunk_size"
+        )
+    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(job.source)
+    if helper is not None:
+        check_vocabulary(job.source, tokenizer, helper)
+    return Prepared(job, plan, helper, tokenizer, bounds, max_waiting, stall_after)
+
+
 def _decided(
     model: Any,
     *,
-    assistant_model: Model | None,
-    assistant: Mapping[str, Any] | None,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[Job, Plan, FoundAssistant | None]:
-    """What `load` and `plan` have in common: the job, its plan, and the draft model of that."""
-    selections = {kind: arguments.pop(argument) for kind, argument in ARGUMENTS.items()}
+    """The job, its plan, and the draft model of that."""
+    selections = {kind: arguments.pop(name, AUTO) for kind, name in ARGUMENTS.items()}
     job = understand(model, **arguments)
     plan = job.decide(registry(), selections)
     helper = find_assistant(plan, assistant_model, assistant, job.asked.device_map)
