@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from jackfield.cli.options import Backends, JsonOption
+from jackfield.cli.options import Backends, JsonOption, ModelArgument
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from jackfield.solving import Choice
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
-]
 
 
 @dataclass(frozen=True)

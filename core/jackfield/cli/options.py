@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
 ]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")
 ]
