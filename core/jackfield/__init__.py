@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from jackfield.bridge.generation import decoding
     from jackfield.bridge.install import install, uninstall
     from jackfield.bridge.quantization import quantization
-    from jackfield.engine import Engine, load
+    from jackfield.engine import Engine
     from jackfield.errors import JackfieldError
     from jackfield.estimating import Estimate, estimate
-    from jackfield.planning import Plan, plan
+    from jackfield.front import load, plan
+    from jackfield.planning import Plan
     from jackfield.requests import Request
     from jackfield.sequences import Completion, Delta
 
@@ -56,8 +57,8 @@ _HOMES = {
     "decoding": "jackfield.bridge.generation",
     "estimate": "jackfield.estimating",
     "install": "jackfield.bridge.install",
-    "load": "jackfield.engine",
-    "plan": "jackfield.planning",
+    "load": "jackfield.front",
+    "plan": "jackfield.front",
     "quantization": "jackfield.bridge.quantization",
     "uninstall": "jackfield.bridge.install",
 }

@@ -116,7 +116,7 @@ def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAssistant) -> None:
     """Raise UsageError unless the draft model's tokens can be made the model's."""
-    sizes = [_vocab_size(one) for one in (source, found.job.source)]
+    sizes = [one.vocab_size for one in (source, found.job.source)]
     if tokenizer is None or found.tokenizer is None:
         if sizes[0] != sizes[1]:
             without = "the model" if tokenizer is None else "the assistant model"
@@ -128,8 +128,3 @@ def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAss
         return
     if not same_tokens(Text(tokenizer, sizes[0]), Text(found.tokenizer, sizes[1])):
         logger.info("the assistant model has a vocabulary of its own: drafts go by their text")
-
-
-def _vocab_size(source: ModelSource) -> int:
-    config = source.live.config if source.live is not None else source.config
-    return int(config.get_text_config(decoder=True).vocab_size)

@@ -8,9 +8,10 @@ from typing import Any
 
 from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError
-from jackfield.planning import Plan, judge
+from jackfield.planning import Plan
 from jackfield.registry import Registered
 from jackfield.selection import make_options
+from jackfield.solving import judge
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from jackfield.bridge.weights import load_model
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.deciding import Job
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning import Choice, Plan
+from jackfield.planning import Plan
+from jackfield.solving import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +87,9 @@ class BoundModel:
             model, fixed_shapes=plan.requirements.batch_invariant
         )
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
-        self.layers = bind_layers(plan.kernels, lambda choice: self.context("kernel", choice))
+        self.layers = bind_layers(
+            plan.kernels, model, lambda choice: self.context("kernel", choice)
+        )
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.demo.tasks import TASKS, heldout
 from jackfield.errors import PromptError, UsageError
-from jackfield.evaluation import Evaluation, evaluate
-from jackfield.perplexity import Perplexity, perplexity
+from jackfield.evaluation import Evaluation, check_count, evaluate
+from jackfield.perplexity import Perplexity, check_text, perplexity
 from jackfield.planning import Plan
 from jackfield.report import Report
+from jackfield.selection import nearest
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 MAX_DROP = 0.02
 MAX_RISE = 0.05
 
+_NO_TEXTS = "this model has no tokenizer, and what it is compared on are texts"
 _ITEMS = 6  # of each task, in the text that is read where none is given
 
 
@@ -126,7 +129,7 @@ def assess(
     from jackfield.bridge.footprint import loaded_bytes
 
     if engine.tokenizer is None:
-        raise PromptError("this model has no tokenizer, and what it is compared on are texts")
+        raise PromptError(_NO_TEXTS)
     asked = evaluate(engine, count, seed, progress) if tasks else None
     read = perplexity(engine, built_in_text() if text is None else text)
     size = loaded_bytes(engine.model)
@@ -151,11 +154,10 @@ def compare(
     `after` and `before` are arguments of `jackfield.load`, "model" among them where it is another;
     `before` None: those of `after` without quantization. `tasks` None: the demo tasks are asked of
     the demo model, and other models are compared on the text alone. Raises the errors of
-    `jackfield.load`, all that can be seen without weights before the first is loaded, and
-    UsageError for a bound that is not a number, at least 0.
+    `jackfield.load`, UsageError for a bound that is not a number, at least 0, SettingsError for a
+    `count` that cannot be, and PromptError for a `text` too short: all that can be seen without
+    weights before the first is loaded.
     """
-    from jackfield.planning import plan
-
     for name, bound in (("max_drop", max_drop), ("max_rise", max_rise)):
         if not bound >= 0:  # also one that is not a number
             raise UsageError(f"{name} must be a number, at least 0, not {bound!r}")
@@ -164,34 +166,42 @@ def compare(
     if dict(before) == dict(after):
         raise UsageError("before and after are the same; select something else for one of them")
     sides = [{"model": model, **before}, {"model": model, **after}]
-    for side in sides:
-        plan(**{key: value for key, value in side.items() if key in _PLANNED})
     asked = all(side["model"] == "demo" for side in sides) if tasks is None else tasks
+    if asked:
+        check_count(count)
+    text = built_in_text() if text is None else text
+    for side in sides:
+        _prepare(side, text)
     first, second = (_assess(side, text, asked, count, seed, progress) for side in sides)
     return Comparison(first, second, max_drop, max_rise)
 
 
-#: The arguments that `jackfield.load` and `jackfield.plan` have in common.
-_PLANNED = frozenset(
-    {
-        "adapter", "assistant", "assistant_model", "attn_implementation", "cache_implementation",
-        "compile", "decoding", "deterministic", "device_map", "max_memory", "merge_adapter",
-        "offload_folder",
-        "dtype", "kernels", "model", "quantization", "revision", "scheduler",
-    }
-)  # fmt: skip
+def _prepare(side: Mapping[str, Any], text: str) -> None:
+    """Raise what loading one side would raise, and PromptError for a text that it cannot score."""
+    from jackfield.front import load, prepare
+    from jackfield.texts import Text
+
+    known = inspect.signature(load).parameters
+    if stray := [name for name in side if name not in known]:
+        raise UsageError(
+            f"jackfield.load takes no argument {stray[0]!r}{nearest(str(stray[0]), known)}"
+        )
+    ready = prepare(**side)
+    if ready.tokenizer is None:
+        raise PromptError(_NO_TEXTS)
+    check_text(Text(ready.tokenizer, ready.job.source.vocab_size), text)
 
 
 def _assess(
     side: Mapping[str, Any],
-    text: str | None,
+    text: str,
     tasks: bool,
     count: int,
     seed: int,
     progress: Callable[[int], None],
 ) -> Quality:
     """Load, assess, and give the memory back before the other side is loaded."""
-    from jackfield.engine import load
+    from jackfield.front import load
 
     arguments = dict(side)
     with load(arguments.pop("model"), **arguments) as engine:

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.backend_sizes import told
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
+from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import first_device, place, placed_live, too_large
 from jackfield.bridge.requirements import requirements_of, skeleton
 from jackfield.bridge.source import ModelSource, find
+from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import PlanError, UsageError
 from jackfield.placement import Asked, Placement, asked
-from jackfield.planning import Plan, decide, judge
+from jackfield.planning import Plan, decide
 from jackfield.registry import Registered, Registry
 from jackfield.selection import AUTO, Quantizable, make_options
+from jackfield.solving import judge
 from jackfield.units import in_units
 
 if TYPE_CHECKING:
@@ -50,7 +54,20 @@ class Job:
             plan = decide(registry, spread_over(needs, where), selections)
             if plan["quantizer"].registered is quantizer:
                 break
+        self.check_layers(plan)
         return replace(plan, placement=where, adapter=self._adapter())
+
+    def check_layers(self, plan: Plan) -> None:
+        """Raise PlanError where a kernel finds no layer in the model, or two find the same.
+
+        Of a model that is not loaded, as far as its config shows its layers: what a quantizer or an
+        adapter puts in their place is known later.
+        """
+        live = self.source.live
+        if plan.kernels and live is not None:
+            layers_for(plan.kernels, live)
+        elif plan.kernels and self.found is None and _as_it_is(plan):
+            layers_for(plan.kernels, skeleton(self.source.config))
 
     def _adapter(self) -> Any:
         return self.found.adapter if self.found else live_adapter(self.source)
@@ -91,6 +108,13 @@ def _scale(plan: Plan) -> Any:
             return None
 
     return weigh
+
+
+def _as_it_is(plan: Plan) -> bool:
+    """Whether every weight is stored as it is, by what the quantizer says that they take."""
+    needs, quantizer = plan.requirements, plan["quantizer"]
+    size = told(quantizer.backend.weight_bytes, needs, quantizer.options)
+    return needs.stored is None and size == plain_bytes(needs)
 
 
 def _check_size(registry: Registry, plan: Plan, asked: Asked, where: Placement) -> None:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from jackfield.checked_numbers import CheckedNumbers
 from jackfield.errors import SettingsError
 
 #: How the number of drafts of a request goes on: as it is, or longer after all were right and
 #: shorter after one was not. transformers keeps the latter two apart by whether the length outlives
 #: the request, which it never does here.
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-
-class _Numbers(Protocol):
-    def integer(self, name: str, default: int, at_least: int | None = None) -> int: ...
-
-    def real(
-        self, name: str, default: float, *, at_least: float | None, at_most: float | None
-    ) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +29,7 @@ class DraftSettings:
 _COUNTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens")
 
 
-def read(given: Mapping[str, Any], honoured: Set[str], number: _Numbers) -> DraftSettings:
+def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -> DraftSettings:
     """The fields of `given` that the strategy honours. Raises SettingsError."""
     own = given.keys() & honoured
     found: dict[str, Any] = {

@@ -9,22 +9,18 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import track
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.assistance import Assistance, Model, check_vocabulary, find_assistant
+from jackfield.assistance import Assistance
 from jackfield.assistant import DraftModel
 from jackfield.beam_settings import check_width
-from jackfield.bound import BoundModel, plug_all, weights
-from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
-from jackfield.bridge.weights import load_tokenizer
+from jackfield.bound import BoundModel, plug_all
+from jackfield.bounds import Bounds
 from jackfield.checked import CheckedSchedule, checked
-from jackfield.deciding import understand
 from jackfield.decoder import Decoder
 from jackfield.detokenize import Detokenizer
 from jackfield.discovery import registry
@@ -32,139 +28,23 @@ from jackfield.errors import CacheFullError, SettingsError, UsageError
 from jackfield.groups import Group
 from jackfield.loop import Loop
 from jackfield.observer import Observer
-from jackfield.placement import DeviceMap
 from jackfield.planning import Plan
 from jackfield.prompts import Prompt, is_batch
 from jackfield.report import Report
 from jackfield.requests import Request
-from jackfield.selection import AUTO, Quantizable, Selectable
 from jackfield.sequences import Completion, Delta
 from jackfield.sequences import Sequence as Running
 from jackfield.settings import Limits, normalized, resolve
 from jackfield.statistics import Statistics
-from jackfield.strategies import Strategies, elsewhere, pick
+from jackfield.strategies import elsewhere, pick
 from jackfield.structured import Structures
 from jackfield.texts import Text, bridge
 from jackfield.worker import Health, Worker
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
-
-
-def load(
-    model: str | Path | PreTrainedModel,
-    *,
-    attn_implementation: Selectable = AUTO,
-    cache_implementation: Selectable = AUTO,
-    quantization: Quantizable = AUTO,
-    decoding: Strategies = AUTO,
-    assistant_model: Model | None = None,
-    assistant: Mapping[str, Any] | None = None,
-    scheduler: Selectable = AUTO,
-    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
-    kernels: Selectable = AUTO,
-    dtype: str = AUTO,
-    device_map: DeviceMap = AUTO,
-    max_memory: Mapping[str | int, str | int] | None = None,
-    offload_folder: str | Path | None = None,
-    adapter: str | Path | None = None,
-    merge_adapter: bool = False,
-    revision: str | None = None,
-    tokenizer: Any | None = None,
-    max_batch_size: int = 32,
-    max_batch_tokens: int | None = None,
-    prefill_chunk_size: int | None = None,
-    max_waiting: int | None = None,
-    deterministic: bool = False,
-    stall_after: float = 60.0,
-) -> Engine:
-    """Decide, load, bind.
-
-    `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
-    model, which is given back as it was when the engine is closed. Each selection is "auto",
-    ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
-    these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
-    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
-
-    `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
-    the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
-    dict of module -> device or "disk". `max_memory` bounds what weights take of each device
-    (``{"cpu": "4GB", 0: "10GB"}``). What transformers has to write for weights on disk goes into a
-    folder of its own in `offload_folder`, or among the temporary ones, until the engine is closed.
-    `adapter` is a folder or hub id of a PEFT adapter; with `merge_adapter` it is added into the
-    weights.
-
-    `decoding` may also be a mapping of names to selections, which requests choose from by the
-    setting of that name; the first is the default, and plain decoding is always among them.
-    `assistant_model` is the draft model of a decoding that needs one, and `assistant` holds
-    arguments that are its own: selections, `dtype`, `device_map`, `revision`, `tokenizer`.
-
-    `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
-    one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
-    `prefill_chunk_size` how many tokens of each prompt (None: as many as the step has room for).
-    `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
-    log-probabilities are the same to the last bit whatever else runs. A step that takes longer
-    than `stall_after` seconds counts as stalled.
-
-    Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
-    weight is loaded, or CheckpointError where the weights themselves are broken.
-    """
-    if isinstance(model, PreTrainedConfig):
-        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    check_sizes(
-        max_batch_size=max_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        prefill_chunk_size=prefill_chunk_size,
-        max_waiting=max_waiting,
-    )
-    check_seconds(stall_after=stall_after)
-    job = understand(
-        model,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        adapter=adapter,
-        merge_adapter=merge_adapter,
-        revision=revision,
-        deterministic=deterministic,
-    )
-    selections: dict[str, Any] = {
-        "attention": attn_implementation,
-        "cache": cache_implementation,
-        "compiler": compile,
-        "decoding": decoding,
-        "kernel": kernels,
-        "quantizer": quantization,
-        "scheduler": scheduler,
-    }
-    plan = job.decide(registry(), selections)
-    helper = find_assistant(plan, assistant_model, assistant, device_map)
-    if helper is not None:
-        plan = replace(plan, assistant=helper.plan)
-    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
-        raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
-            f"one piece ({reason}); drop prefill_chunk_size"
-        )
-    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(job.source)
-    if helper is not None:
-        check_vocabulary(job.source, tokenizer, helper)
-    with contextlib.ExitStack() as files:
-        model = weights(job, plan, files, tokenizer)
-        engine = Engine(
-            model,
-            plan,
-            tokenizer,
-            bounds,
-            max_waiting=max_waiting,
-            stall_after=stall_after,
-            assistance=None if helper is None else helper.load(model, files),
-        )
-        engine.when_closed(files.pop_all().close)
-    return engine
 
 
 def _give_back(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:

@@ -20,7 +20,7 @@ from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
 from jackfield.errors import UsageError
 from jackfield.memory import CacheMemory, free_bytes
-from jackfield.planning import Plan, plan
+from jackfield.planning import Plan
 from jackfield.reading import StepReads
 from jackfield.selection import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes
@@ -264,32 +264,18 @@ def estimate(
     rate = None if bandwidth is None else parse_bandwidth(bandwidth)
     size = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     check_sizes(prefill_tokens=prefill_tokens)
-    for named, sizes in (("batch_sizes", batch_sizes), ("lengths", lengths or ())):
-        for one in sizes:
-            check_sizes(**{named: one})
-
+    _check_each(batch_sizes=batch_sizes, lengths=lengths or ())
     from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
-    from jackfield.bridge.source import find
 
-    source = find(model, revision)
-    if source.live is not None and selections.get("dtype", AUTO) == AUTO:
-        selections["dtype"] = str(source.live.dtype).removeprefix("torch.")
-    planned = plan(source.config, **selections)
-    needs = planned.requirements
-    _check_counted(planned)
+    config, planned = _planned(model, revision, selections)
+    needs, cache, quantizer = planned.requirements, planned["cache"], planned["quantizer"]
     tokens = _lengths(lengths, needs.context_length)
     limit = prefill_tokens or (PACKED_TOKENS if needs.layout == "packed" else None)
     scores = planned["attention"].backend.capabilities.whole_scores
-    dry = DryRun(source.config, needs, whole_scores=scores)
-    free = size if size is not None else free_bytes(needs.device)
-    if free is None:
-        raise UsageError(
-            f"nobody tells how much memory is free on {needs.device}; say it with device_memory="
-        )
-    cache, quantizer = planned["cache"], planned["quantizer"]
+    dry = DryRun(config, needs, whole_scores=scores)
     return Estimate(
         plan=planned,
-        device_memory=free,
+        device_memory=_free(needs) if size is None else size,
         given=size is not None,
         lengths=tokens,
         batch_sizes=tuple(batch_sizes),
@@ -299,13 +285,48 @@ def estimate(
         steps=_rehearse(dry, tokens, limit),
         reads=dry.reads(),
         weights_known=told(quantizer.backend.weight_bytes, needs, quantizer.options) is not None,
-        checkpoint_bytes=needs.weight_bytes
-        if needs.stored is not None
-        else plain_bytes(replace(needs, dtype=_stored_dtype(source.config, needs))),
+        checkpoint_bytes=_checkpoint_bytes(config, needs),
         pool=told(cache.backend.pool_bytes, needs, cache.options),
         step_limit=limit,
         bandwidth=rate,
     )
+
+
+def _check_each(**named: Sequence[int]) -> None:
+    for name, sizes in named.items():
+        for one in sizes:
+            check_sizes(**{name: one})
+
+
+def _planned(
+    model: Any, revision: str | None, selections: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, Plan]:
+    """The plan for the config of `model`, all of which an estimate can count."""
+    from jackfield.bridge.source import find
+    from jackfield.front import plan
+
+    source = find(model, revision)
+    own = {}
+    if source.live is not None and selections.get("dtype", AUTO) == AUTO:
+        own["dtype"] = str(source.live.dtype).removeprefix("torch.")
+    planned = plan(source.config, **{**selections, **own})
+    _check_counted(planned)
+    return source.config, planned
+
+
+def _free(needs: Requirements) -> int:
+    free = free_bytes(needs.device)
+    if free is None:
+        raise UsageError(
+            f"nobody tells how much memory is free on {needs.device}; say it with device_memory="
+        )
+    return free
+
+
+def _checkpoint_bytes(config: PreTrainedConfig, needs: Requirements) -> int:
+    if needs.stored is not None:
+        return needs.weight_bytes
+    return plain_bytes(replace(needs, dtype=_stored_dtype(config, needs)))
 
 
 def _check_counted(planned: Plan) -> None:

@@ -19,6 +19,12 @@ BATCH_SIZE = 32
 MAX_COUNT = 1000
 
 
+def check_count(count: int) -> None:
+    """Raise SettingsError unless each task has so many items."""
+    if not 1 <= count <= MAX_COUNT:
+        raise SettingsError(f"the count must be from 1 to {MAX_COUNT} a task, not {count}")
+
+
 @dataclass(frozen=True)
 class TaskScore:
     """How many items of a task were answered exactly."""
@@ -77,8 +83,7 @@ def evaluate(
     with the number of items done since its last call. Raises SettingsError for a count outside 1 to
     1000, PromptError where the model cannot chat.
     """
-    if not 1 <= count <= MAX_COUNT:
-        raise SettingsError(f"the count must be from 1 to {MAX_COUNT} a task, not {count}")
+    check_count(count)
     if engine.tokenizer is None:
         raise PromptError("this model has no tokenizer, and the demo tasks are texts")
     items = [item for task in TASKS for item in heldout(task, count, seed=seed)]

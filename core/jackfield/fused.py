@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError
 from jackfield.selection import AUTO, Selectable, Selection, make_options, parse_all
+from jackfield.solving import Choice, judge
 
 if TYPE_CHECKING:
     from jackfield.contracts import Requirements
-    from jackfield.planning import Choice
     from jackfield.registry import Registry
 
 
@@ -21,8 +21,6 @@ def chosen_kernels(
     "auto" names none: a layer of the model's own is always right. Raises SelectionError,
     OptionError, or PlanError where one refuses.
     """
-    from jackfield.planning import Choice, judge
-
     found = []
     for item in parse_all(value) if value != AUTO else []:
         if not isinstance(item, Selection):

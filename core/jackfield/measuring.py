@@ -21,7 +21,6 @@ from jackfield import errors
 from jackfield.bounds import check_sizes
 from jackfield.errors import ExecutionError, JackfieldError, UsageError
 from jackfield.estimating import Estimate, estimate
-from jackfield.planning import plan
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
@@ -97,6 +96,8 @@ def check(
     """
     check_sizes(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch)
     if prompt_tokens is None:
+        from jackfield.front import plan
+
         context = plan(model, **selections).requirements.context_length
         prompt_tokens = min(512, max(1, (context or 1024) - new_tokens))
     end = prompt_tokens + new_tokens - 1

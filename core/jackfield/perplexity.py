@@ -12,6 +12,7 @@ from jackfield.errors import CacheFullError, PromptError, SettingsError, UsageEr
 
 if TYPE_CHECKING:
     from jackfield.engine import Engine
+    from jackfield.texts import Text
 
 #: Tokens that a window has at most where nobody says how many, and that a step feeds of it: there
 #: are logits for each of them.
@@ -66,12 +67,7 @@ def perplexity(
     text of fewer than two tokens, SettingsError for a window or a stride that cannot be, UsageError
     where requests are running.
     """
-    from jackfield.bridge.source import quiet
-
-    with quiet():  # that a text is longer than the context is no news here
-        ids = engine._text.encode(text if isinstance(text, str) else list(text))
-    if len(ids) < 2:
-        raise PromptError("a perplexity needs a text of at least two tokens")
+    ids = check_text(engine._text, text)
     window, stride = _sizes(engine, window, stride)
     started, nll, scored = time.perf_counter(), 0.0, 1
     for begin in range(0, len(ids), stride):
@@ -83,6 +79,17 @@ def perplexity(
         if end == len(ids):
             break
     return Perplexity(len(ids) - 1, nll, window, stride, time.perf_counter() - started)
+
+
+def check_text(tokens: Text, text: str | Sequence[int]) -> list[int]:
+    """The token ids of a text that can be scored. Raises PromptError."""
+    from jackfield.bridge.source import quiet
+
+    with quiet():  # that a text is longer than the context is no news here
+        ids = tokens.encode(text if isinstance(text, str) else list(text))
+    if len(ids) < 2:
+        raise PromptError("a perplexity needs a text of at least two tokens")
+    return ids
 
 
 def _sizes(engine: Engine, window: int | None, stride: int | None) -> tuple[int, int]:

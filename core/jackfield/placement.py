@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jackfield.errors import UsageError
-from jackfield.selection import AUTO, nearest
-from jackfield.units import in_units
+from jackfield.selection import AUTO
+from jackfield.units import in_units, parse_bytes
 
 DISK = "disk"
 
@@ -20,12 +19,6 @@ DeviceMap = str | int | Mapping[str, str | int]
 #: Ways to spread weights, in accelerate's words; "auto" does so only where no device holds all.
 STRATEGIES = (AUTO, "balanced", "balanced_low_0", "sequential")
 
-_UNITS = {"": 1} | {
-    f"{prefix}{end}": base**power
-    for end, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("kMGT", 1)
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 _SHOWN = 3  # module names of a place in one line of text
 
 
@@ -108,22 +101,9 @@ def _memory(max_memory: Any) -> dict[str, int]:
         name = _place(int(place) if digits else place)
         if name in found:
             raise UsageError(f"max_memory names {name} twice; name it once")
-        found[name] = parse_size(size)
+        bare = isinstance(size, str) and size.strip().isdecimal()  # bytes, on the command line
+        found[name] = parse_bytes(int(size) if bare else size, f"max_memory of {name}")
     return found
-
-
-def parse_size(size: Any) -> int:
-    """Bytes of 4096, "4096", "4GB" (10⁹) or "4GiB" (2³⁰). Raises UsageError."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    unit = match[2].replace("K", "k", 1) if match else ""
-    if match is None or unit not in _UNITS or not float(match[1]):
-        raise UsageError(
-            f"max_memory: {size!r} is not a size; write bytes, or '500MB', '4GB', '4GiB'"
-            f"{nearest(match[2], _UNITS) if match and match[2] else ''}"
-        )
-    return int(float(match[1]) * _UNITS[unit])
 
 
 def _folder(folder: Any) -> Path | None:

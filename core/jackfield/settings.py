@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from jackfield import beam_settings, structured
 from jackfield.beam_settings import BeamSettings
+from jackfield.checked_numbers import LARGEST, CheckedNumbers
 from jackfield.draft_settings import DraftSettings, read
 from jackfield.errors import PromptError, SettingsError
 from jackfield.selection import nearest
@@ -26,7 +27,6 @@ from jackfield.structured import Structure
 from jackfield.vocabulary import CODE, FACTS, INERT, LOOP, OWN
 
 _VOCABULARY = frozenset(k for k in vars(GenerationConfig()) if not k.startswith("_"))
-_LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
 _LISTS = (list, tuple)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -94,31 +94,19 @@ def resolve(
     the prompt and the new tokens do not fit into the context.
     """
     asked = normalized(asked)
-    model = {k: v for k, v in _fields(defaults).items() if k not in CODE}
-    if "do_sample" not in limits.honoured:  # whose own refusal is enough
-        model = {k: v for k, v in model.items() if k not in _SAMPLING}
+    model = _of_the_model(defaults, limits)
     _refuse_unhonoured(asked, limits, "")
     _refuse_unhonoured({k: v for k, v in model.items() if k not in asked}, limits,
                        ", which the model's generation_config.json sets")  # fmt: skip
     given = {**model, **asked}
-    number = _Numbers(given)
-    temperature = number.real("temperature", 1.0, at_least=0)
-    do_sample = _do_sample(asked, model, temperature)
+    number = CheckedNumbers(given)
+    sampling = _sampling(asked, model, number)
     eos = _ids(given.get("eos_token_id"), _named("eos_token_id", asked), limits.vocab_size)
     settings = Settings(
         max_new_tokens=_max_new_tokens(asked, model, prompt_length, limits),
-        min_new_tokens=max(
-            number.integer("min_new_tokens", 0, at_least=0),
-            number.integer("min_length", 0, at_least=0) - prompt_length,
-        ),
-        do_sample=do_sample,
-        temperature=temperature if do_sample else 1.0,
-        top_k=number.integer("top_k", 0, at_least=0),
-        top_p=number.real("top_p", 1.0, above=0, at_most=1),
-        min_p=number.real("min_p", 0.0, at_least=0, at_most=1),
-        repetition_penalty=number.real("repetition_penalty", 1.0, above=0),
-        presence_penalty=number.real("presence_penalty", 0.0),
-        frequency_penalty=number.real("frequency_penalty", 0.0),
+        min_new_tokens=_min_new_tokens(number, prompt_length),
+        **sampling,
+        **_penalties(number),
         sequence_bias=_biases(given, eos, limits.vocab_size),
         eos_token_ids=eos,
         stop_strings=_stop_strings(given.get("stop_strings"), limits),
@@ -128,26 +116,13 @@ def resolve(
         else None,
         logits_processor=_processors(given.get("logits_processor")),
         num_return_sequences=number.integer("num_return_sequences", 1, at_least=1),
-        priority=number.integer("priority", 0),
-        deadline=number.real("deadline", 0.0, above=0) if "deadline" in given else None,
-        cache_salt=_salt(given.get("cache_salt", "")),
+        **_among_others(given, number),
         decoding=limits.decoding,
         drafts=read(given, limits.honoured, number),
         beams=beam_settings.read(given, limits.honoured, number),
         structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
     )
-    beam_settings.check_penalty(settings.beams, settings.max_new_tokens)
-    searched = "num_beams" in limits.honoured
-    if settings.num_return_sequences > 1 and not (do_sample or searched):
-        raise SettingsError(
-            f"num_return_sequences={settings.num_return_sequences} without sampling would be the "
-            "same text again and again; set do_sample=True or temperature, or num_beams"
-        )
-    if settings.min_new_tokens > settings.max_new_tokens:
-        raise SettingsError(
-            f"min_new_tokens={settings.min_new_tokens} is more than "
-            f"max_new_tokens={settings.max_new_tokens}; lower the one or raise the other"
-        )
+    _check_together(settings, limits)
     return settings
 
 
@@ -193,9 +168,32 @@ def _refuse_unhonoured(fields: Mapping[str, Any], limits: Limits, origin: str) -
         )
 
 
+def _of_the_model(defaults: GenerationConfig, limits: Limits) -> dict[str, Any]:
+    """What the model's own `defaults` ask for, and the strategy has a use for."""
+    model = {k: v for k, v in _fields(defaults).items() if k not in CODE}
+    if "do_sample" not in limits.honoured:  # whose own refusal is enough
+        model = {k: v for k, v in model.items() if k not in _SAMPLING}
+    return model
+
+
 def _same(value: Any, inert: Any) -> bool:
     plain = isinstance(value, bool | int | float | str)
     return plain and value == inert and isinstance(value, bool) == isinstance(inert, bool)
+
+
+def _sampling(
+    asked: Mapping[str, Any], model: Mapping[str, Any], number: CheckedNumbers
+) -> dict[str, Any]:
+    """Whether tokens are drawn, and from which."""
+    temperature = number.real("temperature", 1.0, at_least=0)
+    do_sample = _do_sample(asked, model, temperature)
+    return {
+        "do_sample": do_sample,
+        "temperature": temperature if do_sample else 1.0,
+        "top_k": number.integer("top_k", 0, at_least=0),
+        "top_p": number.real("top_p", 1.0, above=0, at_most=1),
+        "min_p": number.real("min_p", 0.0, at_least=0, at_most=1),
+    }
 
 
 def _do_sample(asked: Mapping[str, Any], model: Mapping[str, Any], temperature: float) -> bool:
@@ -232,7 +230,7 @@ def _max_new_tokens(
             f"prompt to at most {(context or 1) - 1} tokens"
         )
     for origin in (asked, model):
-        number = _Numbers(origin)
+        number = CheckedNumbers(origin)
         if "max_new_tokens" in origin:
             wanted = number.integer("max_new_tokens", 0, at_least=1)
         elif "max_length" in origin:
@@ -253,46 +251,45 @@ def _max_new_tokens(
     return int(min(DEFAULT_MAX_NEW_TOKENS, room))
 
 
-class _Numbers:
-    """Reads checked numbers out of a mapping of settings."""
+def _min_new_tokens(number: CheckedNumbers, prompt_length: int) -> int:
+    """The larger of `min_new_tokens` and what `min_length`, which counts the prompt, leaves."""
+    return max(
+        number.integer("min_new_tokens", 0, at_least=0),
+        number.integer("min_length", 0, at_least=0) - prompt_length,
+    )
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
 
-    def integer(
-        self, name: str, default: int, at_least: int | None = None, at_most: int | None = None
-    ) -> int:
-        value = self.fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingsError(f"{name} must be a whole number, not {value!r}")
-        if at_least is not None and value < at_least:
-            raise SettingsError(f"{name} must be at least {at_least}, not {value}")
-        if at_most is not None and value > at_most:
-            raise SettingsError(f"{name} must be at most {at_most}, not {value}")
-        return value
+def _penalties(number: CheckedNumbers) -> dict[str, Any]:
+    return {
+        "repetition_penalty": number.real("repetition_penalty", 1.0, above=0),
+        "presence_penalty": number.real("presence_penalty", 0.0),
+        "frequency_penalty": number.real("frequency_penalty", 0.0),
+    }
 
-    def real(
-        self,
-        name: str,
-        default: float,
-        *,
-        at_least: float | None = None,
-        above: float | None = None,
-        at_most: float | None = None,
-    ) -> float:
-        value = self.fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SettingsError(f"{name} must be a number, not {value!r}")
-        if not abs(value) <= _LARGEST:  # also NaN
-            raise SettingsError(f"{name} must be a finite number of ordinary size, not {value}")
-        for bound, ok, text in (
-            (at_least, at_least is None or value >= at_least, "at least"),
-            (above, above is None or value > above, "more than"),
-            (at_most, at_most is None or value <= at_most, "at most"),
-        ):
-            if not ok:
-                raise SettingsError(f"{name} must be {text} {bound:g}, not {value:g}")
-        return float(value)
+
+def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str, Any]:
+    """How a request stands to those that run beside it."""
+    return {
+        "priority": number.integer("priority", 0),
+        "deadline": number.real("deadline", 0.0, above=0) if "deadline" in given else None,
+        "cache_salt": _salt(given.get("cache_salt", "")),
+    }
+
+
+def _check_together(settings: Settings, limits: Limits) -> None:
+    """Raise SettingsError where settings that are right by themselves contradict each other."""
+    beam_settings.check_penalty(settings.beams, settings.max_new_tokens)
+    searched = "num_beams" in limits.honoured
+    if settings.num_return_sequences > 1 and not (settings.do_sample or searched):
+        raise SettingsError(
+            f"num_return_sequences={settings.num_return_sequences} without sampling would be the "
+            "same text again and again; set do_sample=True or temperature, or num_beams"
+        )
+    if settings.min_new_tokens > settings.max_new_tokens:
+        raise SettingsError(
+            f"min_new_tokens={settings.min_new_tokens} is more than "
+            f"max_new_tokens={settings.max_new_tokens}; lower the one or raise the other"
+        )
 
 
 def _named(name: str, asked: Mapping[str, Any]) -> str:
@@ -321,7 +318,7 @@ def _biases(
     for key, value in _pairs(given.get("sequence_bias", ())):
         ids = _ids(key, "sequence_bias", vocab_size)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and (abs(value) <= _LARGEST or value == -math.inf)):
+        if not (number and (abs(value) <= LARGEST or value == -math.inf)):
             raise SettingsError(
                 f"sequence_bias for {list(ids)} must be a finite number or -inf, not {value!r}"
             )

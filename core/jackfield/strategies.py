@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from jackfield.candidates import candidates_of
 from jackfield.errors import PlanError, SelectionError, SettingsError
 from jackfield.selection import AUTO, Selectable, nearest
+from jackfield.solving import Choice, judge
 
 if TYPE_CHECKING:
     from jackfield.contracts import Requirements
-    from jackfield.planning import Choice, Plan
+    from jackfield.planning import Plan
     from jackfield.registry import Registry
 
 #: What `decoding` may be: one selection, or those offered by name, the first one being the default.
@@ -39,8 +40,6 @@ def chosen_beside(
 
 
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
-    from jackfield.planning import Choice, judge
-
     reasons = []
     for candidate in candidates_of(registry, "decoding", value, needs):
         against = judge(candidate.registered.backend, needs, candidate.options)
@@ -78,8 +77,6 @@ def offered(
 
 def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
     """The decoding without drafts that "auto" takes, if any plugin has one."""
-    from jackfield.planning import Choice, judge
-
     for candidate in candidates_of(registry, "decoding", AUTO, needs):
         backend = candidate.registered.backend
         drafts = backend.capabilities.rollback  # type: ignore[attr-defined]

@@ -6,43 +6,54 @@ import math
 import re
 
 from jackfield.errors import UsageError
+from jackfield.selection import nearest
 
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(i?)B", re.IGNORECASE)
+_SHOWN = ("bytes", "kB", "MB", "GB", "TB")
+_UNITS = {"B": 1} | {
+    f"{prefix}{end}": base**power
+    for end, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("kMGT", 1)
+}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)")
 
 
 def in_units(count: int) -> str:
     """1234567 as '1.2 MB'."""
     value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
+    while value >= 1000 and unit < len(_SHOWN) - 1:
         value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} bytes"
+    return f"{value:.1f} {_SHOWN[unit]}" if unit else f"{count} bytes"
 
 
-def parse_bytes(text: str | float, what: str) -> int:
-    """'24GB' as 24000000000, '24GiB' as 24 * 1024**3; a number is bytes. `what` was asked for.
+def parse_bytes(size: object, what: str) -> int:
+    """'24GB' as 24000000000, '24GiB' as 24 * 1024**3; a whole number is bytes.
 
-    Raises UsageError.
+    Raises UsageError, which says `what` it was asked for.
     """
-    if isinstance(text, str):
-        match = _SIZE.fullmatch(text.strip())
-        number, prefix, binary = match.groups() if match else ("0", "", "")
-        count = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
-    else:
-        count = 0.0 if isinstance(text, bool) else float(text)
+    count: float = size if type(size) is int else 0
+    unit = ""
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
+        unit = match[2].replace("K", "k", 1)
+        count = float(match[1]) * _UNITS.get(unit, 0)
     if not 1 <= count < math.inf:
-        raise UsageError(f"{what} must be a size such as 24GB or 512MiB, not {text!r}")
+        raise UsageError(
+            f"{what} must be a size such as 24GB or 512MiB, not {size!r}"
+            f"{nearest(unit, _UNITS) if unit and unit not in _UNITS else ''}"
+        )
     return int(count)
 
 
-def parse_bandwidth(text: str | float) -> float:
+def parse_bandwidth(rate: str | float) -> float:
     """'3.35TB/s' in bytes a second; a number is that already. Raises UsageError."""
-    whole, mark, unit = text.rpartition("/") if isinstance(text, str) else (text, "/", "s")
+    wrong = f"bandwidth must be a rate such as 80GB/s or 3.35TB/s, not {rate!r}"
+    if not isinstance(rate, str):
+        if isinstance(rate, bool) or not 1 <= rate < math.inf:
+            raise UsageError(wrong)
+        return float(rate)
+    size, mark, unit = rate.rpartition("/")
     if not mark or unit.strip() != "s":
-        raise UsageError(f"bandwidth must be a rate such as 80GB/s or 3.35TB/s, not {text!r}")
+        raise UsageError(wrong)
     try:
-        return float(parse_bytes(whole, "bandwidth"))
+        return float(parse_bytes(size, "bandwidth"))
     except UsageError:
-        raise UsageError(
-            f"bandwidth must be a rate such as 80GB/s or 3.35TB/s, not {text!r}"
-        ) from None
+        raise UsageError(wrong) from None

@@ -13,7 +13,6 @@ with `--threads 1`, since threads that wait are busy too.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import tempfile
 import time
@@ -28,7 +27,6 @@ from workload import half_billion
 
 import jackfield
 from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
-from jackfield_plugins.quantizer.int4_cpu.native import NativeProduct
 from jackfield_plugins.quantizer.int4_cpu.quantize import dequantize
 
 if TYPE_CHECKING:
@@ -38,15 +36,16 @@ PROMPT, NEW = 128, 64
 Runs = dict[str, Callable[[list[list[int]], int], object]]
 
 
-def in_groups(model: PreTrainedModel, head_bits: int) -> PreTrainedModel:
-    """A copy with every linear layer quantized, the output head too."""
-    new, product = copy.deepcopy(model), NativeProduct()
-    for parent in list(new.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                bits = head_bits if child is new.get_output_embeddings() else 4
-                setattr(parent, name, GroupwiseLinear.from_linear(child, product, bits=bits))
-    return new
+def quantized_engine(model: PreTrainedModel, head_bits: int) -> jackfield.Engine:
+    """`model`, read again by int4-cpu; shares no prefixes, as prompts come again in every round."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return jackfield.load(
+            folder,
+            quantization=f"int4-cpu?head={head_bits}&kernel=native",
+            cache_implementation="paged?prefix_sharing=false",
+            kernels="cpu-rms-norm",
+        )
 
 
 def bytes_a_token(model: PreTrainedModel) -> int:
@@ -134,19 +133,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model = half_billion()
-    small = in_groups(model, given.head)
-    read = bytes_a_token(small)
     prompt = torch.randint(5, 1000, (PROMPT,)).tolist()
     true = model(torch.tensor([prompt])).logits[0, -1]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        # Without shared prefixes: the same prompts come again in every round.
-        jackfield.load(
-            small,
-            cache_implementation="paged?prefix_sharing=false",
-            kernels="cpu-rms-norm",
-        ) as engine,
-    ):
+    with tempfile.TemporaryDirectory() as folder, quantized_engine(model, given.head) as engine:
         whole, quantized = Path(folder, "f16.gguf"), Path(folder, "q4_0.gguf")
         convert(model, whole)
         quantize(whole, quantized, pure=given.head == 4)
@@ -159,7 +148,7 @@ def main() -> None:
         print(f"the file's logits differ by {distance(exact.logits(prompt), true):.3f}")
         name, layer = "blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj"
         weight = model.get_submodule(layer).weight
-        mine = dequantize(small.get_submodule(layer).quantized())
+        mine = dequantize(engine.model.get_submodule(layer).quantized())
         theirs = torch.from_numpy(dequantized(quantized, name))
         print(
             f"{layer} differs by {distance(mine, weight):.4f} here, {distance(theirs, weight):.4f} "
@@ -171,6 +160,7 @@ def main() -> None:
         }
         if given.transformers:
             runs["transformers"] = plain(model)
+        read = bytes_a_token(engine.model)
         print(f"memory is read at {bandwidth() / 1e9:.1f} GB/s: {bandwidth() / read:.0f} steps/s")
         for batch in given.batches:
             measure(runs, batch, given.rounds)

@@ -15,10 +15,10 @@ from beams import (
     model_of,
     plain,
     references,
-    same,
     search,
     texts,
 )
+from beams import same as assert_same
 from drafting import LOOKUP, repetitive
 from driven import Arrival, drive
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, character_tokenizer, oracle, prompts
@@ -52,8 +52,8 @@ def test_every_penalty_and_way_to_stop(penalty: float, stopping: Any, ends: Any)
                 own = {**asked, "num_beams": beams, "num_return_sequences": answers}
                 expected = references("llama", **own)
                 found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT, **own)
-                same(texts(found), flat(expected))
-                same(
+                assert_same(texts(found), flat(expected))
+                assert_same(
                     texts(engine.generate(prompts(LENGTHS)[1], max_new_tokens=COUNT, **own)),
                     expected[1],
                 )
@@ -96,7 +96,7 @@ def test_every_cache_forks_or_is_refused_by_name(cache: str) -> None:
         return
     with jackfield.load(model_of("llama"), **chosen) as engine:
         found = engine.generate(prompts(LENGTHS), num_beams=3, max_new_tokens=COUNT)
-    same(texts(found), flat(references("llama", num_beams=3)))
+    assert_same(texts(found), flat(references("llama", num_beams=3)))
 
 
 @pytest.mark.parametrize("cache", ["paged?page_size=3", "dynamic"])
@@ -107,11 +107,13 @@ def test_every_family_or_a_refusal(family: str, cache: str) -> None:
         engine = jackfield.load(model_of(family), **chosen)
     except PlanError as refused:
         assert "paged" in cache, refused  # noqa: PT017
+        with pytest.raises(PlanError):  # it is not the search that paged refuses
+            jackfield.plan(model_of(family), cache_implementation=cache)
         return
     asked = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": ENDS}
     with engine:
         found = texts(engine.generate(prompts(LENGTHS), max_new_tokens=COUNT, **asked))
-    same(found, flat(references(family, **asked)))
+    assert_same(found, flat(references(family, **asked)))
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
@@ -121,7 +123,7 @@ def test_prompts_in_chunks(cache: str, chunk: int) -> None:
         model_of("gemma3"), decoding="beam", cache_implementation=cache, prefill_chunk_size=chunk
     ) as engine:
         found = engine.generate(prompts(LENGTHS), num_beams=3, max_new_tokens=COUNT)
-    same(texts(found), flat(references("gemma3", num_beams=3)))
+    assert_same(texts(found), flat(references("gemma3", num_beams=3)))
 
 
 #: Page size and tokens of a pool: room for one search, and for little beside it.
@@ -150,7 +152,7 @@ def test_groups_that_are_evicted_go_on_as_if_nothing_had_happened(
     model = plain(family)
     for n, text in enumerate(everyone):
         if n % 3:
-            same(texts(found[n]), search(model, text, **asked))
+            assert_same(texts(found[n]), search(model, text, **asked))
         else:
             assert found[n][0].new_tokens == oracle(model, text, COUNT)
     assert figures.evictions > 0 or family == "mistral"  # a window that is full grows no more
@@ -210,7 +212,7 @@ def test_what_shapes_scores_shapes_log_probabilities(settings: dict[str, Any]) -
                         for p in prompts(LENGTHS)]  # fmt: skip
     with jackfield.load(model_of("llama"), decoding="beam") as engine:
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT, **asked)
-    same(texts(found), flat(expected))
+    assert_same(texts(found), flat(expected))
 
 
 def test_a_processor_of_the_request_sees_each_beam() -> None:
@@ -226,9 +228,10 @@ def test_a_processor_of_the_request_sees_each_beam() -> None:
         )
         for p in prompts(LENGTHS)
     ]
+    assert expected != references("llama", num_beams=3)
     with jackfield.load(model_of("llama"), decoding="beam") as engine:
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT, **asked)
-    same(texts(found), flat(expected))
+    assert_same(texts(found), flat(expected))
 
 
 def test_stop_strings_end_a_beam_as_in_transformers() -> None:
@@ -246,7 +249,7 @@ def test_stop_strings_end_a_beam_as_in_transformers() -> None:
             )
             cut = [(text[: len(c.token_ids)], s) for (text, s), c in
                    zip(expected, found, strict=True)]  # fmt: skip
-            same(texts(found), cut)
+            assert_same(texts(found), cut)
             ended += sum(c.finish_reason == "stop" for c in found)
             assert not any(s in c.text for s in stop for c in found)
     assert ended > 2
@@ -296,7 +299,7 @@ def test_a_structure_holds_in_every_beam_as_transformers_confines_them(
         stopping_criteria=[whole], eos_token_id=list(ends), **asked,
     )  # fmt: skip
     expected = [(text[: len(c.token_ids)], s) for c, (text, s) in zip(found, expected, strict=True)]
-    same(texts(found), expected, close=1e-4)
+    assert_same(texts(found), expected, close=1e-4)
     assert [c.token_ids for c in beside[1:3]] == [c.token_ids for c in found]
 
 
@@ -312,4 +315,4 @@ def test_the_demo_model_in_float32() -> None:
             own = {**asked, "max_new_tokens": 24, "eos_token_id": ends if isinstance(ends, list)
                    else [ends]}  # fmt: skip
             expected = flat(search(model, ids, **own) for ids in everyone)
-            same(texts(found), expected, close=1e-4)
+            assert_same(texts(found), expected, close=1e-4)

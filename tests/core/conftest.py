@@ -119,7 +119,7 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out)
 
-    def failed(self, code: int, text: str) -> None:
+    def assert_failed(self, code: int, text: str) -> None:
         """Assert that it failed with this one line and wrote nothing else."""
         assert (self.code, self.out) == (code, ""), self
         assert re.fullmatch(rf"error: .*{re.escape(text)}.*\n", self.err), self.err

@@ -286,7 +286,7 @@ def test_a_live_model_with_a_prompt_instead() -> None:
 
 
 @contextmanager
-def refused(*words: str) -> Iterator[None]:
+def assert_refused(*words: str) -> Iterator[None]:
     with pytest.raises((CheckpointError, UsageError)) as caught:
         yield
     message = str(caught.value)
@@ -332,7 +332,7 @@ def no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configs(model: Path, mine: Path, changes: dict[str, Any], words: str) -> None:
     edit(mine, **changes)
     for act in (jackfield.plan, jackfield.load):
-        with refused(words, str(mine)):
+        with assert_refused(words, str(mine)):
             act(model, adapter=mine)
 
 
@@ -340,10 +340,12 @@ def test_configs(model: Path, mine: Path, changes: dict[str, Any], words: str) -
 def test_an_adapter_for_another_architecture(model: Path, tmp_path: Path) -> None:
     adapted("gpt2", target_modules=["c_attn"]).save_pretrained(tmp_path / "gpt2")
     edit(tmp_path / "gpt2", base_model_name_or_path="openai/gpt2")
-    with refused("made for openai/gpt2", "does not fit LlamaForCausalLM", "c_attn"):
+    with assert_refused("made for openai/gpt2", "does not fit LlamaForCausalLM", "c_attn"):
         jackfield.load(model, adapter=tmp_path / "gpt2")
     adapted("qwen3", target_modules=["q_proj"]).save_pretrained(tmp_path / "qwen3")
-    with refused("does not fit LlamaForCausalLM", "q_proj.lora_B.weight is (64, 4)", "(32, 4)"):
+    with assert_refused(
+        "does not fit LlamaForCausalLM", "q_proj.lora_B.weight is (64, 4)", "(32, 4)"
+    ):
         jackfield.load(model, adapter=tmp_path / "qwen3")
 
 
@@ -361,30 +363,30 @@ def test_files(model: Path, mine: Path, tmp_path: Path) -> None:
     whole = weights.read_bytes()
     for content in (whole[:-1], whole[:60], b"", b"\xff" * 50):
         weights.write_bytes(content)
-        with refused("adapter_model.safetensors", "fetch it again"):
+        with assert_refused("adapter_model.safetensors", "fetch it again"):
             jackfield.load(model, adapter=mine)
     weights.unlink()
-    with refused("there are no weights"):
+    with assert_refused("there are no weights"):
         jackfield.load(model, adapter=mine)
     (mine / "adapter_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
-    with refused("is a pickle (adapter_model.bin)"):
+    with assert_refused("is a pickle (adapter_model.bin)"):
         jackfield.load(model, adapter=mine)
     assert not (tmp_path / "ran").exists()
     for text in ("{broken", "[]", "{}", "3"):
         (mine / "adapter_config.json").write_text(text)
-        with refused("not a JSON object that names a peft_type"):
+        with assert_refused("not a JSON object that names a peft_type"):
             jackfield.load(model, adapter=mine)
-    with refused("has no adapter_config.json"):
+    with assert_refused("has no adapter_config.json"):
         jackfield.load(model, adapter=model)
-    with refused("is not a folder"):
+    with assert_refused("is not a folder"):
         jackfield.load(model, adapter=tmp_path / "nowhere")
-    with refused("cannot find the adapter 'somebody/nothing'"):
+    with assert_refused("cannot find the adapter 'somebody/nothing'"):
         jackfield.load(model, adapter="somebody/nothing")
-    with refused("adapter must be a folder or a hub id, not 3"):
+    with assert_refused("adapter must be a folder or a hub id, not 3"):
         jackfield.load(model, adapter=3)  # type: ignore[arg-type]
-    with refused("merge_adapter=True merges an adapter, and none is given"):
+    with assert_refused("merge_adapter=True merges an adapter, and none is given"):
         jackfield.load(model, merge_adapter=True)
-    with refused("an adapter and no model"):
+    with assert_refused("an adapter and no model"):
         jackfield.load(mine)
 
 
@@ -392,7 +394,7 @@ def test_weights_that_an_adapter_brings_and_nobody_takes(model: Path, mine: Path
     file = mine / "adapter_model.safetensors"
     more = {"base_model.model.model.embed_tokens.weight": torch.zeros(120, 32)}
     save_file({**load_file(file), **more}, file)
-    with refused("has no place for model.embed_tokens.weight"):
+    with assert_refused("has no place for model.embed_tokens.weight"):
         jackfield.load(model, adapter=mine)
 
 
@@ -420,5 +422,5 @@ def test_the_command_line(cli: Any, tmp_path: Path) -> None:
     done = cli("generate", "Once", "--max-new-tokens", "2", *flag, "--merge-adapter", "--json")
     assert done.json["report"]["adapter"]["state"] == "merged"
     assert done.err == ""
-    cli("generate", "Once", "--merge-adapter").failed(2, "none is given")
-    cli("generate", "Once", "--adapter", "./nowhere").failed(2, "is not a folder")
+    cli("generate", "Once", "--merge-adapter").assert_failed(2, "none is given")
+    cli("generate", "Once", "--adapter", "./nowhere").assert_failed(2, "is not a folder")

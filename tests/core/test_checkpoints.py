@@ -200,6 +200,11 @@ def test_shards(folder: Path) -> None:
 
 
 HEADERS = [b"[]", b"7", b"null", b'{"a": {}}', b'{"a": {"data_offsets": []}}', b'{"a": 3}', b"\xff"]
+HEADERS += [
+    b'{"a": {"shape": null, "data_offsets": [0, 0]}}',
+    b'{"a": {"shape": [null], "data_offsets": [0, 0]}}',
+    b'{"a": {"shape": [], "data_offsets": [0, 0.0]}}',
+]
 
 
 def test_weights_that_are_not_whole(folder: Path) -> None:

@@ -139,21 +139,21 @@ WRONG = {
 def test_a_mistake_is_one_line_and_exit_code_2(
     cli: Cli, command: str, arguments: str, text: str
 ) -> None:
-    cli(command, *arguments.split()).failed(2, text)
+    cli(command, *arguments.split()).assert_failed(2, text)
 
 
 def test_an_unknown_command_is_one_line(cli: Cli) -> None:
-    cli("generat").failed(2, "No such command 'generat'")
+    cli("generat").assert_failed(2, "No such command 'generat'")
 
 
 def test_an_empty_prompt_is_one_line(cli: Cli) -> None:
-    cli("generate", "").failed(2, "the prompt is empty")
-    cli("generate", stdin="").failed(2, "the prompt is empty")
+    cli("generate", "").assert_failed(2, "the prompt is empty")
+    cli("generate", stdin="").assert_failed(2, "the prompt is empty")
 
 
 def test_a_prompt_that_is_not_text_is_one_line(cli: Cli) -> None:
-    cli("generate", stdin=b"ab\xff").failed(2, "standard input is not UTF-8 text (byte 2)")
-    cli("generate", "\udcff").failed(2, "the prompt is not UTF-8 text (byte 0)")
+    cli("generate", stdin=b"ab\xff").assert_failed(2, "standard input is not UTF-8 text (byte 2)")
+    cli("generate", "\udcff").assert_failed(2, "the prompt is not UTF-8 text (byte 0)")
 
 
 @pytest.fixture
@@ -161,13 +161,13 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: Any, **__: Any) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("jackfield.engine.load", explode)
+    monkeypatch.setattr("jackfield.front.load", explode)
 
 
 @pytest.mark.usefixtures("broken")
 def test_the_unexpected_is_one_line_that_names_debug(cli: Cli) -> None:
     done = cli("generate", "hi")
-    done.failed(1, "unexpected RuntimeError: first; second; for the traceback run it again")
+    done.assert_failed(1, "unexpected RuntimeError: first; second; for the traceback run it again")
     assert "jackfield --debug" in done.err
 
 
@@ -354,9 +354,13 @@ def test_explain_shows_the_plan_of_the_draft_model(cli: Cli) -> None:
     done = cli("explain", "demo", *DRAFTING)
     assert done.code == 0
     assert "assistant: LlamaForCausalLM, float32 on cpu" in done.out
-    cli("explain", "demo", "--decoding", "assisted").failed(2, "needs a draft model")
-    cli("generate", "x", "--assistant-model", "demo-draft").failed(2, "none of the decodings")
-    cli("generate", "x", *DRAFTING, "--set", "num_assistant_tokens=0").failed(2, "at least 1")
+    cli("explain", "demo", "--decoding", "assisted").assert_failed(2, "needs a draft model")
+    cli("generate", "x", "--assistant-model", "demo-draft").assert_failed(
+        2, "none of the decodings"
+    )
+    cli("generate", "x", *DRAFTING, "--set", "num_assistant_tokens=0").assert_failed(
+        2, "at least 1"
+    )
 
 
 def test_eval_with_drafts(cli: Cli) -> None:

@@ -158,12 +158,79 @@ def test_a_model_other_than_the_demo_is_compared_on_a_text(tmp_path: Path) -> No
     assert found.failures == []
 
 
-def test_a_quantizer_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jackfield.front.weights", lambda *_: pytest.fail("weights were read"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_quantizer_is_compared_with_none() -> None:
     """And nothing is loaded before both sides are known to be possible."""
-    monkeypatch.setattr("jackfield.engine.load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="there is no quantizer 'nonsense'"):
         compare("demo", {"quantization": "nonsense"})
     with pytest.raises(UsageError, match="before and after are the same"):
         compare("demo", {"quantization": "none"})
     with pytest.raises(UsageError, match="max_drop must be a number, at least 0"):
         compare("demo", {"dtype": "bfloat16"}, {}, max_drop=math.nan)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size must be a whole number, at least 1, not 0"),
+        ({"max_batch_tokens": 4}, "max_batch_tokens=4 is too few"),
+        ({"stall_after": 0}, "stall_after must be a number of seconds"),
+        ({"max_batchsize": 8}, "load takes no argument 'max_batchsize'; did you mean"),
+    ],
+)
+def test_sizes_of_both_sides_are_checked_at_once(more: dict[str, Any], says: str) -> None:
+    for sides in (({**more}, {"dtype": "bfloat16"}), ({"dtype": "bfloat16"}, {**more})):
+        with pytest.raises(UsageError, match=says):
+            compare("demo", *sides)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_what_is_asked_of_both_is_checked_at_once(cli: Cli, tmp_path: Path) -> None:
+    for count in (0, 1001):
+        with pytest.raises(SettingsError, match="the count must be from 1 to 1000"):
+            compare("demo", {"dtype": "bfloat16"}, {}, count=count)
+    with pytest.raises(PromptError, match="at least two tokens"):
+        compare("demo", {"dtype": "bfloat16"}, {}, text="a")
+    build("llama", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(PromptError, match="has no tokenizer"):
+        compare(str(tmp_path), {"dtype": "bfloat16"}, {})
+    cli("eval", "--count", "0").assert_failed(2, "the count must be from 1 to 1000")
+    cli("eval", "--no-tasks").assert_failed(2, "--no-tasks leaves nothing to measure")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> str:
+    """An adapter of the demo model that changes what it says."""
+    peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    return str(tmp_path / "adapter")
+
+
+def test_an_adapter_is_on_both_sides_unless_the_baseline_says_otherwise(
+    cli: Cli, adapter: str
+) -> None:
+    flags = ("eval", "--no-tasks", "--json", "--adapter", adapter, "--max-rise", "1e9")
+    flags += ("--dtype", "float32")
+    both = cli(*flags, "--attention", "eager", "--baseline", "attention=sdpa").json
+    assert [both[side]["plan"]["adapter"]["location"] for side in ("before", "after")] == [
+        adapter, adapter,
+    ]  # fmt: skip
+    assert both["rise"] == pytest.approx(0, abs=1e-4)
+    for more in ((), ("--merge-adapter",)):
+        without = cli(*flags, *more, "--baseline", "adapter=none").json
+        assert without["before"]["plan"]["adapter"] is None
+        assert without["after"]["plan"]["adapter"]["location"] == adapter
+        assert abs(without["rise"]) > 0.01
+    wrong = cli("eval", "--adapter", adapter, "--baseline", "adapter=./nowhere")
+    wrong.assert_failed(2, "./nowhere is not a folder")

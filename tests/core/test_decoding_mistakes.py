@@ -29,7 +29,7 @@ MODEL = functools.partial(model_of, "llama")
 DRAFT = functools.partial(draft_of, "llama")
 
 
-def wrong(error: type[JackfieldError], text: str, call: Any) -> None:
+def assert_wrong(error: type[JackfieldError], text: str, call: Any) -> None:
     with pytest.raises(error) as caught:
         call()
     assert re.search(text, str(caught.value)), str(caught.value)
@@ -65,8 +65,8 @@ def wrong(error: type[JackfieldError], text: str, call: Any) -> None:
     ],
 )  # fmt: skip
 def test_selections(arguments: dict[str, Any], error: type[JackfieldError], text: str) -> None:
-    wrong(error, text, lambda: jackfield.plan(config_of("llama"), **arguments))
-    wrong(error, text, lambda: jackfield.load(MODEL(), **arguments))
+    assert_wrong(error, text, lambda: jackfield.plan(config_of("llama"), **arguments))
+    assert_wrong(error, text, lambda: jackfield.load(MODEL(), **arguments))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_selections(arguments: dict[str, Any], error: type[JackfieldError], text
 )
 def test_how_the_draft_model_runs(assistant: Any, error: type[JackfieldError], text: str) -> None:
     chosen = {"decoding": "assisted", "assistant_model": "demo-draft", "assistant": assistant}
-    wrong(error, text, lambda: jackfield.plan("demo", **chosen))
-    wrong(error, text, lambda: jackfield.load("demo", **chosen))
+    assert_wrong(error, text, lambda: jackfield.plan("demo", **chosen))
+    assert_wrong(error, text, lambda: jackfield.load("demo", **chosen))
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,23 @@ def test_how_the_draft_model_runs(assistant: Any, error: type[JackfieldError], t
 )
 def test_a_draft_model_that_is_none(model: Any, text: str) -> None:
     chosen = {"decoding": "assisted", "assistant_model": model}
-    wrong(CheckpointError, text, lambda: jackfield.load("demo", **chosen))
+    assert_wrong(CheckpointError, text, lambda: jackfield.load("demo", **chosen))
 
 
 def test_vocabularies_that_do_not_go_together() -> None:
     other = small_draft(vocab=77)
     chosen = {"decoding": "assisted", "assistant_model": other}
     text = "a vocabulary of 77 tokens where the model has 120, and the model has no tokenizer"
-    wrong(UsageError, text, lambda: jackfield.load(MODEL(), **chosen))
+    assert_wrong(UsageError, text, lambda: jackfield.load(MODEL(), **chosen))
     tokenizer = character_tokenizer()
     text = "the assistant model has no tokenizer"
-    wrong(UsageError, text, lambda: jackfield.load(MODEL(), tokenizer=tokenizer, **chosen))
+    assert_wrong(UsageError, text, lambda: jackfield.load(MODEL(), tokenizer=tokenizer, **chosen))
 
 
 def test_a_model_does_not_assist_itself() -> None:
     model = build("llama")
     chosen = {"decoding": "assisted", "assistant_model": model}
-    wrong(UsageError, "is the model itself", lambda: jackfield.load(model, **chosen))
+    assert_wrong(UsageError, "is the model itself", lambda: jackfield.load(model, **chosen))
     with jackfield.load(model) as engine:  # nothing is left of the attempt
         assert engine.generate(prompts((3,)), max_new_tokens=2)[0].finish_reason == "length"
 
@@ -124,8 +124,8 @@ def test_a_draft_model_is_given_back_as_it_was() -> None:
     chosen: dict[str, Any] = {"decoding": "assisted", "assistant_model": draft}
     with jackfield.load(MODEL(), **chosen):
         assert not draft.training
-        wrong(UsageError, "already runs in an engine", lambda: jackfield.load(draft))
-        wrong(UsageError, "already runs in an engine",
+        assert_wrong(UsageError, "already runs in an engine", lambda: jackfield.load(draft))
+        assert_wrong(UsageError, "already runs in an engine",
               lambda: jackfield.load(build("llama"), **chosen))  # fmt: skip
     assert draft.training
     assert draft.config._attn_implementation == before
@@ -155,7 +155,7 @@ def test_a_draft_model_is_given_back_as_it_was() -> None:
 def test_settings_of_a_request(settings: dict[str, Any], text: str) -> None:
     offered = {"look": "prompt_lookup", "assist": "assisted"}
     with jackfield.load(MODEL(), decoding=offered, assistant_model=DRAFT()) as engine:
-        wrong(SettingsError, text, lambda: engine.submit(prompts((4,))[0], **settings))
+        assert_wrong(SettingsError, text, lambda: engine.submit(prompts((4,))[0], **settings))
 
 
 def test_settings_of_a_request_that_are_honoured() -> None:

@@ -37,7 +37,7 @@ def bits(engine: jackfield.Engine, batch: list[list[int]], count: int) -> Bits:
     }
 
 
-def same(model: Any, lengths: range, count: int, rounds: int, **more: Any) -> None:
+def assert_same_bits(model: Any, lengths: range, count: int, rounds: int, **more: Any) -> None:
     chance = random.Random(3)
     every = [[chance.randrange(5, 60) for _ in range(n)] for n in lengths]
     with jackfield.load(model, deterministic=True, max_batch_size=44, **more) as engine:
@@ -53,18 +53,18 @@ def test_a_tiny_model_in_any_batch(family: str, threads: None) -> None:
     model = build(family, torch.float32)
     if family == "mixtral":
         model.set_experts_implementation("eager")
-    same(model, range(3, 47), 3, rounds=1)
+    assert_same_bits(model, range(3, 47), 3, rounds=1)
 
 
 def test_the_demo_model_in_any_batch(threads: None) -> None:
-    same("demo", range(3, 135, 3), 2, rounds=1)
+    assert_same_bits("demo", range(3, 135, 3), 2, rounds=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_demo_model_shuffled_ten_times(dtype: str) -> None:
-    same("demo", range(3, 135, 3), 16, rounds=10, dtype=dtype)
+    assert_same_bits("demo", range(3, 135, 3), 16, rounds=10, dtype=dtype)
 
 
 def test_chunks_budgets_and_evictions_change_no_bit() -> None:

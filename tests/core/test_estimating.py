@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -29,17 +30,50 @@ FAMILIES = ["llama", "llama-mqa", "gpt2", "gemma3", "mistral", "mixtral", "deeps
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GB", 24e9), ("24 GiB", 24 * 2**30), (".5kB", 500), ("7B", 7), ("512MiB", 2**29)],
+    [
+        ("24GB", 24e9),
+        ("24 GiB", 24 * 2**30),
+        (".5kB", 500),
+        ("7B", 7),
+        ("7KB", 7000),
+        ("512MiB", 2**29),
+    ],
 )
 def test_sizes(text: str, size: float) -> None:
     assert parse_bytes(text, "it") == size
     assert parse_bandwidth(f"{text}/s") == size
 
 
-@pytest.mark.parametrize("text", ["", "24", "GB", "1e3GB", "-1GB", "0GB", "nanGB", "24 Gb/s", True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "24",
+        "GB",
+        "1e3GB",
+        "-1GB",
+        "0GB",
+        "nanGB",
+        "24 Gb/s",
+        "24Gb",
+        "24gb",
+        "24kiloB",
+        True,
+        0,
+        2.5,
+    ],
+)
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(UsageError, match="it must be a size such as"):
         parse_bytes(text, "it")
+
+
+@pytest.mark.parametrize(
+    "rate", ["24GB", "24/s", "24Gb/s", "GB/s", "/s", True, 0, math.nan, math.inf]
+)
+def test_what_is_no_rate(rate: Any) -> None:
+    with pytest.raises(UsageError, match="bandwidth must be a rate such as"):
+        parse_bandwidth(rate)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,7 +21,7 @@ from jackfield.bridge.footprint import loaded_bytes
 from jackfield.contracts import Requirements
 from jackfield.discovery import registry
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.placement import Placement, asked, parse_size, spell
+from jackfield.placement import Placement, asked, spell
 from jackfield.planning import decide
 
 pytest.importorskip("accelerate")
@@ -199,11 +199,17 @@ def test_temporary_folders_are_removed(folder: Path, tmp_path: Path,
     [
         ({"max_memory": {}}, "max_memory must be a dict"),
         ({"max_memory": 4}, "max_memory must be a dict"),
-        ({"max_memory": {"cpu": "3 parsecs"}}, "'3 parsecs' is not a size"),
+        (
+            {"max_memory": {"cpu": "3 parsecs"}},
+            "max_memory of cpu must be a size such as",
+        ),
         ({"max_memory": {"cpu": "4 Gb"}}, "did you mean 'GB'"),
-        ({"max_memory": {"cpu": 0}}, "0 is not a size"),
-        ({"max_memory": {"cpu": True}}, "True is not a size"),
-        ({"max_memory": {"cpu": -1}}, "-1 is not a size"),
+        ({"max_memory": {"cpu": 0}}, "must be a size such as 24GB or 512MiB, not 0"),
+        ({"max_memory": {"cpu": True}}, "must be a size such as 24GB or 512MiB, not True"),
+        ({"max_memory": {"cpu": -1}}, "must be a size such as 24GB or 512MiB, not -1"),
+        ({"max_memory": {"cpu": "0"}}, "must be a size such as 24GB or 512MiB, not 0"),
+        ({"max_memory": {"cpu": "0.1B"}}, "must be a size such as 24GB or 512MiB, not '0.1B'"),
+        ({"max_memory": {"cpu": 1e9}}, "must be a size such as 24GB or 512MiB, not 1000000000.0"),
         ({"max_memory": {0: 1, "cuda:0": 1}}, "names cuda:0 twice"),
         ({"max_memory": {1.5: 1}}, "1.5 is not a device"),
         ({"max_memory": {"cpu": "1MB", "gpu": "1MB"}}, "'gpu' is not a device"),
@@ -240,11 +246,9 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
 
 
 def test_sizes() -> None:
-    assert parse_size("4GB") == 4_000_000_000
-    assert parse_size("1.5 GiB") == 3 << 29
-    assert parse_size(" 12 ") == parse_size(12) == 12
-    assert parse_size("7kB") == parse_size("7KB") == 7000
-    assert asked("auto", {"0": "1kB", "cpu": 5}).max_memory == {"cuda:0": 1000, "cpu": 5}
+    given = {"0": "1kB", "cpu": 5, "cuda:1": " 12 ", 2: "1.5 GiB"}
+    found = {"cuda:0": 1000, "cpu": 5, "cuda:1": 12, "cuda:2": 3 << 29}
+    assert asked("auto", given).max_memory == found
     assert spell({"a": "x", "a.b": "y"}, ["a.b.c", "a.bc", "d"]) == {"a.b.c": "y", "a.bc": "x"}
 
 
@@ -377,10 +381,12 @@ def test_the_command_line(cli: Any, folder: Path, caplog: pytest.LogCaptureFixtu
     assert "weights: 61.8 kB on cpu" in done.out
     done = cli("explain", model, "--max-memory", "cpu=80kB", "--offload-folder", "x", "--json")
     assert done.json["plan"]["placement"]["bytes"]["disk"] > 0
-    cli("explain", model, "--max-memory", "80kB").failed(2, "cannot read --max-memory '80kB'")
-    cli("explain", model, "--max-memory", "cpu=1kB").failed(2, "max_memory gives cpu 1.0 kB")
-    cli("explain", model, "--device", "=cpu,=disk").failed(2, "--device names '' twice")
-    cli("explain", model, "--device", "balancd").failed(2, "device_map='balancd'")
+    cli("explain", model, "--max-memory", "80kB").assert_failed(
+        2, "cannot read --max-memory '80kB'"
+    )
+    cli("explain", model, "--max-memory", "cpu=1kB").assert_failed(2, "max_memory gives cpu 1.0 kB")
+    cli("explain", model, "--device", "=cpu,=disk").assert_failed(2, "--device names '' twice")
+    cli("explain", model, "--device", "balancd").assert_failed(2, "device_map='balancd'")
     done = cli("generate", "Once", "--device", "=cpu,model.layers=disk", "--max-new-tokens", "2")
     assert done.code == 0, done.err
     assert "Some parameters" not in done.err

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from random_settings import random_fields
 from scipy import stats
 
 from jackfield.contracts import Accepted
@@ -199,32 +200,15 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
     assert torch.allclose(Batch(rows, logits).processed(logits), expected)
 
 
-def random_fields(rng: random.Random) -> dict[str, Any]:
-    offers: dict[str, Any] = {
-        "temperature": rng.uniform(0.3, 2),
-        "top_k": rng.randint(1, 12),
-        "top_p": rng.uniform(0.3, 1),
-        "min_p": rng.uniform(0, 0.3),
-        "repetition_penalty": rng.uniform(0.5, 2),
-        "presence_penalty": rng.uniform(-1, 1),
-        "frequency_penalty": rng.uniform(-1, 1),
-        "sequence_bias": {(rng.randrange(20),): rng.uniform(-3, 3), (4, rng.randrange(20)): 5.0},
-        "min_new_tokens": 30,
-        "logprobs": rng.randint(0, 3),
-    }
-    chosen = rng.sample(sorted(offers), rng.randint(0, 6))
-    return {
-        "do_sample": rng.random() < 0.6,
-        "seed": rng.randrange(1000),
-        "eos_token_ids": (3,),
-        **{name: offers[name] for name in chosen},
-    }
+def fields_of(rng: random.Random) -> dict[str, Any]:
+    bias = {(rng.randrange(20),): rng.uniform(-3, 3), (4, rng.randrange(20)): 5.0}
+    return random_fields(rng, 6, (3,), {"sequence_bias": bias, "min_new_tokens": 30})
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_row_is_what_it_is_alone_for_many_steps(seed: int) -> None:
     rng = random.Random(seed)
-    fields = [random_fields(rng) for _ in range(9)]
+    fields = [fields_of(rng) for _ in range(9)]
     generator = torch.Generator().manual_seed(seed)
     steps = [torch.randn(9, 20, generator=generator) * 3 for _ in range(6)]
     together = [sequence([4, 5], **f) for f in fields]

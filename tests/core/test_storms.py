@@ -6,16 +6,15 @@ import functools
 import threading
 from typing import Any
 
-import pytest
 from drafting import ASSISTED, LOOKUP, draft_of
-from driven import recorded
 from families import WINDOW, build, oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from storming import Stepped
 
 import jackfield
-from jackfield.sequences import Sequence, Step
+from jackfield.sequences import Sequence
 
 TEXTS = prompts(tuple(1 + n % (3 * WINDOW) for n in range(12))) + [
     [*prompts((WINDOW,))[0], *end] for end in prompts((1, 3, 5))
@@ -32,7 +31,7 @@ def alone(family: str, text: int) -> list[int]:
     return oracle(plain(family), TEXTS[text], MOST)
 
 
-class Storm(RuleBasedStateMachine):
+class Storm(Stepped):
     """The loop, stepped by hand; what a thread does with it is another test."""
 
     @initialize(
@@ -55,7 +54,7 @@ class Storm(RuleBasedStateMachine):
             "assistant": {"cache_implementation": assistant},
         }  # fmt: skip
         self.budget = size + (chunk or 64) if deterministic else 16
-        self.engine = jackfield.load(
+        engine = jackfield.load(
             model_of(family),
             cache_implementation=f"paged?page_size=3&num_tokens=42&swap={swap}"
             f"&prefix_sharing={sharing and not deterministic}",
@@ -66,19 +65,8 @@ class Storm(RuleBasedStateMachine):
             deterministic=deterministic,
             **drafting,
         )
-        self.loop = self.engine._loop
-        self.patch = pytest.MonkeyPatch()
-        self.steps: list[Step] = recorded(self.loop.cache, self.patch)
-        self.open: dict[int, tuple[Sequence, int]] = {}
+        self.drive(engine)
         self.ended: set[int] = set()
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            try:
-                self.finish()
-            finally:
-                self.patch.undo()
-                self.engine.close()
 
     @rule(
         text=st.integers(0, len(TEXTS) - 1),
@@ -149,11 +137,7 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule()
     def finish(self) -> None:
-        for _ in range(3000):
-            if not (self.loop.running or self.loop.waiting):
-                break
-            self.step(1)
-        assert not self.open, "somebody waits for ever"
+        super().finish()
 
     @invariant()
     def nothing_leaks(self) -> None:

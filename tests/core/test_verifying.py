@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_settings import random_fields
 
 from jackfield.contracts import Accepted
 from jackfield.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
@@ -34,28 +35,14 @@ def counting(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def random_fields(rng: random.Random) -> dict[str, Any]:
-    offers: dict[str, Any] = {
-        "temperature": rng.uniform(0.3, 2),
-        "top_k": rng.randint(1, 12),
-        "top_p": rng.uniform(0.3, 1),
-        "min_p": rng.uniform(0, 0.3),
-        "repetition_penalty": rng.uniform(0.5, 2),
-        "presence_penalty": rng.uniform(-1, 1),
-        "frequency_penalty": rng.uniform(-1, 1),
+def fields_of(rng: random.Random) -> dict[str, Any]:
+    own = {
         "sequence_bias": {(t,): rng.uniform(-3, 3) for t in range(3)}
         | {(a, 4): 5.0 for a in range(VOCAB)} | {(4, a, 7): 9.0 for a in range(VOCAB)},
         "min_new_tokens": rng.randint(1, 9),
-        "logprobs": rng.randint(0, 3),
         "logits_processor": (counting, counting),
     }  # fmt: skip
-    chosen = rng.sample(sorted(offers), rng.randint(0, 7))
-    return {
-        "do_sample": rng.random() < 0.6,
-        "seed": rng.randrange(1000),
-        "eos_token_ids": (3, 5),
-        **{name: offers[name] for name in chosen},
-    }
+    return random_fields(rng, 7, (3, 5), own)
 
 
 def sequences(fields: list[dict[str, Any]]) -> list[Sequence]:
@@ -77,7 +64,7 @@ def step_by_step(model: Table, sequence: Sequence, count: int) -> list[Accepted]
 def test_right_drafts_give_in_one_call_what_many_calls_give(seed: int) -> None:
     """Drafts of any length, right up to any place, for several steps, mixed in a batch."""
     rng, model = random.Random(seed), Table(seed)
-    fields = [random_fields(rng) for _ in range(7)]
+    fields = [fields_of(rng) for _ in range(7)]
     expected = [step_by_step(model, s, 30) for s in sequences(fields)]
     together, sampler = sequences(fields), Sampler()
     kept = set()

@@ -46,7 +46,7 @@ COUNT = WINDOW + 3
 SERVED = ("llama", "llama-mqa", "llama-wide-heads", "mistral", "gemma2", "gpt-oss")
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for the order of sums: `expected` is float64."""
     bound = 1e-5 if found.dtype == torch.float32 else 1e-13
     torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
@@ -88,7 +88,7 @@ def test_kernels_equal_the_reference(
     }  # fmt: skip
     found = paged_attention(query, layer, **semantics, num_splits=num_splits, tile=tile)
     assert found.is_contiguous()
-    close(found, reference(query, layer, **semantics))
+    assert_close(found, reference(query, layer, **semantics))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -122,7 +122,7 @@ def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) ->
     )  # fmt: skip
     query = queries_of(layer.step, group, layer)
     found = paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL)
-    close(found, reference(query, layer, scaling=0.25))
+    assert_close(found, reference(query, layer, scaling=0.25))
 
 
 def test_result_does_not_depend_on_the_batch_with_a_number_of_splits() -> None:
@@ -154,7 +154,7 @@ def test_pages_before_the_window_are_not_read() -> None:
     for row, span in enumerate(step.spans):
         for page in range((span.end - span.length + 1 - 6) // 4):
             layer.block_table[row, page] = 2**30  # far outside the pool
-    close(paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL), expected)
+    assert_close(paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL), expected)
 
 
 def test_splits_occupy_the_processors_but_stay_worth_their_sum() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
-from beams import ENDS, Found, model_of, plain, same, search, texts
+from beams import ENDS, Found, model_of, plain, search, texts
+from beams import same as assert_same
 from drafting import LOOKUP
-from driven import recorded
 from families import oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from storming import Stepped
 
 import jackfield
 from jackfield.sequences import Sequence, Step
@@ -38,7 +38,7 @@ def searched(family: str, text: int, beams: int, answers: int, count: int) -> li
     )  # fmt: skip
 
 
-class Storm(RuleBasedStateMachine):
+class Storm(Stepped):
     """The loop, stepped by hand."""
 
     @initialize(
@@ -57,7 +57,7 @@ class Storm(RuleBasedStateMachine):
         rollback = cache == "paged" or family == "llama"  # holes and windows do not go together
         decoding = {"sample": "sample", "beam": "beam"} | ({"look": LOOKUP} if rollback else {})
         self.plain = [d for d in decoding if d != "beam"]
-        self.engine = jackfield.load(
+        engine = jackfield.load(
             model_of(family),
             decoding=decoding,
             cache_implementation=paged if cache == "paged" else cache,
@@ -65,18 +65,7 @@ class Storm(RuleBasedStateMachine):
             prefill_chunk_size=chunk,
             max_batch_size=SIZE,
         )
-        self.loop = self.engine._loop
-        self.patch = pytest.MonkeyPatch()
-        self.steps: list[Step] = recorded(self.loop.cache, self.patch)
-        self.open: dict[int, tuple[list[Sequence], int]] = {}
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            try:
-                self.finish()
-            finally:
-                self.patch.undo()
-                self.engine.close()
+        self.drive(engine)
 
     def add(self, text: int, asked: dict[str, Any]) -> None:
         made = self.engine._sequences(TEXTS[text], asked, streams=False)
@@ -162,7 +151,7 @@ class Storm(RuleBasedStateMachine):
             assert made[0].new_tokens == (expected[: made[0].num_new] if cancelled else expected)
         elif not cancelled:
             expected = searched(self.family, text, group.width, len(made), asked.max_new_tokens)
-            same(texts(made), expected)
+            assert_same(texts(made), expected)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -176,11 +165,7 @@ class Storm(RuleBasedStateMachine):
             assert (usage.pages_used, usage.swapped) == (0, 0)
 
     def finish(self) -> None:
-        for _ in range(3000):
-            if not (self.loop.running or self.loop.waiting):
-                break
-            self.step(1)
-        assert not self.open
+        super().finish()
         self.nothing_is_lost()
 
 

@@ -13,9 +13,9 @@ import jackfield
 from jackfield.contracts import Accepted, Strategy
 from jackfield.decoder import Decoder
 from jackfield.discovery import registry
-from jackfield.planning import judge
 from jackfield.selection import parse
 from jackfield.sequences import Sequence, Step
+from jackfield.solving import judge
 
 if TYPE_CHECKING:
     import torch

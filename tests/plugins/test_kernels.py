@@ -140,8 +140,31 @@ def test_refusals(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_kernel_loads_no_weight(hub: str) -> None:
-    with pytest.raises(PlanError, match="batch-invariant"):
-        jackfield.plan("demo", kernels=hub, deterministic=True)
+    gpt2 = build("gpt2").config
+    for model in ("demo", gpt2):
+        with pytest.raises(PlanError, match="batch-invariant"):
+            jackfield.plan(model, kernels=hub, deterministic=True)
+    with pytest.raises(PlanError, match="finds no layer to replace in GPT2LMHeadModel; drop it"):
+        jackfield.plan(gpt2, kernels=hub)
+    with pytest.raises(PlanError, match="both replace LlamaRMSNorm; name one of them"):
+        jackfield.plan("demo", kernels=[hub, CPU])
+    assert jackfield.plan("demo", kernels=hub).kernels
+
+
+def test_what_replaces_nothing_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("gpt2", torch.float32).save_pretrained(tmp_path)
+    monkeypatch.setattr("jackfield.front.weights", lambda *_: pytest.fail("weights were read"))
+    assert "finds no layer to replace" in refusal(str(tmp_path), CPU)
+
+
+def test_a_kernel_for_layers_that_a_quantizer_makes_is_planned(hub: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs jackfield[bnb]")
+    chosen = {"kernels": f"{hub}&replaces=Linear8bitLt", "device_map": "cpu"}
+    assert jackfield.plan("demo", quantization="bnb-8bit", **chosen).kernels
+    with pytest.raises(PlanError, match="finds no layer to replace"):
+        jackfield.plan("demo", **chosen)
 
 
 def test_the_comparison_tells_rounding_from_another_function() -> None:
@@ -164,6 +187,15 @@ def test_on_the_command_line(hub: str) -> None:
         b["name"]: b["verdict"] for b in run("explain")["backends"] if b["kind"] == "kernel"
     }
     assert verdicts["hub-layer"] == "chosen"
+
+
+def test_explain_knows_which_kernels_find_no_layer(tmp_path: Path) -> None:
+    build("gpt2", torch.float32).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "jackfield", "explain", str(tmp_path), "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["backends"]
+    (told,) = (backend for backend in found if backend["name"] == "cpu-rms-norm")
+    assert told["verdict"] == "refused"
+    assert "finds no layer to replace" in told["reasons"][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

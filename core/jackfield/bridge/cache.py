@@ -9,8 +9,8 @@ from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext, TransformersCache
 from jackfield.discovery import registry
 from jackfield.errors import PlanError, PluginError, UsageError
-from jackfield.planning import judge
 from jackfield.selection import make_options, parse
+from jackfield.solving import judge
 
 
 def cache(selection: str, model: PreTrainedModel) -> Cache:

@@ -48,7 +48,7 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        from jackfield.engine import load
+        from jackfield.front import load
 
         _check(stopping_criteria, generation_config, model_kwargs)
         prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))

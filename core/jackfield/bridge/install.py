@@ -17,9 +17,9 @@ from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext
 from jackfield.discovery import registry
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning import judge
 from jackfield.report import Report, observe
 from jackfield.selection import PREFIX, make_options, parse
+from jackfield.solving import judge
 
 _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
 #: transformers' own methods, while ours stand in their place.

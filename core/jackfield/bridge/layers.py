@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from jackfield.contracts import BindContext, FusedLayer
-from jackfield.errors import ExecutionError, PluginError
-from jackfield.planning import Choice
+from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield.registry import Registered
+from jackfield.solving import Choice
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4
@@ -21,10 +22,12 @@ _ROUNDINGS = 4
 class Layers:
     """One kernel in a model. `calls` counts those of its layers; `replaced` is how many it has."""
 
-    def __init__(self, registered: Registered, fused: FusedLayer, model: nn.Module) -> None:
+    def __init__(
+        self, registered: Registered, fused: FusedLayer, modules: Sequence[nn.Module]
+    ) -> None:
         self.registered = registered
         self.calls = 0
-        self._forwards = _forwards(registered, fused, model)
+        self._forwards = _forwards(registered, fused, modules)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
@@ -48,26 +51,23 @@ class Layers:
         return counted
 
 
-def bind_layers(
-    choices: Sequence[Choice], context: Callable[[Choice], BindContext]
-) -> list[Layers]:
-    """Each of the chosen kernels, bound to the model; nothing is changed in it yet.
+def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Module]]:
+    """The layers of `model`, which may be on the meta device, that each of the kernels replaces.
 
-    Raises ExecutionError where one finds no layer, or is not what it replaces.
+    Raises PlanError where one finds none, or two would replace the same.
     """
-    found: list[Layers] = []
+    found: list[list[nn.Module]] = []
     taken: dict[int, Choice] = {}
     for choice in choices:
-        bound = context(choice)
-        model: Any = bound.model
-        layers = Layers(choice.registered, choice.registered.bind(bound), model)
-        if not layers.replaced:
-            raise ExecutionError(
+        fits = partial(_fits, choice)
+        layers = [m for m in model.modules() if _ask(choice.registered, fits, m)]
+        if not layers:
+            raise PlanError(
                 f"{choice.registered} finds no layer to replace in {type(model).__name__}; drop it"
             )
-        for module, _ in layers._forwards:
+        for module in layers:
             if (rival := taken.setdefault(id(module), choice)) is not choice:
-                raise ExecutionError(
+                raise PlanError(
                     f"{choice.registered} and {rival.registered} both replace "
                     f"{type(module).__name__}; name one of them"
                 )
@@ -75,15 +75,30 @@ def bind_layers(
     return found
 
 
+def _fits(choice: Choice, module: nn.Module) -> bool:
+    return bool(choice.backend.fits(module, choice.options))
+
+
+def bind_layers(
+    choices: Sequence[Choice], model: nn.Module, context: Callable[[Choice], BindContext]
+) -> list[Layers]:
+    """Each of the chosen kernels, bound to the model; nothing is changed in it yet.
+
+    Raises PlanError where one finds no layer, ExecutionError where it is not what it replaces.
+    """
+    return [
+        Layers(choice.registered, choice.registered.bind(context(choice)), modules)
+        for choice, modules in zip(choices, layers_for(choices, model), strict=True)
+    ]
+
+
 def _forwards(
-    registered: Registered, fused: FusedLayer, model: nn.Module
+    registered: Registered, fused: FusedLayer, modules: Sequence[nn.Module]
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The layers that it fits, with the functions that stand in for them; each kind is compared."""
+    """The functions that stand in for the layers' own; each kind of layer is compared."""
     compared: set[tuple[type, torch.Size]] = set()
     found = []
-    for module in model.modules():
-        if not _ask(registered, fused.fits, module):
-            continue
+    for module in modules:
         if "forward" in vars(module):
             raise ExecutionError(
                 f"{registered} would replace a {type(module).__name__} whose forward somebody else "

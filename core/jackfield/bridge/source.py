@@ -50,6 +50,10 @@ class ModelSource:
         path = Path(self.location) if self.location else None
         return path if path and path.is_dir() else None
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a step's inputs belong. The first weight of a model that is spread may be on disk."""

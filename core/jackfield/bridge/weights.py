@@ -86,8 +86,7 @@ def safetensors_header(file: Path) -> dict[str, Any]:
                 raise ValueError("header longer than the file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values() if entry["shape"] is not None]
-        expected = 8 + length + max(ends, default=0)
+        expected = 8 + length + max(map(_end, header.values()), default=0)
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({first_line(error)}); fetch it again"
@@ -97,6 +96,14 @@ def safetensors_header(file: Path) -> dict[str, Any]:
             f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
         )
     return header  # type: ignore[no-any-return]
+
+
+def _end(entry: Any) -> int:
+    """Where the bytes of a tensor end. Raises ValueError, LookupError or TypeError: no tensor's."""
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or any(type(n) is not int for n in (*shape, begin, end)):
+        raise ValueError("a tensor without a shape and a place")
+    return int(end)
 
 
 def load_model(

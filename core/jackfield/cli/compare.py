@@ -32,13 +32,15 @@ class Bounds(Protocol):
 def baseline(given: Sequence[str] | None, model: str, backends: Backends) -> dict[str, Any] | None:
     """The arguments of `jackfield.load` to compare with; None: nothing is compared.
 
-    Those of the command line with each KIND=NAME of `given` in place of its own. Without any, a
-    quantizer is compared with none. Raises UsageError.
+    Those of the command line with each KIND=NAME of `given` in place of its own; adapter=none is
+    the model without the adapter, which otherwise both have. Without any, a quantizer is compared
+    with none. Raises UsageError.
     """
-    from jackfield.planning import ARGUMENTS
+    from jackfield.solving import ARGUMENTS
 
     names = {**ARGUMENTS, "quantization": ARGUMENTS["quantizer"], "model": "model"}
     names |= {"dtype": "dtype", "device": "device_map", "revision": "revision"}
+    names |= {"adapter": "adapter"}
     quantizer = backends.selections()["quantizer"]
     if not given:
         if quantizer in ("auto", "none", "plugin:none"):
@@ -52,7 +54,10 @@ def baseline(given: Sequence[str] | None, model: str, backends: Backends) -> dic
                 f"cannot read --baseline {text!r}: write KIND=NAME, with one of "
                 f"{', '.join(sorted(names))}"
             )
-        before[names[kind]] = name
+        if kind == "adapter" and name == "none":
+            before |= {"adapter": None, "merge_adapter": False}
+        else:
+            before[names[kind]] = name
     return before
 
 

@@ -61,6 +61,9 @@ def evaluate(
 
     Example: jackfield eval --attention eager --baseline attention=sdpa --count 20
     """
+    from jackfield.evaluation import check_count
+
+    check_count(count)
     text = None if against.text is None else decoded(read_file(against.text), str(against.text))
     before = baseline(against.baseline, model, backends)
     if before is not None:
@@ -69,12 +72,12 @@ def evaluate(
     for name in ("max_drop", "max_rise"):
         if getattr(against, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} needs two to compare; add --baseline")
+    if against.tasks is False and text is None:
+        raise UsageError("--no-tasks leaves nothing to measure; add --text FILE")
     with load(model, backends) as engine:
         result = None if against.tasks is False else _evaluate(engine, count, seed)
         read = None if text is None else perplexity_of(engine, text)
         report, plan = engine.report(), engine.plan
-    if result is None and read is None:
-        raise UsageError("--no-tasks leaves nothing to measure; add --text FILE")
     if json:
         found = {} if result is None else result.to_dict()
         found |= {} if read is None else {"perplexity": read.to_dict()}

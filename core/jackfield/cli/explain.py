@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from jackfield.cli.options import Backends, JsonOption
+from jackfield.cli.options import Backends, JsonOption, ModelArgument
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jackfield.contracts import Requirements
+    from jackfield.deciding import Job
     from jackfield.errors import PlanError
-    from jackfield.planning import Choice, Plan
+    from jackfield.planning import Plan
     from jackfield.registry import Registered, Registry
     from jackfield.selection import Selectable
+    from jackfield.solving import Choice
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
-]
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
             needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
-    verdicts = list(_Judge(registry(), selections, plan).verdicts(needs))
+    verdicts = list(_Judge(registry(), job, selections, plan).verdicts(needs))
     if json:
         _print_json(plan, error, verdicts)
     else:
@@ -78,12 +74,13 @@ class _Judge:
     """Answers for one backend after another what the plan says, or would say."""
 
     registry: Registry
+    job: Job
     selections: dict[str, Selectable]
     plan: Plan | None
 
     def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
         """Every backend of every kind, against what the kinds decided before it imply."""
-        from jackfield.planning import ORDER
+        from jackfield.solving import ORDER
 
         for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
@@ -109,8 +106,9 @@ class _Judge:
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
         from jackfield.errors import OptionError, PlanError
-        from jackfield.planning import decide, judge
+        from jackfield.planning import decide
         from jackfield.selection import make_options
+        from jackfield.solving import judge
 
         for refusal in self.plan.refusals if self.plan is not None else ():
             if refusal.registered is registered:
@@ -123,7 +121,8 @@ class _Judge:
             return reasons
         named = f"plugin:{registered.distribution}/{registered.name}"
         try:
-            decide(self.registry, needs, {**self.selections, registered.kind: named})
+            plan = decide(self.registry, needs, {**self.selections, registered.kind: named})
+            self.job.check_layers(plan)
         except PlanError as error:
             return [str(error)]
         return []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, flag
+from jackfield.cli.options import Backends, JsonOption, ModelArgument, flag
 from jackfield.cli.output import console, note, print_json, table
 from jackfield.errors import UsageError
 from jackfield.units import in_units
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from jackfield.backend_sizes import CacheBytes, WeightBytes
     from jackfield.estimating import Estimate
     from jackfield.measuring import Check
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
-]
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def memory(
 
 def _measured(model: str, backends: Backends) -> float:
     from jackfield.bridge.bandwidth import measure_bandwidth
-    from jackfield.planning import plan
+    from jackfield.front import plan
 
     where = plan(model, **backends.arguments()).placement
     assert where is not None

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
 ]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")
 ]
@@ -77,14 +80,14 @@ class Backends:
 
     def selections(self) -> dict[str, str | list[str]]:
         """What was selected for each kind."""
-        from jackfield.planning import ARGUMENTS
+        from jackfield.solving import ARGUMENTS
 
         given = {kind: getattr(self, kind) for kind in ARGUMENTS}
         return {kind: _selectable(names) for kind, names in given.items()}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `jackfield.load` and `jackfield.plan`."""
-        from jackfield.planning import ARGUMENTS
+        from jackfield.solving import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
         return chosen | {"assistant_model": self.assistant_model} | self.job()
@@ -127,7 +130,7 @@ def _selectable(names: list[str] | None) -> str | list[str]:
 
 def load(model: str, backends: Backends) -> Engine:
     """The engine that the flags ask for."""
-    from jackfield.engine import load
+    from jackfield.front import load
 
     return load(model, **backends.arguments())
 

@@ -34,14 +34,13 @@ class KernelCapabilities:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """What takes the place of some layers' `forward`.
+    """What takes the place of the `forward` of the layers that a kernel `fits`.
 
-    `fits` tells of a module of the model whether it is one of them. `make` returns the function
-    that is called in place of its `forward`, with the same arguments; it reads the module's own
-    parameters and must not change them. `source` says in reports whose kernel it is.
+    `make` returns the function that is called in place of a layer's `forward`, with the same
+    arguments; it reads the module's own parameters and must not change them. `source` says in
+    reports whose kernel it is.
     """
 
-    fits: Callable[[nn.Module], bool]
     make: Callable[[nn.Module], Callable[..., Any]]
     source: str | None = None
 
@@ -75,6 +74,14 @@ class Kernel(Backend):
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons
+
+    @abstractmethod
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        """Whether `module` is a layer that it replaces: by its class, attributes and shapes.
+
+        Asked before weights are read, when there are no numbers (torch's meta device), and again
+        when they are there.
+        """
 
     @abstractmethod
     def bind(self, context: BindContext) -> FusedLayer:

@@ -60,6 +60,10 @@ class HubLayer(Kernel):
             return [f"the kernel {options.repo}@{options.revision}: {refused}"]
         return []
 
+    def fits(self, module: nn.Module, options: HubLayerOptions) -> bool:
+        own = any(True for _ in module.parameters())
+        return own and type(module).__name__.endswith(options.replaces or options.layer)
+
     def bind(self, context: BindContext) -> FusedLayer:
         from jackfield_plugins.hub_kernels.repository import load_build
 
@@ -69,17 +73,12 @@ class HubLayer(Kernel):
         except KernelRefused as refused:
             raise PlanError(f"kernel 'hub-layer' can no longer run: {refused}") from None
         layer = getattr(load_build(folder).layers, options.layer)
-        wanted = options.replaces or options.layer
-
-        def fits(module: nn.Module) -> bool:
-            own = any(True for _ in module.parameters())
-            return own and type(module).__name__.endswith(wanted)
 
         def make(module: nn.Module) -> Any:
             return functools.partial(layer.forward, module)
 
         source = f"{options.repo}@{options.revision} ({folder.name}, {content[:19]})"
-        return FusedLayer(fits, make, source)
+        return FusedLayer(make, source)
 
 
 def _vetted(options: HubLayerOptions, needs: Requirements) -> tuple[Path, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +14,7 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
-from jackfield_plugins.interpreting import interpreting
+from jackfield_plugins.interpreting import interpreting, without_triton
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +52,7 @@ class TritonAttention(Attention):
     )
 
     def available(self) -> list[str]:
-        if importlib.util.find_spec("triton") is None:
-            return ["triton is not installed: pip install 'jackfield[triton]'"]
-        import torch
-
-        if torch.cuda.is_available() or interpreting():
-            return []
-        interpret = "set TRITON_INTERPRET=1 before Python starts"
-        return [f"there is no CUDA GPU; to run its kernels slowly on the CPU, {interpret}"]
+        return without_triton()
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)

@@ -29,13 +29,16 @@ class CpuRmsNorm(Kernel):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         return super().refuse(requirements, options) or self.available() or KERNEL.cannot_load()
 
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        return is_rms_norm(module)
+
     def bind(self, context: BindContext) -> FusedLayer:
         from jackfield_plugins.kernel.cpu_rms_norm.call import rms_norm_of
 
         def make(module: nn.Module) -> Any:
             return rms_norm_of(module)
 
-        return FusedLayer(is_rms_norm, make, KERNEL.built_with())
+        return FusedLayer(make, KERNEL.built_with())
 
 
 @hookimpl

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
-from jackfield_plugins.interpreting import interpreting
+from jackfield_plugins.interpreting import interpreting, without_triton
 from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
 
 if TYPE_CHECKING:
@@ -26,20 +25,16 @@ class TritonRmsNorm(Kernel):
     )
 
     def available(self) -> list[str]:
-        if importlib.util.find_spec("triton") is None:
-            return ["triton is not installed: pip install 'jackfield[triton]'"]
-        import torch
-
-        if torch.cuda.is_available() or interpreting():
-            return []
-        interpret = "set TRITON_INTERPRET=1 before Python starts"
-        return [f"there is no CUDA GPU; to run its kernel slowly on the CPU, {interpret}"]
+        return without_triton()
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         if requirements.device == "cpu" and not interpreting():
             reasons.append("runs on a CPU only under TRITON_INTERPRET=1, set before Python starts")
         return reasons
+
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        return is_rms_norm(module)
 
     def bind(self, context: BindContext) -> FusedLayer:
         from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
@@ -52,7 +47,7 @@ class TritonRmsNorm(Kernel):
 
             return forward
 
-        return FusedLayer(is_rms_norm, make)
+        return FusedLayer(make)
 
 
 @hookimpl

@@ -1,0 +1,52 @@
+"""Numbers among settings: read, and checked against what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jackfield.errors import SettingsError
+
+LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
+
+
+class CheckedNumbers:
+    """Reads checked numbers out of a mapping of settings."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    def integer(
+        self, name: str, default: int, at_least: int | None = None, at_most: int | None = None
+    ) -> int:
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SettingsError(f"{name} must be a whole number, not {value!r}")
+        if at_least is not None and value < at_least:
+            raise SettingsError(f"{name} must be at least {at_least}, not {value}")
+        if at_most is not None and value > at_most:
+            raise SettingsError(f"{name} must be at most {at_most}, not {value}")
+        return value
+
+    def real(
+        self,
+        name: str,
+        default: float,
+        *,
+        at_least: float | None = None,
+        above: float | None = None,
+        at_most: float | None = None,
+    ) -> float:
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SettingsError(f"{name} must be a number, not {value!r}")
+        if not abs(value) <= LARGEST:  # also NaN
+            raise SettingsError(f"{name} must be a finite number of ordinary size, not {value}")
+        for bound, ok, text in (
+            (at_least, at_least is None or value >= at_least, "at least"),
+            (above, above is None or value > above, "more than"),
+            (at_most, at_most is None or value <= at_most, "at most"),
+        ):
+            if not ok:
+                raise SettingsError(f"{name} must be {text} {bound:g}, not {value:g}")
+        return float(value)

@@ -1,0 +1,240 @@
+"""The front door: `plan` decides, `load` decides and then reads the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from jackfield.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
+from jackfield.bound import weights
+from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
+from jackfield.bridge.weights import load_tokenizer
+from jackfield.deciding import Job, understand
+from jackfield.discovery import registry
+from jackfield.engine import Engine
+from jackfield.errors import UsageError
+from jackfield.placement import DeviceMap
+from jackfield.planning import Plan
+from jackfield.selection import AUTO, Quantizable, Selectable
+from jackfield.solving import ARGUMENTS
+from jackfield.strategies import Strategies
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    attn_implementation: Selectable = AUTO,
+    cache_implementation: Selectable = AUTO,
+    quantization: Quantizable = AUTO,
+    decoding: Strategies = AUTO,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
+    scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
+    kernels: Selectable = AUTO,
+    dtype: str = AUTO,
+    device_map: DeviceMap = AUTO,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
+    revision: str | None = None,
+    tokenizer: Any | None = None,
+    max_batch_size: int = 32,
+    max_batch_tokens: int | None = None,
+    prefill_chunk_size: int | None = None,
+    max_waiting: int | None = None,
+    deterministic: bool = False,
+    stall_after: float = 60.0,
+) -> Engine:
+    """Decide, load, bind.
+
+    `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
+    model, which is given back as it was when the engine is closed. Each selection is "auto",
+    ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
+    these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
+    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
+
+    `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
+    the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
+    dict of module -> device or "disk". `max_memory` bounds what weights take of each device
+    (``{"cpu": "4GB", 0: "10GB"}``). What transformers has to write for weights on disk goes into a
+    folder of its own in `offload_folder`, or among the temporary ones, until the engine is closed.
+    `adapter` is a folder or hub id of a PEFT adapter; with `merge_adapter` it is added into the
+    weights.
+
+    `decoding` may also be a mapping of names to selections, which requests choose from by the
+    setting of that name; the first is the default, and plain decoding is always among them.
+    `assistant_model` is the draft model of a decoding that needs one, and `assistant` holds
+    arguments that are its own: selections, `dtype`, `device_map`, `revision`, `tokenizer`.
+
+    `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
+    one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
+    `prefill_chunk_size` how many tokens of each prompt (None: as many as the step has room for).
+    `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
+    log-probabilities are the same to the last bit whatever else runs. A step that takes longer
+    than `stall_after` seconds counts as stalled.
+
+    Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
+    weight is loaded, or CheckpointError where the weights themselves are broken.
+    """
+    return prepare(
+        model,
+        attn_implementation=attn_implementation,
+        cache_implementation=cache_implementation,
+        quantization=quantization,
+        decoding=decoding,
+        assistant_model=assistant_model,
+        assistant=assistant,
+        scheduler=scheduler,
+        compile=compile,
+        kernels=kernels,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        revision=revision,
+        tokenizer=tokenizer,
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        max_waiting=max_waiting,
+        deterministic=deterministic,
+        stall_after=stall_after,
+    ).load()
+
+
+def plan(
+    model: str | PreTrainedModel | PreTrainedConfig,
+    *,
+    attn_implementation: Selectable = AUTO,
+    cache_implementation: Selectable = AUTO,
+    quantization: Quantizable = AUTO,
+    decoding: Strategies = AUTO,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
+    scheduler: Selectable = AUTO,
+    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
+    kernels: Selectable = AUTO,
+    dtype: str = AUTO,
+    device_map: DeviceMap = AUTO,
+    max_memory: Mapping[str | int, str | int] | None = None,
+    offload_folder: str | Path | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
+    revision: str | None = None,
+    deterministic: bool = False,
+) -> Plan:
+    """Decide, without loading a weight, what `jackfield.load` would run with these arguments.
+
+    `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
+    `load` would raise.
+    """
+    _, plan, _ = _decided(
+        model,
+        attn_implementation=attn_implementation,
+        cache_implementation=cache_implementation,
+        quantization=quantization,
+        decoding=decoding,
+        assistant_model=assistant_model,
+        assistant=assistant,
+        scheduler=scheduler,
+        compile=compile,
+        kernels=kernels,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        revision=revision,
+        deterministic=deterministic,
+    )
+    return plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that `jackfield.load` decides and checks before it reads weights."""
+
+    job: Job
+    plan: Plan
+    assistant: FoundAssistant | None
+    tokenizer: Any | None
+    bounds: Bounds
+    max_waiting: int | None
+    stall_after: float
+
+    def load(self) -> Engine:
+        """Read the weights and bind."""
+        with contextlib.ExitStack() as files:
+            model = weights(self.job, self.plan, files, self.tokenizer)
+            engine = Engine(
+                model,
+                self.plan,
+                self.tokenizer,
+                self.bounds,
+                max_waiting=self.max_waiting,
+                stall_after=self.stall_after,
+                assistance=None if self.assistant is None else self.assistant.load(model, files),
+            )
+            engine.when_closed(files.pop_all().close)
+        return engine
+
+
+def prepare(
+    model: Any,
+    *,
+    tokenizer: Any | None = None,
+    max_batch_size: int = 32,
+    max_batch_tokens: int | None = None,
+    prefill_chunk_size: int | None = None,
+    max_waiting: int | None = None,
+    stall_after: float = 60.0,
+    **arguments: Any,
+) -> Prepared:
+    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
+    if isinstance(model, PreTrainedConfig):
+        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
+    check_sizes(
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        max_waiting=max_waiting,
+    )
+    check_seconds(stall_after=stall_after)
+    job, plan, helper = _decided(model, **arguments)
+    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
+        raise UsageError(
+            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
+            f"one piece ({reason}); drop prefill_chunk_size"
+        )
+    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(job.source)
+    if helper is not None:
+        check_vocabulary(job.source, tokenizer, helper)
+    return Prepared(job, plan, helper, tokenizer, bounds, max_waiting, stall_after)
+
+
+def _decided(
+    model: Any,
+    *,
+    assistant_model: Model | None = None,
+    assistant: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> tuple[Job, Plan, FoundAssistant | None]:
+    """The job, its plan, and the draft model of that."""
+    selections = {kind: arguments.pop(name, AUTO) for kind, name in ARGUMENTS.items()}
+    job = understand(model, **arguments)
+    plan = job.decide(registry(), selections)
+    helper = find_assistant(plan, assistant_model, assistant, job.asked.device_map)
+    return job, plan if helper is None else replace(plan, assistant=helper.plan), helper
