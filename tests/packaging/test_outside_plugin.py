@@ -1,6 +1,7 @@
 """Packages of two files, really installed by pip and found by a fresh interpreter.
 
 The good one is the one in the guide, word for word; the bad ones differ from it by one fault each.
+A package of more files has the guide's backends of the other kinds.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jackfield.hookspecs import HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/writing-a-plugin.md").read_text()
@@ -54,16 +58,40 @@ print(json.dumps(out))
 """
 
 
-def block(language: str) -> str:
-    """The guide's first code block in `language`."""
-    found = re.search(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
-    assert found is not None
-    return found[1]
+#: kind -> the guide's backend, and the argument of `jackfield.load` that selects it
+OTHERS = {
+    "cache": ("growing", "cache_implementation"),
+    "decoding": ("stutter", "decoding"),
+    "scheduler": ("turns", "scheduler"),
+    "kernel": ("torch-rms-norm", "kernels"),
+    "compiler": ("traced", "compile"),
+    "quantizer": ("eight-bits", "quantization"),
+}
+
+OTHERS_SCRIPT = """
+import json, sys
+import jackfield
+
+def run(**selection):
+    with jackfield.load("demo", **selection) as engine:
+        (done,) = engine.generate("Sort: 3 1 2. Sort: 3 1 2.", max_new_tokens=6)
+        return {"tokens": done.token_ids, "report": engine.report().to_dict()}
+
+out = {"": run()}
+for kind, (name, argument) in json.loads(sys.argv[1]).items():
+    out[kind] = run(**{argument: f"plugin:jackfield-others/{name}"})
+print(json.dumps(out))
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's code blocks in `language`."""
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def write_package(folder: Path, distribution: str, fault: tuple[str, str] | None) -> None:
     """The two files of the guide, under another name, with one fault."""
-    files = {"pyproject.toml": block("toml"), "jackfield_plain.py": block("python")}
+    files = {"pyproject.toml": blocks("toml")[0], "jackfield_plain.py": blocks("python")[0]}
     if fault is not None:
         assert sum(text.count(fault[0]) for text in files.values()) == 1, fault
     folder.mkdir()
@@ -76,6 +104,19 @@ def write_package(folder: Path, distribution: str, fault: tuple[str, str] | None
         (folder / name.replace("jackfield_plain", module)).write_text(text)
 
 
+def write_others(folder: Path) -> None:
+    """A package of a module for each further block of the guide."""
+    folder.mkdir()
+    lines = []
+    for kind, text in zip(OTHERS, blocks("python")[1:], strict=True):
+        (folder / f"jackfield_others_{kind}.py").write_text(text)
+        lines.append(f'{kind} = "jackfield_others_{kind}"')
+    head, _, _ = blocks("toml")[0].rpartition("plain = ")
+    build = '\n[tool.hatch.build]\ninclude = ["*.py"]\n'
+    text = "\n".join([head.replace("jackfield-plain", "jackfield-others"), *lines, build])
+    (folder / "pyproject.toml").write_text(text)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip has installed the good package and the bad ones."""
@@ -83,6 +124,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     for distribution, fault in {"jackfield-plain": None, **FAULTS}.items():
         write_package(sources / distribution, distribution, fault)
+    write_others(sources / "jackfield-others")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(target)]
@@ -100,6 +142,21 @@ def seen(site: Path) -> dict[str, Any]:
     names = ["plugin:plain", "jackfield/sdpa", "eager", "auto", "sdpa", "jackfield-claims/sdpa"]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(names)],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(site: Path) -> dict[str, Any]:
+    """What the guide's backends of the other kinds do to the demo model, and what it does alone."""
+    can = {k: v for k, v in OTHERS.items() if k != "quantizer" or find_spec("bitsandbytes")}
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERS_SCRIPT, json.dumps(can)],
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
@@ -180,6 +237,27 @@ def test_a_claimed_name_is_reported_on_both_sides(seen: dict[str, Any]) -> None:
     assert "'plugin:jackfield/sdpa' or 'plugin:jackfield-claims/sdpa'" in seen["errors"]["sdpa"]
     run = seen["runs"]["jackfield-claims/sdpa"]["report"]["attention"]
     assert (run["distribution"], run["calls"]) == ("jackfield-claims", LAYERS * NEW_TOKENS)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_other_kind_of_the_guide_runs(others: dict[str, Any], kind: str) -> None:
+    if kind not in others:
+        pytest.skip("needs jackfield[bnb]")
+    ran = others[kind]["report"][kind]
+    assert (ran["distribution"], ran["name"]) == ("jackfield-others", OTHERS[kind][0])
+    assert ran["calls"] > 0
+    if kind != "quantizer":  # which rounds
+        assert others[kind]["tokens"] == others[""]["tokens"]
+
+
+def test_the_guide_has_every_kind_and_files_that_exist() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*\| (.*) \|$", GUIDE, re.MULTILINE)
+    assert {kind: hook for kind, hook, _ in rows} == HOOKS
+    for _, _, files in rows:
+        for file in re.findall(r"`([^`]+)`", files):
+            assert (ROOT / "plugins/jackfield_plugins" / file).exists(), file
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [kind for kind in HOOKS if f"`{kind}`" not in contributing] == []
 
 
 @pytest.mark.parametrize("name", ["jackfield/sdpa", "eager", "auto"])
