@@ -194,6 +194,15 @@ def test_temporary_folders_are_removed(folder: Path, tmp_path: Path,
     assert [path.name for path in mine.iterdir()] == ["file"]
 
 
+def test_a_draft_model_does_not_go_to_disk_with_the_model() -> None:
+    chosen: dict[str, Any] = {"decoding": "assisted", "assistant_model": "demo-draft"}
+    plan = jackfield.plan("demo", device_map="disk", **chosen)
+    assert plan.placement.offloaded == ("disk",)
+    assert not plan.assistant.placement.spread
+    on_cpu = jackfield.plan("demo", device_map="cpu", **chosen)  # where one device is named
+    assert on_cpu.assistant.placement.modules == {"": "cpu"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
