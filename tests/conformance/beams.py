@@ -38,11 +38,10 @@ def search(model: transformers.PreTrainedModel, prompt: Seq[int], **settings: An
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        do_sample=False,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
-        **{"max_new_tokens": COUNT, **settings},
+        **{"max_new_tokens": COUNT, "do_sample": False, **settings},
     )
     found = []
     pairs = zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True)

@@ -63,8 +63,9 @@ def wrong(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> No
         ({"num_beams": 2, "length_penalty": 1e6}, "length_penalty=1e.06 makes scores of 12"),
         ({"num_beams": 2, "early_stopping": "always"}, "True, False or \"never\", not 'always'"),
         ({"num_beams": 2, "early_stopping": 1}, 'True, False or "never", not 1'),
-        ({"num_beams": 2, "do_sample": True}, "'beam' does not honour do_sample=True"),
-        ({"num_beams": 2, "temperature": 0.5}, "'beam' does not honour temperature=0.5"),
+        ({"num_beams": 2, "do_sample": False, "top_k": 5}, "no effect with do_sample=False"),
+        ({"num_beams": 2, "temperature": -1.0}, "temperature must be at least 0, not -1"),
+        ({"num_beams": 2, "penalty_alpha": 0.6}, "'beam' does not honour penalty_alpha=0.6"),
         ({"num_beams": 2, "logprobs": 1}, "'beam' does not honour logprobs=1.*: decoding='sample'"),
         ({"num_beams": 4, "num_beam_groups": 2}, "does not honour num_beam_groups=2"),
         ({"num_beams": 4, "diversity_penalty": 0.5}, "does not honour diversity_penalty=0.5"),
@@ -160,10 +161,12 @@ def test_what_a_models_own_config_asks_for() -> None:
     model.generation_config.do_sample = True
     model.generation_config.temperature = 0.7
     with jackfield.load(model, decoding=BOTH) as engine:
-        call = lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=COUNT)  # noqa: E731
-        wrong(SettingsError, "override it with do_sample=False", call)
+        drawn = engine.generate(PROMPT, num_beams=3, seed=5, max_new_tokens=COUNT)
+        asked = {"do_sample": True, "temperature": 0.7, "seed": 5, "num_beams": 3}
+        assert drawn[0].score == engine.generate(PROMPT, max_new_tokens=COUNT, **asked)[0].score
         found = engine.generate(PROMPT, num_beams=3, do_sample=False, max_new_tokens=COUNT)
         same(texts(found), references("llama", num_beams=3)[0])
+        assert drawn[0].token_ids != found[0].token_ids
 
 
 def test_a_streamed_search_is_told_at_its_end_in_one_piece() -> None:

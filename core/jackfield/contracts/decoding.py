@@ -163,8 +163,9 @@ class Search(Strategy):
 
         `scores[i]` is float32 `[beams, vocab]`, which may be modified: for each beam of group i,
         the log-probabilities of what may follow, after the request's own bias, penalties and
-        processors (-inf: forbidden), plus the score of the beam itself. Called in the loop's
-        thread, once a step at most; one device-to-host copy is what it should cost.
+        processors, and where it samples its temperature, top-k, top-p and min-p (-inf: forbidden),
+        plus the score of the beam itself. Called in the loop's thread, once a step at most; one
+        device-to-host copy is what it should cost.
         """
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:

@@ -4,6 +4,10 @@ Beam search as transformers does it (`GenerationMixin._beam_search`), whose text
 out. Of the continuations of all beams the best are looked at; those that end a text become
 hypotheses, ranked by the sum of their log-probabilities over length ** length_penalty (Wu et al.
 2016, arXiv:1609.08144, with transformers' simpler denominator), and the best others go on.
+
+Where a request samples, the continuations that are looked at are drawn without replacement, by the
+probabilities that their scores are logarithms of. The largest sums of a score and a Gumbel number
+are such a draw, in its order (Kool et al. 2019, arXiv:1903.06059).
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from jackfield import hookimpl
@@ -24,15 +30,13 @@ from jackfield.contracts import (
     Hypothesis,
     Search,
 )
+from jackfield.keyed import gumbel
 
 if TYPE_CHECKING:
     import torch
 
     from jackfield.groups import Group
     from jackfield.settings import Settings
-
-#: What draws, which a beam does not, and what says what was likely at each place.
-_NOT_HERE = {"do_sample", "logprobs", "min_p", "temperature", "top_k", "top_p"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Beam(Decoding):
     name = "beam"
     options = BeamOptions
     capabilities = DecodingCapabilities(
-        settings=(SAMPLER_SETTINGS - _NOT_HERE) | {"early_stopping", "length_penalty", "num_beams"},
+        settings=(SAMPLER_SETTINGS - {"logprobs"})
+        | {"early_stopping", "length_penalty", "num_beams"},
         forks=True,
     )
 
@@ -74,8 +79,7 @@ class BeamSearch(Search):
         return settings.beams.num_beams or self._options.num_beams
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
-        wanted = [_looked_at(group, own) for group, own in zip(groups, scores, strict=True)]
-        found = _read([s.flatten().topk(k) for s, k in zip(scores, wanted, strict=True)])
+        found = _read([_looked_at(group, own) for group, own in zip(groups, scores, strict=True)])
         sizes = [own.shape[1] for own in scores]
         return [
             self._decision(group, list(zip(values, places, strict=True)), vocab_size)
@@ -83,22 +87,26 @@ class BeamSearch(Search):
         ]
 
     def _decision(self, group: Group, ranked: Seq[tuple[float, int]], vocab_size: int) -> Decision:
-        """By the `ranked` (score, beam · vocabulary + token), the best first."""
-        beams: list[Continuation] = []
-        found = list(group.hypotheses)
-        for rank, (score, place) in enumerate(ranked):
-            if math.isnan(score) or score == math.inf:
-                return Decision(error="no token can be chosen: the logits are not numbers")
-            if score == -math.inf or len(beams) == group.width:
-                break
-            parent, token = divmod(place, vocab_size)
-            if not group.ends(parent, token):
-                beams.append(Continuation(parent, token, score))
-            elif rank < group.width:  # what stands lower is looked at only to have enough beams
-                text = group.new_tokens(parent, token)
-                found.append(Hypothesis(text, score / len(text) ** self._penalty(group)))
+        """By the `ranked` (score, beam · vocabulary + token): the best first, or as drawn."""
+        if any(math.isnan(score) or score == math.inf for score, _ in ranked):
+            return Decision(error="no token can be chosen: the logits are not numbers")
+        possible = [
+            Continuation(*divmod(place, vocab_size), score)
+            for score, place in ranked
+            if score > -math.inf
+        ]
+        # What stands lower than there are beams is looked at only to have enough of them.
+        ends = cache(lambda c: group.ends(c.parent, c.token))
+        ending = filter(ends, possible[: group.width])
+        found = [*group.hypotheses, *(self._hypothesis(group, c) for c in ending)]
         best = sorted(found, key=lambda h: -h.score)[: group.width]
+        going = (c for c in sorted(possible, key=lambda c: -c.score) if not ends(c))
+        beams = list(islice(going, group.width))
         return Decision(() if self._ends(group, best, beams) else beams, best)
+
+    def _hypothesis(self, group: Group, last: Continuation) -> Hypothesis:
+        text = group.new_tokens(last.parent, last.token)
+        return Hypothesis(text, last.score / len(text) ** self._penalty(group))
 
     def _ends(self, group: Group, found: Seq[Hypothesis], beams: Seq[Continuation]) -> bool:
         """Whether nothing can, or need, become better than what was `found`."""
@@ -120,10 +128,18 @@ class BeamSearch(Search):
         return self._options.early_stopping if asked is None else asked
 
 
-def _looked_at(group: Group, scores: torch.Tensor) -> int:
-    """How many continuations: each beam may end by each EOS token, and enough must go on."""
-    count = max(2, 1 + len(group.settings.eos_token_ids)) * group.width
-    return min(count, scores.numel())
+def _looked_at(group: Group, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best continuations or some drawn ones, scores and places.
+
+    As many as it takes where each beam may end by each EOS token, and enough must go on.
+    """
+    flat = scores.flatten()
+    count = min(max(2, 1 + len(group.settings.eos_token_ids)) * group.width, len(flat))
+    if not group.settings.do_sample:
+        return flat.topk(count)
+    noise = gumbel(group.settings.seed, len(group.beams[0].tokens), len(flat), flat.device)
+    places = (flat + noise).topk(count).indices
+    return flat[places], places
 
 
 def _read(
