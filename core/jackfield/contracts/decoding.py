@@ -136,8 +136,9 @@ class Hypothesis:
 class Decision:
     """What a group does next: it goes on with `beams`; where there are none, it has ended.
 
-    `beams` stand best first, at most as many as the group has members, and may have parents in
-    common. `hypotheses` are all that are worth keeping, best first. `error` ends the request.
+    `beams` are at most as many as the group has members, and may have parents in common; the first
+    are told of a search that is cut off. `hypotheses` are all that are worth keeping, best first.
+    `error` ends the request.
     """
 
     beams: Seq[Continuation] = ()
@@ -155,7 +156,10 @@ class Search(Strategy):
 
     @abstractmethod
     def width(self, settings: Settings) -> int:
-        """How many beams a request has at most (>= 1); its group has as many members."""
+        """How many beams a request has at most (>= 1); its group has as many members.
+
+        Raises SettingsError where its settings do not fit together.
+        """
 
     @abstractmethod
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
