@@ -65,7 +65,11 @@ def wrong(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> No
         ({"num_beams": 2, "early_stopping": 1}, 'True, False or "never", not 1'),
         ({"num_beams": 2, "do_sample": False, "top_k": 5}, "no effect with do_sample=False"),
         ({"num_beams": 2, "temperature": -1.0}, "temperature must be at least 0, not -1"),
-        ({"num_beams": 2, "penalty_alpha": 0.6}, "'beam' does not honour penalty_alpha=0.6"),
+        (
+            {"num_beams": 2, "penalty_alpha": 0.6},
+            r"'beam' does not honour penalty_alpha=0.6.*so drop it or.*\(none that is installed\)",
+        ),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "'sample' does not honour penalty_alpha=0.6"),
         ({"num_beams": 2, "logprobs": 1}, "'beam' does not honour logprobs=1.*: decoding='sample'"),
         ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty=0; set that to more than 0"),
         ({"num_beams": 4, "diversity_penalty": 0.5}, "groups of beams.*num_beam_groups=1; raise"),
