@@ -14,10 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from beams import BOTH, COUNT, ENDS, LENGTHS, Found, model_of, plain, same, search, texts
+from beams import (
+    BOTH,
+    COUNT,
+    ENDS,
+    LENGTHS,
+    Found,
+    model_of,
+    plain,
+    references,
+    same,
+    search,
+    texts,
+)
 from drafting import repetitive
 from driven import Arrival, drive
-from families import VOCAB, WINDOW, character_tokenizer, prompts
+from families import VOCAB, WINDOW, build, character_tokenizer, prompts
 
 import jackfield
 from jackfield.groups import Group
@@ -94,6 +106,22 @@ def test_a_seed_says_the_same_whatever_runs_beside_it() -> None:
     for one in found[1:]:
         same(one, found[0])
     assert len({tuple(text) for text, _ in found[0]}) == 6
+
+
+def test_what_a_model_samples_with_leaves_beams_alone_that_are_not_drawn() -> None:
+    model = build("llama")
+    model.generation_config.top_k, model.generation_config.temperature = 1, 3.0
+    with jackfield.load(model, decoding="beam") as engine:
+        kinds = [
+            {"num_beams": 4, "do_sample": False, "num_return_sequences": 3},
+            {"num_beams": 3, "do_sample": True},
+        ]
+        found = engine.generate(
+            [prompts(LENGTHS)[0]] * 2, settings=kinds, seed=1, max_new_tokens=COUNT
+        )
+    same(texts(found[:3]), references("llama", num_beams=4, num_return_sequences=3)[0])
+    drawn_with = {"num_beams": 3, "do_sample": True, "top_k": 1, "temperature": 3.0}
+    same(texts(found[3:]), drawn(prompts(LENGTHS)[0], 1, **drawn_with))
 
 
 def test_drawn_groups_that_are_evicted_go_on_as_if_nothing_had_happened() -> None:
@@ -202,7 +230,7 @@ def test_what_is_no_number_is_never_drawn() -> None:
     search = BeamSearch(BeamOptions(num_beams=3))
     scores = torch.full((1, 9), -math.inf)
     (none,) = search.decide([group], [scores])
-    assert (none.beams, none.hypotheses, none.error) == ((), [], None)
+    assert (none.beams, none.hypotheses, none.error) == ([], [], None)
     scores[0, 4] = -700.0
     (one,) = search.decide([group], [scores])
     assert [(b.token, b.score) for b in one.beams] == [(4, -700.0)]
