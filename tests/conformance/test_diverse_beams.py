@@ -5,57 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from beams import BOTH, COUNT, ENDS, LENGTHS, Found, model_of, plain, references, same, texts
+from beams import BOTH, COUNT, ENDS, LENGTHS, diverse, model_of, references, same, texts
 from drafting import repetitive
 from driven import Arrival, drive
 from families import WINDOW, prompts
 
 import jackfield
-
-
-def diverse(
-    prompt: list[int],
-    num_beams: int,
-    num_beam_groups: int,
-    diversity_penalty: float,
-    length_penalty: float = 1.0,
-    eos_token_id: tuple[int, ...] = (),
-    num_return_sequences: int = 1,
-) -> list[Found]:
-    """Vijayakumar et al. 2016, algorithm 1, with Hamming diversity; no cache, text by text.
-
-    A group is a beam search of its own, which ends as transformers' does. What a token costs stays
-    in the score, and a text that has ended costs the later groups nothing.
-    """
-    size, model = num_beams // num_beam_groups, plain("llama")
-    running: list[list[tuple[float, list[int]]]] = [[(0.0, [])] for _ in range(num_beam_groups)]
-    found: list[list[tuple[float, list[int]]]] = [[] for _ in range(num_beam_groups)]
-    for length in range(1, COUNT + 1):
-        taken: list[int] = []
-        for own, ended in zip(running, found, strict=True):
-            possible = []
-            for score, text in own:
-                logits = model(torch.tensor([prompt + text])).logits[0, -1]
-                for token, chance in enumerate(logits.float().log_softmax(-1).tolist()):
-                    cost = diversity_penalty * taken.count(token)
-                    possible.append((score + chance - cost, [*text, token]))
-            possible.sort(key=lambda one: -one[0])
-            over = [text[-1] in eos_token_id or length == COUNT for _, text in possible]
-            ended += [(s / length**length_penalty, t) for (s, t), end in
-                      zip(possible[:size], over, strict=False) if end]  # fmt: skip
-            ended.sort(key=lambda one: -one[0])
-            del ended[size:]
-            looked_at = max(2, 1 + len(eos_token_id)) * size
-            pairs = zip(possible[:looked_at], over, strict=False)
-            own[:] = [one for one, end in pairs if not end][:size]
-            best = own[0][0] / length**length_penalty if own else 0.0
-            if len(ended) == size and own and best <= ended[-1][0]:
-                own.clear()
-            taken += [text[-1] for _, text in own]
-    every = sorted((one for ended in found for one in ended), key=lambda one: -one[0])
-    return [(text, score) for score, text in every[:num_return_sequences]]
-
 
 ASKED: list[dict[str, Any]] = [
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7, "num_return_sequences": 4},
@@ -71,7 +26,7 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", ASKED, ids=repr)
 def test_texts_and_scores_are_those_of_the_paper(asked: dict[str, Any]) -> None:
     """Four prompts together, in both layouts; evicted ones too, in a small pool."""
-    expected = [one for prompt in prompts(LENGTHS) for one in diverse(prompt, **asked)]
+    expected = [one for prompt in prompts(LENGTHS) for one in diverse("llama", prompt, **asked)]
     for cache in ("paged?page_size=4", "dynamic"):
         with jackfield.load(model_of("llama"), decoding=BOTH, cache_implementation=cache) as engine:
             found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT, **asked)
@@ -116,7 +71,7 @@ def test_evictions_and_neighbours_change_nothing() -> None:
         assert engine.statistics().cache.pages_used == 0
         for n, text in enumerate(everyone):
             if n % 3:
-                same(texts(found[n]), diverse(text, **ASKED[1]))
+                same(texts(found[n]), diverse("llama", text, **ASKED[1]))
             else:
                 alone = engine.generate(text, num_beams=3, max_new_tokens=COUNT)
                 same(texts(found[n]), texts(alone))

@@ -14,19 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from beams import (
-    BOTH,
-    COUNT,
-    ENDS,
-    LENGTHS,
-    Found,
-    model_of,
-    plain,
-    references,
-    same,
-    search,
-    texts,
-)
+from beams import BOTH, COUNT, CPU, ENDS, LENGTHS, drawn, model_of, plain, references, same, texts
 from drafting import repetitive
 from driven import Arrival, drive
 from families import VOCAB, WINDOW, build, character_tokenizer, prompts
@@ -37,22 +25,6 @@ from jackfield.keyed import gumbel
 from jackfield.sequences import Sequence
 from jackfield.settings import Settings
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
-
-CPU = torch.device("cpu")
-
-
-def drawn(prompt: list[int], seed: int, **asked: Any) -> list[Found]:
-    """What transformers' beam search says when it draws with our numbers."""
-    position = itertools.count(len(prompt))
-
-    def multinomial(chances: torch.Tensor, num_samples: int) -> torch.Tensor:
-        noise = gumbel(seed, next(position), chances.shape[1], CPU)
-        return (chances[0].double().log() + noise).topk(num_samples).indices[None]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "multinomial", multinomial)
-        return search(plain("llama"), prompt, **{"top_k": 0, **asked})
-
 
 SHAPED: list[dict[str, Any]] = [
     {"do_sample": True, "num_beams": 3},
@@ -72,7 +44,7 @@ SHAPED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", SHAPED, ids=repr)
 def test_the_same_numbers_draw_the_same_texts_as_in_transformers(asked: dict[str, Any]) -> None:
     expected = [
-        drawn(prompt, seed, **{**asked, "do_sample": True})
+        drawn("llama", prompt, seed, **{**asked, "do_sample": True})
         for seed, prompt in enumerate(prompts(LENGTHS))
     ]
     for cache in ("paged?page_size=4", "dynamic"):
@@ -121,7 +93,7 @@ def test_what_a_model_samples_with_leaves_beams_alone_that_are_not_drawn() -> No
         )
     same(texts(found[:3]), references("llama", num_beams=4, num_return_sequences=3)[0])
     drawn_with = {"num_beams": 3, "do_sample": True, "top_k": 1, "temperature": 3.0}
-    same(texts(found[3:]), drawn(prompts(LENGTHS)[0], 1, **drawn_with))
+    same(texts(found[3:]), drawn("llama", prompts(LENGTHS)[0], 1, **drawn_with))
 
 
 def test_drawn_groups_that_are_evicted_go_on_as_if_nothing_had_happened() -> None:
@@ -137,7 +109,7 @@ def test_drawn_groups_that_are_evicted_go_on_as_if_nothing_had_happened() -> Non
         found = drive(engine, arrivals)
         assert engine.statistics().evictions > 0
     for n, text in enumerate(everyone):
-        same(texts(found[n]), drawn(text, n, do_sample=True, **asked))
+        same(texts(found[n]), drawn("llama", text, n, do_sample=True, **asked))
 
 
 def test_a_structure_holds_in_what_is_drawn() -> None:
@@ -162,7 +134,9 @@ def test_stop_strings_end_what_is_drawn_as_in_transformers() -> None:
         free = engine.generate(prompt, seed=3, max_new_tokens=COUNT, **asked)
         stop = [one.text[4:6] for one in free]
         found = engine.generate(prompt, seed=3, max_new_tokens=COUNT, stop=stop, **asked)
-    expected = drawn(prompt, 3, do_sample=True, stop_strings=stop, tokenizer=tokenizer, **asked)
+    expected = drawn(
+        "llama", prompt, 3, do_sample=True, stop_strings=stop, tokenizer=tokenizer, **asked
+    )
     same(texts(found), [(text[: len(c.token_ids)], score) for (text, score), c in
                         zip(expected, found, strict=True)])  # fmt: skip
     assert "stop" in {one.finish_reason for one in found}
