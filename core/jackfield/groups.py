@@ -15,9 +15,9 @@ class Group:
     """One request under a `Search`. The loop changes it between two decisions; nobody else does.
 
     `members` are as many sequences as there can be beams; those with numbers below `answers` are
-    what the request's readers get, once it has ended. `beams` are the members that go on, best
-    first, with their `scores`; at first the first one alone, which reads the prompt. `hypotheses`
-    are texts that are complete, best first.
+    what the request's readers get, once it has ended. `beams` are the members that go on, in the
+    order of the last decision, with their `scores`; at first the first one alone, which reads the
+    prompt. `hypotheses` are texts that are complete, best first.
     """
 
     def __init__(self, members: Seq[Sequence], answers: int) -> None:
@@ -85,7 +85,7 @@ class Group:
     def grow(
         self, chosen: Seq[Continuation]
     ) -> tuple[list[tuple[Sequence, Sequence]], list[Sequence]]:
-        """Go on with `chosen`, best first; returns what the cache has to copy, and to drop.
+        """Go on with `chosen`, in this order; returns what the cache has to copy, and to drop.
 
         Whatever goes on stays in its member, so that a copy is made only where beams part.
         """

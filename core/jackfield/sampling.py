@@ -369,6 +369,10 @@ class Batch:
             # Relative to the best score, a tiny temperature tends to greedy instead of inf - inf.
             relative = scores - scores.max(-1, keepdim=True).values
             scores = relative / self._by_row(self.temperature)[rows]
+        return self.narrowed(scores, rows)
+
+    def narrowed(self, scores: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """Top-k, top-p, min-p. The best stays."""
         if self.top_k is not None:
             largest = scores.topk(self.most_kept, -1).values
             least = largest.gather(1, self._by_row(self.top_k)[rows] - 1)

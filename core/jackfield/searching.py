@@ -17,8 +17,8 @@ class Searcher:
     """Scores what may follow each beam, as transformers does, and lets `strategies` decide.
 
     transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
-    model's dtype; then the processors, on log-probabilities and not on logits; then the score of
-    the beam is added.
+    model's dtype; then the processors, on log-probabilities and not on logits, and where a request
+    samples the warpers; then the score of the beam is added. Nothing is normalized again.
     """
 
     def __init__(self, strategies: Mapping[str, Search]) -> None:
@@ -39,6 +39,7 @@ class Searcher:
         scores = batch.processed(torch.log_softmax(logits.float(), -1))
         if batch.forbidden is not None:
             scores = scores.masked_fill(batch.forbidden, NEVER)
+        scores = _warped(batch, scores)
         found: list[tuple[Group, Decision]] = []
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]
@@ -48,6 +49,23 @@ class Searcher:
                 found += zip(own, strategy.decide(own, parts), strict=True)
         failed = {feeds[at].sequence.group: why for at, why in batch.failures.items()}
         return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
+
+
+def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, in the rows of requests that sample.
+
+    Of each beam as many tokens stay as end a text, and one more (`_get_logits_processor` of
+    transformers), so that a search can go on.
+    """
+    if not batch.samples or batch.do_sample is None:
+        return scores
+    cooled = scores if batch.temperature is None else scores / batch.temperature
+    ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
+    least = torch.tensor([min(max(2, 1 + n), batch.vocab_size) for n in ends], device=batch.device)
+    best = cooled.topk(int(max(least))).values
+    floor = best.gather(1, least[:, None] - 1)
+    warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
+    return torch.where(batch.do_sample, warped, scores)
 
 
 def _added(scores: torch.Tensor, of_beams: list[float]) -> torch.Tensor:

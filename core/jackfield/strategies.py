@@ -114,7 +114,7 @@ def _honoured(plan: Plan, name: str) -> frozenset[str]:
 
 
 def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
-    """Which decoding honours a setting, and how to have it; "": none that is known."""
+    """Which decoding honours a setting, and how to have it."""
     here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
     if here:
         return f": decoding={' or '.join(here)}"
@@ -124,4 +124,4 @@ def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
                 f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
             )
             return f": jackfield.load(decoding={{{offers}}}) offers one"
-    return ""
+    return " (none that is installed)"

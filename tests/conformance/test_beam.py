@@ -12,13 +12,13 @@ from beams import (
     COUNT,
     ENDS,
     LENGTHS,
+    assert_same,
     model_of,
     plain,
     references,
     search,
     texts,
 )
-from beams import same as assert_same
 from drafting import LOOKUP, repetitive
 from driven import Arrival, drive
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, character_tokenizer, oracle, prompts

@@ -131,6 +131,11 @@ def test_processors_that_count_padding_and_criteria_of_a_callers_own(
         ({"use_cache": False}, "use_cache=False"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [70]}, "PrefixConstrained"),
         ({"num_beams": 2}, "num_beams=2"),
+        (
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+            "num_beams=4, num_beam_groups=2, diversity_penalty=0.5",
+        ),
+        ({"penalty_alpha": 0.6}, "penalty_alpha=0.6"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9)])}, "MaxTimeCriteria"),
     ],
@@ -172,3 +177,16 @@ def test_beams_are_asked_for_in_the_selection(model: Any, inputs: Any) -> None:
         assert torch.equal(found[:, 1:].masked_fill(filled, 1), expected[:, 1:])
         with pytest.raises(JackfieldError, match=r"does not take length_penalty=2\.0"):
             model.generate(**inputs, max_new_tokens=4, custom_generate=own, length_penalty=2.0)
+
+
+def test_beams_are_drawn_where_generate_samples(model: Any, inputs: Any) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        own = jackfield.decoding("beam?num_beams=3")
+        return model.generate(  # type: ignore[no-any-return]
+            **inputs, max_new_tokens=12, do_sample=True, temperature=3.0, top_k=0,
+            custom_generate=own,
+        )  # fmt: skip
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1)[:, -12:], drawn(2)[:, -12:])

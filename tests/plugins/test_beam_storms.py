@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from beams import ENDS, Found, model_of, plain, search, texts
-from beams import same as assert_same
+from beams import ENDS, Found, assert_same, diverse, drawn, model_of, plain, search, texts
 from drafting import LOOKUP
 from families import oracle, prompts
 from hypothesis import HealthCheck, settings
@@ -30,12 +29,23 @@ def alone(family: str, text: int) -> list[int]:
     return oracle(plain(family), TEXTS[text], MOST)
 
 
+#: Ways to search: what is asked of one beside `num_beams`.
+WAYS: dict[str, dict[str, Any]] = {
+    "best": {},
+    "drawn": {"do_sample": True, "temperature": 1.4, "seed": 5},
+    "groups": {"num_beam_groups": 2, "diversity_penalty": 0.6},
+}
+
+
 @functools.cache
-def searched(family: str, text: int, beams: int, answers: int, count: int) -> list[Found]:
-    return search(
-        plain(family), TEXTS[text], num_beams=beams, num_return_sequences=answers,
-        max_new_tokens=count, eos_token_id=ENDS,
-    )  # fmt: skip
+def searched(family: str, text: int, beams: int, answers: int, count: int, way: str) -> list[Found]:
+    asked: dict[str, Any] = {"num_beams": beams, "num_return_sequences": answers,
+                             "max_new_tokens": count, "eos_token_id": ENDS}  # fmt: skip
+    if way == "groups":
+        return diverse(family, TEXTS[text], **asked, **WAYS[way])
+    if way == "drawn":
+        return drawn(family, TEXTS[text], **asked, **WAYS[way])
+    return search(plain(family), TEXTS[text], **asked)
 
 
 class Storm(Stepped):
@@ -67,9 +77,9 @@ class Storm(Stepped):
         )
         self.drive(engine)
 
-    def add(self, text: int, asked: dict[str, Any]) -> None:
+    def add(self, text: int, asked: dict[str, Any], way: str = "") -> None:
         made = self.engine._sequences(TEXTS[text], asked, streams=False)
-        self.open[made[0].id] = (made, text)
+        self.open[made[0].id] = (made, text, way)
         for sequence in made:
             self.loop.submit(sequence)
 
@@ -81,6 +91,7 @@ class Storm(Stepped):
         times=st.integers(1, 4),
         priority=st.integers(-1, 1),
         deadline=st.sampled_from([None, LONG]),
+        way=st.sampled_from(sorted(WAYS)),
     )
     def submit_search(
         self,
@@ -91,11 +102,14 @@ class Storm(Stepped):
         times: int,
         priority: int,
         deadline: float | None,
+        way: str,
     ) -> None:
-        asked = {"num_beams": beams, "num_return_sequences": answers, "max_new_tokens": count,
-                 "deadline": deadline, "eos_token_id": ENDS, "priority": priority}  # fmt: skip
+        beams = beams // 2 * 2 if way == "groups" else beams
+        asked = {**WAYS[way], "num_beams": beams, "num_return_sequences": answers,
+                 "max_new_tokens": count, "deadline": deadline, "eos_token_id": ENDS,
+                 "priority": priority}  # fmt: skip
         for n in range(times):
-            self.add((text + n) % len(TEXTS), asked)
+            self.add((text + n) % len(TEXTS), asked, way)
 
     @rule(text=st.integers(0, len(TEXTS) - 1), count=st.integers(1, MOST), way=st.integers(0, 1))
     def submit_plain(self, text: int, count: int, way: int) -> None:
@@ -105,16 +119,16 @@ class Storm(Stepped):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
-        made, _ = self.open[data.draw(st.sampled_from(sorted(self.open)))]
+        made, _, _ = self.open[data.draw(st.sampled_from(sorted(self.open)))]
         events = self.loop.cancel(data.draw(st.sampled_from(made)))
         assert [event.sequence for event in events] == made
         self.end(made)
 
-    @precondition(lambda self: any(m[0].deadline is not None for m, _ in self.open.values()))
+    @precondition(lambda self: any(m[0].deadline is not None for m, _, _ in self.open.values()))
     @rule(data=st.data())
     def let_a_deadline_pass(self, data: Any) -> None:
-        timed = sorted(n for n, (m, _) in self.open.items() if m[0].deadline is not None)
-        made, _ = self.open[data.draw(st.sampled_from(timed))]
+        timed = sorted(n for n, (m, _, _) in self.open.items() if m[0].deadline is not None)
+        made, _, _ = self.open[data.draw(st.sampled_from(timed))]
         data.draw(st.sampled_from(made)).started -= 2 * LONG
 
     @precondition(lambda self: self.loop.running or self.loop.waiting)
@@ -127,7 +141,7 @@ class Storm(Stepped):
             ended = {event.sequence.id for event in self.loop.step()
                      if event.sequence.finish_reason is not None}  # fmt: skip
             for number in sorted(ended & set(self.open)):
-                made, _ = self.open[number]
+                made, _, _ = self.open[number]
                 assert {s.id for s in made} <= ended
                 self.end(made)
             for step in self.steps[before:]:
@@ -139,10 +153,11 @@ class Storm(Stepped):
         assert len(fed) == len(set(fed)) <= SIZE
         for group in {s.group for s in self.loop.running if s.group is not None}:
             assert len({len(beam.tokens) for beam in group.beams}) == 1
-            assert len({tuple(beam.tokens) for beam in group.beams}) == len(group.beams)
+            alike = group.settings.beams.num_beam_groups or 1  # a text may be in each group once
+            assert len({tuple(b.tokens) for b in group.beams}) * alike >= len(group.beams)
 
     def end(self, made: list[Sequence]) -> None:
-        _, text = self.open.pop(made[0].id)
+        _, text, way = self.open.pop(made[0].id)
         asked = made[0].settings
         group = made[0].group
         cancelled = {s.finish_reason for s in made} == {"cancelled"}
@@ -150,7 +165,9 @@ class Storm(Stepped):
             expected = alone(self.family, text)[: asked.max_new_tokens]
             assert made[0].new_tokens == (expected[: made[0].num_new] if cancelled else expected)
         elif not cancelled:
-            expected = searched(self.family, text, group.width, len(made), asked.max_new_tokens)
+            expected = searched(
+                self.family, text, group.width, len(made), asked.max_new_tokens, way
+            )
             assert_same(texts(made), expected)
 
     @invariant()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from beams import BOTH, COUNT, ENDS, LENGTHS, model_of, plain, references, same, texts
+from beams import BOTH, COUNT, ENDS, LENGTHS, assert_same, model_of, plain, references, texts
 from driven import Arrival, drive
 from families import VOCAB, build, character_tokenizer, config_of, oracle, prompts
 
@@ -63,11 +63,26 @@ def wrong(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> No
         ({"num_beams": 2, "length_penalty": 1e6}, "length_penalty=1e.06 makes scores of 12"),
         ({"num_beams": 2, "early_stopping": "always"}, "True, False or \"never\", not 'always'"),
         ({"num_beams": 2, "early_stopping": 1}, 'True, False or "never", not 1'),
-        ({"num_beams": 2, "do_sample": True}, "'beam' does not honour do_sample=True"),
-        ({"num_beams": 2, "temperature": 0.5}, "'beam' does not honour temperature=0.5"),
+        ({"num_beams": 2, "do_sample": False, "top_k": 5}, "no effect with do_sample=False"),
+        ({"num_beams": 2, "temperature": -1.0}, "temperature must be at least 0, not -1"),
+        (
+            {"num_beams": 2, "penalty_alpha": 0.6},
+            r"'beam' does not honour penalty_alpha=0.6.*so drop it or.*\(none that is installed\)",
+        ),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "'sample' does not honour penalty_alpha=0.6"),
         ({"num_beams": 2, "logprobs": 1}, "'beam' does not honour logprobs=1.*: decoding='sample'"),
-        ({"num_beams": 4, "num_beam_groups": 2}, "does not honour num_beam_groups=2"),
-        ({"num_beams": 4, "diversity_penalty": 0.5}, "does not honour diversity_penalty=0.5"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty=0; set that to more than 0"),
+        ({"num_beams": 4, "diversity_penalty": 0.5}, "groups of beams.*num_beam_groups=1; raise"),
+        ({"num_beams": 4, "num_beam_groups": 0}, "num_beam_groups must be at least 1, not 0"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1.0}, "penalty=-1; set that"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 0.5}, "does not divide num_b"),
+        ({"num_beams": 2, "num_beam_groups": 4, "diversity_penalty": 0.5}, "does not divide num_b"),
+        ({"decoding": "beam", "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beams=4 into"),
+        (
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "temperature": 0.5},
+            "num_beam_groups=2 takes the best continuations, and sampling draws them",
+        ),
+        ({"num_beam_groups": 2}, "'sample' does not honour num_beam_groups=2.*decoding='beam'"),
         (
             {"num_beams": 2, "decoding": "sample"},
             "'sample' does not.*a decoding.*: decoding='beam'",
@@ -124,7 +139,7 @@ def test_a_pool_that_holds_one_text_and_not_four_is_refused_by_its_size() -> Non
         )
     with load(cache_implementation="paged?page_size=4&num_tokens=64") as engine:
         found = engine.generate(PROMPT, num_beams=4, max_new_tokens=COUNT)
-    same(texts(found), references("llama", num_beams=4)[0])
+    assert_same(texts(found), references("llama", num_beams=4)[0])
 
 
 def test_who_gets_beams() -> None:
@@ -140,12 +155,12 @@ def test_who_gets_beams() -> None:
 
     with load() as engine:
         assert one(engine) == one(engine, num_beams=1) == [(greedy, None)]
-        same(one(engine, num_beams=4), four)
-        same(one(engine, decoding="beam"), four)
-        same(one(engine, generation_config=GenerationConfig(num_beams=3)), three)
+        assert_same(one(engine, num_beams=4), four)
+        assert_same(one(engine, decoding="beam"), four)
+        assert_same(one(engine, generation_config=GenerationConfig(num_beams=3)), three)
     with load(decoding="beam?num_beams=3&early_stopping=false") as engine:
-        same(one(engine), three)
-        same(one(engine, num_beams=4), four)
+        assert_same(one(engine), three)
+        assert_same(one(engine, num_beams=4), four)
         assert one(engine, num_beams=1) == one(engine, decoding="sample") == [(greedy, None)]
 
 
@@ -155,15 +170,17 @@ def test_what_a_models_own_config_asks_for() -> None:
     model.generation_config.length_penalty = 0.5
     with jackfield.load(model, decoding=BOTH) as engine:
         found = engine.generate(PROMPT, max_new_tokens=COUNT)
-        same(texts(found), references("llama", num_beams=3, length_penalty=0.5)[0])
+        assert_same(texts(found), references("llama", num_beams=3, length_penalty=0.5)[0])
     model.generation_config.num_beams, model.generation_config.length_penalty = None, None
     model.generation_config.do_sample = True
     model.generation_config.temperature = 0.7
     with jackfield.load(model, decoding=BOTH) as engine:
-        call = lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=COUNT)  # noqa: E731
-        wrong(SettingsError, "override it with do_sample=False", call)
+        drawn = engine.generate(PROMPT, num_beams=3, seed=5, max_new_tokens=COUNT)
+        asked = {"do_sample": True, "temperature": 0.7, "seed": 5, "num_beams": 3}
+        assert drawn[0].score == engine.generate(PROMPT, max_new_tokens=COUNT, **asked)[0].score
         found = engine.generate(PROMPT, num_beams=3, do_sample=False, max_new_tokens=COUNT)
-        same(texts(found), references("llama", num_beams=3)[0])
+        assert_same(texts(found), references("llama", num_beams=3)[0])
+        assert drawn[0].token_ids != found[0].token_ids
 
 
 def test_a_streamed_search_is_told_at_its_end_in_one_piece() -> None:
@@ -234,7 +251,7 @@ def test_a_search_that_is_cancelled_or_late_says_its_best_so_far(cache: str) -> 
             assert other.new_tokens == oracle(plain("llama"), PROMPT, COUNT)
             if usage := loop.cache.usage():
                 assert usage.pages_used == 0
-            same(texts(engine.generate(PROMPT, num_beams=3, eos_token_id=ENDS,
+            assert_same(texts(engine.generate(PROMPT, num_beams=3, eos_token_id=ENDS,
                                        max_new_tokens=COUNT)), expected)  # fmt: skip
 
 
@@ -269,7 +286,7 @@ def test_a_search_that_fails_ends_alone(cache: str, processor: Any, why: str) ->
         )
         assert [c.finish_reason for c in found] == ["length", "error", "error", "length"]
         assert {c.error for c in found[1:3]} == {why}
-        same(texts(found[:1]), references("llama", num_beams=4)[0])
+        assert_same(texts(found[:1]), references("llama", num_beams=4)[0])
         assert found[3].token_ids == oracle(plain("llama"), PROMPT, COUNT)
 
 

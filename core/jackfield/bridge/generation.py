@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from jackfield.bridge.install import selected
 from jackfield.errors import UsageError
+from jackfield.vocabulary import INERT
 
 #: Processors that know which row they look at, or what all rows began with.
 _BY_ROW = (
@@ -23,6 +24,11 @@ _BY_ROW = (
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 )
+#: Settings of beam search and contrastive search, which are no processors.
+_SEARCH = (
+    "num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
+    "penalty_alpha",
+)  # fmt: skip
 #: What the loop does by itself; any other criterion would be lost.
 _UNDERSTOOD = (EosTokenCriteria, MaxLengthCriteria)
 
@@ -35,9 +41,9 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
     `arguments` are those of `jackfield.load`, such as `assistant_model` or `cache_implementation`;
     the attention is the model's own choice unless it is among them. What `generate` prepares from
     its settings and is given (`logits_processor`) is applied as it is. Stopping criteria of a
-    caller's own, `num_beams` (which ``beam?num_beams=4`` asks for), a filled cache and dictionaries
-    as results raise UsageError. `generate` itself does not hand on a streamer. Models are planned
-    and bound anew in each call.
+    caller's own, `num_beams` and its like (``beam?num_beams=4`` asks for beams), a filled cache and
+    dictionaries as results raise UsageError. `generate` itself does not hand on a streamer. Models
+    are planned and bound anew in each call.
     """
 
     def custom_generate(
@@ -89,9 +95,7 @@ def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
     past = model_kwargs.get("past_key_values")
     for stray, what in (
         (lost, f"the stopping criteria {', '.join(lost)}"),
-        (config.num_beams not in (None, 1), f"num_beams={config.num_beams}"),
-        (config.length_penalty not in (None, 1.0), f"length_penalty={config.length_penalty}"),
-        (config.early_stopping not in (None, False), f"early_stopping={config.early_stopping}"),
+        (_searches(config), ", ".join(_searches(config))),
         (config.return_dict_in_generate, "return_dict_in_generate=True"),
         (past is not None and past.get_seq_length() > 0, "past_key_values that hold tokens"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds"),
@@ -103,6 +107,16 @@ def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
                 f"custom_generate=jackfield.decoding(…) does not take {what}; drop it, or use "
                 "jackfield.load"
             )
+
+
+def _searches(config: GenerationConfig) -> list[str]:
+    """What asks for a search of `generate`'s own."""
+    values = {name: getattr(config, name, None) for name in _SEARCH}
+    return [
+        f"{name}={value}"
+        for name, value in values.items()
+        if value is not None and value not in INERT.get(name, ())
+    ]
 
 
 def _check_rows(processors: Any, count: int) -> None:

@@ -136,8 +136,9 @@ class Hypothesis:
 class Decision:
     """What a group does next: it goes on with `beams`; where there are none, it has ended.
 
-    `beams` stand best first, at most as many as the group has members, and may have parents in
-    common. `hypotheses` are all that are worth keeping, best first. `error` ends the request.
+    `beams` are at most as many as the group has members, and may have parents in common; the first
+    are told of a search that is cut off. `hypotheses` are all that are worth keeping, best first.
+    `error` ends the request.
     """
 
     beams: Seq[Continuation] = ()
@@ -155,7 +156,10 @@ class Search(Strategy):
 
     @abstractmethod
     def width(self, settings: Settings) -> int:
-        """How many beams a request has at most (>= 1); its group has as many members."""
+        """How many beams a request has at most (>= 1); its group has as many members.
+
+        Raises SettingsError where its settings do not fit together.
+        """
 
     @abstractmethod
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
@@ -163,8 +167,9 @@ class Search(Strategy):
 
         `scores[i]` is float32 `[beams, vocab]`, which may be modified: for each beam of group i,
         the log-probabilities of what may follow, after the request's own bias, penalties and
-        processors (-inf: forbidden), plus the score of the beam itself. Called in the loop's
-        thread, once a step at most; one device-to-host copy is what it should cost.
+        processors, and where it samples its temperature, top-k, top-p and min-p (-inf: forbidden),
+        plus the score of the beam itself. Called in the loop's thread, once a step at most; one
+        device-to-host copy is what it should cost.
         """
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:

@@ -4,16 +4,30 @@ Beam search as transformers does it (`GenerationMixin._beam_search`), whose text
 out. Of the continuations of all beams the best are looked at; those that end a text become
 hypotheses, ranked by the sum of their log-probabilities over length ** length_penalty (Wu et al.
 2016, arXiv:1609.08144, with transformers' simpler denominator), and the best others go on.
+
+Where a request samples, the continuations that are looked at are drawn without replacement, by the
+probabilities that their scores are logarithms of. The largest sums of a score and a Gumbel number
+are such a draw, in its order (Kool et al. 2019, arXiv:1903.06059).
+
+With `num_beam_groups` each group is a search by itself, one after the other in each step, and a
+token costs `diversity_penalty` for each beam of the groups before that goes on with it (diverse
+beam search with Hamming diversity, Vijayakumar et al. 2016, arXiv:1610.02424). As transformers had
+it up to version 4, what was paid stays in the scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from jackfield import hookimpl
+from jackfield.beam_settings import check_groups
 from jackfield.contracts import (
     SAMPLER_SETTINGS,
     BindContext,
@@ -24,15 +38,19 @@ from jackfield.contracts import (
     Hypothesis,
     Search,
 )
+from jackfield.keyed import gumbel
 
 if TYPE_CHECKING:
     import torch
 
     from jackfield.groups import Group
+    from jackfield.sequences import Sequence
     from jackfield.settings import Settings
 
-#: What draws, which a beam does not, and what says what was likely at each place.
-_NOT_HERE = {"do_sample", "logprobs", "min_p", "temperature", "top_k", "top_p"}
+Scored = TypeVar("Scored", Continuation, Hypothesis)
+
+#: Scores and places (row · vocabulary + token), in an order.
+Ranked = Iterable[tuple[float, int]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,8 @@ class Beam(Decoding):
     name = "beam"
     options = BeamOptions
     capabilities = DecodingCapabilities(
-        settings=(SAMPLER_SETTINGS - _NOT_HERE) | {"early_stopping", "length_penalty", "num_beams"},
+        settings=(SAMPLER_SETTINGS - {"logprobs"})
+        | {"diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams"},
         forks=True,
     )
 
@@ -64,52 +83,105 @@ class Beam(Decoding):
         return BeamSearch(context.options)
 
 
+@dataclass
+class Part:
+    """Beams of a request that are a search by themselves: all, or one of its `num_beam_groups`.
+
+    `beams` are their numbers, best first, none once it has ended; `found` is what it has to say.
+    """
+
+    width: int
+    beams: Seq[int]
+    found: Seq[Hypothesis]
+
+
 class BeamSearch(Search):
-    """Remembers nothing: what a request has so far is in its group."""
+    """What a request has so far is in its group; here is only to which part its beams belong."""
 
     def __init__(self, options: BeamOptions) -> None:
         self._options = options
+        self._known: dict[Group | None, list[Part]] = {}
 
     def width(self, settings: Settings) -> int:
-        return settings.beams.num_beams or self._options.num_beams
+        width = settings.beams.num_beams or self._options.num_beams
+        check_groups(settings.beams, width, draws=settings.do_sample)
+        return width
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
-        wanted = [_looked_at(group, own) for group, own in zip(groups, scores, strict=True)]
-        found = _read([s.flatten().topk(k) for s, k in zip(scores, wanted, strict=True)])
-        sizes = [own.shape[1] for own in scores]
+        parts = [self._parts(group) for group in groups]
+        found = _read(
+            [
+                _looked_at(group, part, own)
+                for group, own, every in zip(groups, scores, parts, strict=True)
+                for part in every
+                if part.beams
+            ]
+        )
         return [
-            self._decision(group, list(zip(values, places, strict=True)), vocab_size)
-            for group, (values, places), vocab_size in zip(groups, found, sizes, strict=True)
+            self._decision(group, every, found, own.shape[1])
+            for group, own, every in zip(groups, scores, parts, strict=True)
         ]
 
-    def _decision(self, group: Group, ranked: Seq[tuple[float, int]], vocab_size: int) -> Decision:
-        """By the `ranked` (score, beam · vocabulary + token), the best first."""
-        beams: list[Continuation] = []
-        found = list(group.hypotheses)
-        for rank, (score, place) in enumerate(ranked):
-            if math.isnan(score) or score == math.inf:
-                return Decision(error="no token can be chosen: the logits are not numbers")
-            if score == -math.inf or len(beams) == group.width:
-                break
-            parent, token = divmod(place, vocab_size)
-            if not group.ends(parent, token):
-                beams.append(Continuation(parent, token, score))
-            elif rank < group.width:  # what stands lower is looked at only to have enough beams
-                text = group.new_tokens(parent, token)
-                found.append(Hypothesis(text, score / len(text) ** self._penalty(group)))
-        best = sorted(found, key=lambda h: -h.score)[: group.width]
-        return Decision(() if self._ends(group, best, beams) else beams, best)
+    def release(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._known.pop(sequence.group, None)
 
-    def _ends(self, group: Group, found: Seq[Hypothesis], beams: Seq[Continuation]) -> bool:
-        """Whether nothing can, or need, become better than what was `found`."""
-        if not beams or len(found) < group.width:
+    def _parts(self, group: Group) -> list[Part]:
+        count = group.settings.beams.num_beam_groups or 1
+        if count == 1:
+            return [Part(group.width, range(len(group.beams)), group.hypotheses)]
+        if group not in self._known:
+            self._known[group] = [Part(group.width // count, [0], ()) for _ in range(count)]
+        return self._known[group]
+
+    def _decision(
+        self, group: Group, parts: Seq[Part], found: Iterator[Ranked], vocab_size: int
+    ) -> Decision:
+        """By what was `found` for each of the `parts` that go on; their beams are changed."""
+        beams: list[Continuation] = []
+        wrong = False
+        for part in parts:
+            if not part.beams:
+                continue
+            ranked = list(next(found))
+            wrong |= any(math.isnan(score) or score == math.inf for score, _ in ranked)
+            possible = [
+                Continuation(part.beams[place // vocab_size], place % vocab_size, score)
+                for score, place in ranked
+                if score > -math.inf
+            ]
+            going = self._advance(group, part, _apart(group, part, possible, beams))
+            part.beams = range(len(beams), len(beams) + len(going))
+            beams += going
+        if wrong:
+            return Decision(error="no token can be chosen: the logits are not numbers")
+        return Decision(beams, _best(h for part in parts for h in part.found))
+
+    def _advance(self, group: Group, part: Part, possible: Seq[Continuation]) -> Seq[Continuation]:
+        """What a part goes on with, of what is `possible`: the best first, or as drawn."""
+        # What stands lower than there are beams is looked at only to have enough of them.
+        ends = cache(lambda c: group.ends(c.parent, c.token))
+        ending = filter(ends, possible[: part.width])
+        part.found = _best([*part.found, *(self._hypothesis(group, c) for c in ending)])
+        part.found = part.found[: part.width]
+        going = (c for c in _best(possible) if not ends(c))
+        beams = list(islice(going, part.width))
+        return () if self._ends(group, part, beams) else beams
+
+    def _hypothesis(self, group: Group, last: Continuation) -> Hypothesis:
+        text = group.new_tokens(last.parent, last.token)
+        return Hypothesis(text, last.score / len(text) ** self._penalty(group))
+
+    def _ends(self, group: Group, part: Part, beams: Seq[Continuation]) -> bool:
+        """Whether nothing can, or need, become better than what was found."""
+        if not beams or len(part.found) < part.width:
             return not beams
         stopping, penalty = self._early_stopping(group), self._penalty(group)
         # The best beam can score highest at its longest where length is rewarded. Only "never"
         # looks so far ahead; False takes the present length, as transformers does.
         longest = stopping == "never" and penalty > 0
         length = group.settings.max_new_tokens if longest else group.num_new + 1
-        return stopping is True or beams[0].score / length**penalty <= found[-1].score
+        return stopping is True or beams[0].score / length**penalty <= part.found[-1].score
 
     def _penalty(self, group: Group) -> float:
         asked = group.settings.beams.length_penalty
@@ -120,15 +192,43 @@ class BeamSearch(Search):
         return self._options.early_stopping if asked is None else asked
 
 
-def _looked_at(group: Group, scores: torch.Tensor) -> int:
-    """How many continuations: each beam may end by each EOS token, and enough must go on."""
-    count = max(2, 1 + len(group.settings.eos_token_ids)) * group.width
-    return min(count, scores.numel())
+def _best(found: Iterable[Scored]) -> list[Scored]:
+    return sorted(found, key=lambda one: -one.score)
 
 
-def _read(
-    found: Seq[tuple[torch.Tensor, torch.Tensor]],
-) -> list[tuple[list[float], list[int]]]:
+def _wanted(group: Group, part: Part) -> int:
+    """As many continuations as it takes where each beam may end by each EOS token."""
+    return max(2, 1 + len(group.settings.eos_token_ids)) * part.width
+
+
+def _looked_at(group: Group, part: Part, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best continuations of a part or some drawn ones, scores and places among its beams.
+
+    Other parts can push down one of each of its beams for each beam that they have.
+    """
+    own = scores if len(part.beams) == len(scores) else scores[list(part.beams)]
+    flat = own.flatten()
+    pushed = (group.width - part.width) * len(part.beams)
+    count = min(_wanted(group, part) + pushed, len(flat))
+    if not group.settings.do_sample:
+        return flat.topk(count)
+    noise = gumbel(group.settings.seed, len(group.beams[0].tokens), len(flat), flat.device)
+    places = (flat + noise).topk(count).indices
+    return flat[places], places
+
+
+def _apart(
+    group: Group, part: Part, possible: Seq[Continuation], before: Seq[Continuation]
+) -> Seq[Continuation]:
+    """`possible`, with what their tokens cost that the parts `before` go on with."""
+    if not (penalty := group.settings.beams.diversity_penalty):
+        return possible
+    times = Counter(c.token for c in before)
+    paid = (replace(c, score=c.score - penalty * times[c.token]) for c in possible)
+    return _best(paid)[: _wanted(group, part)]
+
+
+def _read(found: Seq[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Ranked]:
     """Pairs of float32 and int64 `[k]`, all in one copy from the device."""
     import torch
 
@@ -137,9 +237,8 @@ def _read(
     bits = torch.stack([values.view(torch.int32), places]).cpu()
     sizes = [len(values) for values, _ in found]
     floats = bits[0].view(torch.float32).split(sizes)
-    return [
-        (own.tolist(), at.tolist()) for own, at in zip(floats, bits[1].split(sizes), strict=True)
-    ]
+    for own, at in zip(floats, bits[1].split(sizes), strict=True):
+        yield zip(own.tolist(), at.tolist(), strict=True)
 
 
 @hookimpl
