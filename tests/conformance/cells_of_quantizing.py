@@ -43,10 +43,18 @@ class Reference(NamedTuple):
 
 @functools.cache
 def folder(family: str) -> str:
-    """A checkpoint, which lives as long as the process."""
+    """A checkpoint, which lives as long as the process.
+
+    Every expert is asked for every token: which of two that are equally good is asked would be
+    decided by last bits, and what it then says is something else altogether.
+    """
     made = tempfile.TemporaryDirectory()
     _folders.append(made)
-    build(family, torch.float32).save_pretrained(made.name)
+    model = build(family, torch.float32)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if count := getattr(model.config, name, None):
+            model.config.num_experts_per_tok = count
+    model.save_pretrained(made.name)
     return made.name
 
 

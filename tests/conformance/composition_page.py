@@ -78,7 +78,8 @@ A step of another shape has other last bits, and two tokens that are all but equ
 change places. How far that moves scores is measured by the oracle alone, which reads each text
 again in one piece: texts may part only where it preferred its own token by less than twice that.
 It is nothing to speak of (less than 0.001) where activations are float32, and more (†) where they
-are rounded to bfloat16 or to 8 bits.""",
+are rounded to bfloat16 or to 8 bits. Models with experts ask all of them here: which of two equally
+good ones is asked would be decided by last bits, and what it says is something else altogether.""",
     {
         "gptq": "calibrates for half a minute: compared on the demo model instead",
         "quantized": LOSSY["quantized"],
