@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (WINDOW - 2, WINDOW + 1, 3 * WINDOW, WINDOW)
 COUNT = 16
-REGEX = r"[a-f ]{2,6}[0-9]{0,8}"
+REGEX = "[ -k]{3,6}[x-z]{0,9}"  # first what a model would say anyway, then what ends soon
 END = VOCAB - 1  # "<end>", the tokenizer's own
 
 
@@ -134,15 +134,15 @@ def tokens(
     engine: jackfield.Engine, prompts: list[list[int]], way: Way, ends: bool
 ) -> list[list[int]]:
     asked: dict[str, Any] = {
-        "eos_token_id": _ends(ends, way.structured),
+        "eos_token_id": list(_ends(ends, way.structured)),
         "num_beams": way.num_beams,
         "regex": REGEX if way.structured else None,
     }
     return [c.token_ids for c in engine.generate(prompts, max_new_tokens=COUNT, **asked)]
 
 
-def _ends(ends: bool, structured: bool) -> list[int]:
-    return ([END] if structured else list(ENDS)) if ends else []
+def _ends(ends: bool, structured: bool) -> tuple[int, ...]:
+    return ((END,) if structured else ENDS) if ends else ()
 
 
 @functools.cache
@@ -157,18 +157,18 @@ def said(
 def _said(
     model: transformers.PreTrainedModel,
     prompt: list[int],
-    ends: list[int],
+    ends: tuple[int, ...],
     structured: bool,
     num_beams: int | None,
 ) -> list[int]:
     ids, n = torch.tensor([prompt]), len(prompt)
-    asked: dict[str, Any] = {"num_beams": num_beams or 1, "eos_token_id": ends or None}
+    asked: dict[str, Any] = {"num_beams": num_beams or 1, "eos_token_id": list(ends) or None}
     if getattr(model.config, "prefix_lm", False):  # the whole prompt is the prefix
         asked["token_type_ids"] = torch.ones_like(ids)
     if structured:
         asked["prefix_allowed_tokens_fn"] = lambda _, row: _allowed(row[n:].tolist(), ends)
         asked["stopping_criteria"] = [
-            lambda rows, _: torch.tensor([_length(row[n:].tolist()) is not None for row in rows])
+            lambda rows, _: torch.tensor([_length(row[n:].tolist()) > 0 for row in rows])
         ]
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
@@ -176,8 +176,7 @@ def _said(
     )  # fmt: skip
     new = output[0, n:].tolist()
     stop = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
-    whole = _length(new) if structured else None
-    return new[: min(stop, whole or stop)]
+    return new[: (_length(new) or stop) if structured else stop]
 
 
 @functools.cache
@@ -189,17 +188,17 @@ def _matcher() -> Any:
     return llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_regex(REGEX))
 
 
-def _length(text: list[int]) -> int | None:
-    """After how many tokens nothing more can follow; None: something can."""
+def _length(text: list[int]) -> int:
+    """After how many tokens nothing more can follow; 0: something can."""
     matcher = _matcher().deep_copy()
     for count, token in enumerate(text, 1):
         matcher.consume_token(token)
         if matcher.is_stopped():
             return count
-    return None
+    return 0
 
 
-def _allowed(text: list[int], ends: list[int]) -> list[int]:
+def _allowed(text: list[int], ends: tuple[int, ...]) -> list[int]:
     """The tokens that may follow; where none can, any one, since the text ends there."""
     matcher = _matcher().deep_copy()
     for token in text:

@@ -52,11 +52,11 @@ DECODING = Table(
 The oracle is `transformers.generate`, greedy or with three beams, one prompt at a time, without
 drafts. Modes: four prompts one by one and in one batch, read whole and in chunks of 7, each with
 EOS tokens that texts come to, and with none at all: neither of the request nor of the model nor of
-the tokenizer. A draft model is the model itself with its weights shaken, so that about half of the
-drafts are wrong; *another tokenizer* gives the same characters other ids. *Structured* texts follow
-a regular expression, for the oracle by llguidance's own mask through `prefix_allowed_tokens_fn`.
-The attention is the one that `auto` takes.""",
-    {"quantized with sample": LOSSY["quantized"]},
+the tokenizer. A draft model is the model itself with its weights shaken, so that many a draft is
+right and many a one is wrong; *another tokenizer* gives the same characters other ids. *Structured*
+texts follow a regular expression, for the oracle by llguidance's own mask through
+`prefix_allowed_tokens_fn`. The attention is the one that `auto` takes.""",
+    {"quantized` with `sample": LOSSY["quantized"]},
 )
 COMPILING = Table(
     "Compiler and cache",
