@@ -47,7 +47,7 @@ def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> Pr
             tokenizer=tokenizer,
         )
         bound = choice.registered.bind(context)
-        model = load_model(source, plan.requirements.dtype, plan.placement, bound, folder)
+        model = load_model(source, plan.requirements, plan.placement, bound, folder)
         return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(

@@ -175,7 +175,8 @@ class Structures:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._with_end, n_vocab=self._width, eos_token=list(ends))
+            tokenizer = _set_apart(self._with_end, ends)
+            return from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
         except Exception as error:
             raise SettingsError(
                 f"structured output does not work with this tokenizer: {error}"
@@ -219,6 +220,21 @@ class Structures:
             for token in _of(feed.sequence).forbidden:
                 bits[first : first + 1 + len(drafts), token // 32] &= ~_bit(token % 32)
         return bits
+
+
+def _set_apart(tokenizer: Any, ends: tuple[int, ...]) -> Any:
+    """The tokenizer, or a copy of it in which none of `ends` is text.
+
+    One that is, as a line break may be, would be allowed where the text may go on by it, and end it
+    there, before it is whole.
+    """
+    named = tokenizer.convert_ids_to_tokens(list(ends))
+    ordinary = [name for name in named if name not in (None, *tokenizer.all_special_tokens)]
+    if not ordinary:
+        return tokenizer
+    apart = copy.deepcopy(tokenizer)
+    apart.add_tokens(ordinary, special_tokens=True)
+    return apart
 
 
 def _of(sequence: Sequence) -> Constraint:

@@ -256,10 +256,14 @@ def references(name: str, lengths: tuple[int, ...], count: int) -> list[list[int
     return [oracle(model, prompt, count) for prompt in prompts(lengths)]
 
 
-def character_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """One character a token, `VOCAB` of them, with a chat template; "<end>" is the last one."""
+def character_tokenizer(*, backwards: bool = False) -> transformers.PreTrainedTokenizerBase:
+    """One character a token, `VOCAB` of them, with a chat template; "<end>" is the last one.
+
+    `backwards`: the same tokens, with ids that count down.
+    """
     characters = [chr(i) for i in [*range(32, 127), *range(0xC0, 0xC0 + VOCAB - 96)]]
-    vocab = {character: i for i, character in enumerate([*characters, "<end>"])}
+    ids = reversed(range(VOCAB)) if backwards else range(VOCAB)
+    vocab = dict(zip([*characters, "<end>"], ids, strict=True))
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<end>"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     # llguidance reads no decoder but one that knows bytes; none of the tokens is a byte

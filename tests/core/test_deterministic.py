@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,10 +142,12 @@ def test_what_depends_on_the_batch_is_refused_before_weights(
         jackfield.plan("demo", deterministic=True, **more)
 
 
-def test_experts_are_computed_one_by_one() -> None:
+def test_experts_are_computed_one_by_one(tmp_path: Path) -> None:
     model = build("mixtral", torch.float32)
     model.set_experts_implementation("grouped_mm")
     with pytest.raises(PlanError, match=r"depend on the batch.*set_experts_implementation"):
         jackfield.load(model, deterministic=True)
     plan = jackfield.plan(model.config, deterministic=True)
     assert plan.requirements.experts_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    same(tmp_path, range(3, 47), 2, rounds=1)

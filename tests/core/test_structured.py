@@ -126,6 +126,22 @@ def test_no_token_is_lost_where_the_tokenizer_ends_nothing(ends: str | None) -> 
         assert (found.finish_reason, len(found.token_ids)) == ("length", 12)
 
 
+def test_an_end_that_is_also_text_ends_only_what_is_whole(engine: Any) -> None:
+    """Token ids of ordinary characters, which a grammar may ask for, as EOS tokens."""
+    with jackfield.load(build("llama"), tokenizer=character_tokenizer()) as own:
+        ends = list(range(0, 110, 5))
+        found = own.generate(
+            [[5, 6, n] for n in range(7, 27)], regex="[ -k]{6,9}", max_new_tokens=12,
+            eos_token_id=ends,
+        )  # fmt: skip
+    said = [own.tokenizer.decode([t for t in c.token_ids if t not in ends]) for c in found]
+    assert all(re.fullmatch("[ -k]{6,9}", text) for text in said)
+    assert any(c.token_ids[-1] in ends for c in found)
+    (newline,) = engine._text.encode("\n")[-1:]
+    (found,) = engine.generate(PROMPT, regex=r"a\nb|ab", eos_token_id=[newline])
+    assert (found.text, found.finish_reason) == ("ab", "stop")
+
+
 def test_penalties_and_processors_cannot_leave_the_structure(engine: Any) -> None:
     def upside_down(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.where(scores.isinf(), 100.0, -scores)

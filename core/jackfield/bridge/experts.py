@@ -11,18 +11,13 @@ from jackfield.contracts.requirements import Requirements
 from jackfield.errors import PlanError
 
 
-def experts_implementation(dtype: str, *, batch_invariant: bool = False) -> str | None:
-    """What experts need in place of transformers' default, a grouped product.
+def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = False) -> str | None:
+    """What experts need in place of transformers' default, a grouped product; None: nothing.
 
     It takes no float64, and its sums depend on how many tokens there are.
     """
-    return "eager" if dtype == "float64" or batch_invariant else None
-
-
-def experts_of(model: PreTrainedModel, dtype: str, *, batch_invariant: bool = False) -> str | None:
-    """The same, where `model` has experts that can be computed in several ways."""
-    wanted = experts_implementation(dtype, batch_invariant=batch_invariant)
-    return wanted if _has_experts(model) else None
+    unfit = dtype == "float64" or batch_invariant
+    return "eager" if unfit and _has_experts(model) else None
 
 
 def _has_experts(model: PreTrainedModel) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from jackfield.bridge.experts import experts_implementation
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.placement import check_placed, native, no_notes
 from jackfield.bridge.source import ModelSource, first_line, quiet
-from jackfield.contracts import Quantization
+from jackfield.contracts import Quantization, Requirements
 from jackfield.errors import CheckpointError
 from jackfield.placement import Placement
 
@@ -108,12 +107,12 @@ def _end(entry: Any) -> int:
 
 def load_model(
     source: ModelSource,
-    dtype: str,
+    needs: Requirements,
     where: Placement,
     quantization: Quantization,
     folder: Path | None = None,
 ) -> PreTrainedModel:
-    """Load the weights of `source` in `dtype` to their places. Raises CheckpointError.
+    """Load the weights of `source`, as `needs` have them, to their places. Raises CheckpointError.
 
     What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
     it in another form. A weight that the checkpoint lacks is an error, not a random number.
@@ -132,9 +131,9 @@ def load_model(
                 source.location or "",
                 config=source.config,
                 revision=source.revision,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, needs.dtype),
                 attn_implementation="eager",  # the plan plugs in what was chosen
-                experts_implementation=experts_implementation(dtype),
+                experts_implementation=needs.experts_implementation,
                 quantization_config=quantization.config,
                 device_map=native(where) if placed else None,
                 offload_folder=None if folder is None else str(folder),

@@ -1,0 +1,72 @@
+"""Every attention with every cache on every family.
+
+A cell is refused by a plan, with the reason, or it gives the tokens of plain `generate` in every
+mode: single prompts, a ragged (left-padded) batch whose lengths run from window - 2 to 3 × window,
+and prefill in chunks of 1, of 7 and of everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pytest
+from cells import LOSSY, SPELLED, Cell, Mode, judge, model_of, names
+from families import WINDOW, build, oracle, prompts
+
+import jackfield
+from jackfield.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTHS = (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)
+COUNT = 2 * WINDOW + 2
+CHUNKS = (1, 7, None)
+SLOW = {"triton": "runs here in Triton's interpreter: compared kernel by kernel instead"}
+
+
+@functools.cache
+def expected(family: str, dtype: torch.dtype) -> list[list[int]]:
+    model = build(family, dtype)
+    return [oracle(model, prompt, COUNT) for prompt in prompts(LENGTHS)]
+
+
+def cells(family: str) -> list[Cell]:
+    return [
+        run(family, attention, cache)
+        for attention in names("attention")
+        for cache in names("cache")
+        if attention not in SLOW and cache not in LOSSY
+    ]
+
+
+def run(family: str, attention: str, cache: str) -> Cell:
+    chosen = {
+        "attn_implementation": SPELLED.get(attention, attention),
+        "cache_implementation": SPELLED.get(cache, cache),
+    }
+
+    def plan(dtype: torch.dtype) -> None:
+        found = jackfield.plan(model_of(family, dtype), **chosen)
+        assert found["attention"].registered.name == attention
+        assert found["cache"].registered.name == cache
+
+    return judge(family, attention, cache, plan, lambda dtype: modes(family, dtype, chosen))
+
+
+def modes(family: str, dtype: torch.dtype, chosen: dict[str, str]) -> Iterable[Mode]:
+    model, wanted = model_of(family, dtype), expected(family, dtype)
+    whole = jackfield.plan(model).requirements.whole_prompt
+    for chunk in CHUNKS:
+        if whole and chunk is not None:
+            with pytest.raises(UsageError, match="one piece"):
+                jackfield.load(model, prefill_chunk_size=chunk, **chosen)
+            continue
+        with jackfield.load(model, prefill_chunk_size=chunk, **chosen) as engine:
+            found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
+            yield f"ragged, chunks of {chunk or 'all'}", [c.token_ids for c in found] == wanted
+            if chunk is None:
+                alone = [engine.generate(p, max_new_tokens=COUNT)[0] for p in prompts(LENGTHS)]
+                yield "single", [c.token_ids for c in alone] == wanted
