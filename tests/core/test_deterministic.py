@@ -150,4 +150,4 @@ def test_experts_are_computed_one_by_one(tmp_path: Path) -> None:
     plan = jackfield.plan(model.config, deterministic=True)
     assert plan.requirements.experts_implementation == "eager"
     model.save_pretrained(tmp_path)
-    same(tmp_path, range(3, 47), 2, rounds=1)
+    assert_same_bits(tmp_path, range(3, 47), 2, rounds=1)
