@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shlex
 import stat
@@ -41,6 +42,7 @@ class TorchCompilation(Compilation):
         self._options = options
         self._model = model
         self._began: float | None = None
+        self._collects = False
 
     def fill(self, count: int) -> int:
         """The next power of two, where shapes are bucketed."""
@@ -55,8 +57,10 @@ class TorchCompilation(Compilation):
                 compiled[shape] = self._of_one_shape(step)
                 self._mark(ids, positions, keep)
             self._began = time.perf_counter()
+            self._collects = gc.isenabled()
             try:
-                return compiled[shape](ids, positions, keep)
+                with _collecting(False):
+                    return compiled[shape](ids, positions, keep)
             except ExecutionError:
                 raise
             except (
@@ -101,11 +105,12 @@ class TorchCompilation(Compilation):
         """The compiler that torch calls with each graph that it traced."""
         options = self._options
         lower: Any = torch._dynamo.lookup_backend(options.backend)
-        if options.backend == "inductor":
-            with _cache_folder():
-                compiled = lower(graph, inputs, config_patches=_patches(options.mode))
-        else:
-            compiled = lower(graph, inputs)
+        with _collecting(self._collects):  # it can take minutes, and leaves much behind
+            if options.backend == "inductor":
+                with _cache_folder():
+                    compiled = lower(graph, inputs, config_patches=_patches(options.mode))
+            else:
+                compiled = lower(graph, inputs)
         self.graphs += 1
         if self._began is not None:
             self.seconds += time.perf_counter() - self._began
@@ -142,6 +147,25 @@ def _without_tables(guards: Sequence[Any]) -> list[bool]:
     An engine that is loaded or closed elsewhere changes them; our own entry stays guarded.
     """
     return [not guard.name.endswith("['_global_mapping']") for guard in guards]
+
+
+@contextlib.contextmanager
+def _collecting(on: bool) -> Iterator[None]:
+    """Have the garbage collector on, or off; nothing happens where it is so already.
+
+    Between a call of what is compiled and its first operation torch takes every function that
+    starts in this thread for a part of it. So it would trace the finalizers that the collector
+    runs there: they would count as graphs, or fail and leave undone what they are for.
+    """
+    if gc.isenabled() == on:
+        yield
+        return
+    switch = (gc.disable, gc.enable)
+    switch[on]()
+    try:
+        yield
+    finally:
+        switch[not on]()
 
 
 @contextlib.contextmanager
