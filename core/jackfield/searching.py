@@ -12,6 +12,8 @@ from jackfield.groups import Group
 from jackfield.sampling import NEVER, Batch
 from jackfield.sequences import Feed
 
+_COLDEST = 1e-30
+
 
 class Searcher:
     """Scores what may follow each beam, as transformers does, and lets `strategies` decide.
@@ -59,7 +61,9 @@ def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
     """
     if not batch.samples or batch.do_sample is None:
         return scores
-    cooled = scores if batch.temperature is None else scores / batch.temperature
+    cooled = scores
+    if batch.temperature is not None:  # so that sums of scores stay in the range of float32
+        cooled = scores / batch.temperature.clamp(min=_COLDEST)
     ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
     least = torch.tensor([min(max(2, 1 + n), batch.vocab_size) for n in ends], device=batch.device)
     best = cooled.topk(int(max(least))).values

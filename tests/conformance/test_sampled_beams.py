@@ -225,6 +225,16 @@ def test_what_is_no_number_is_never_drawn() -> None:
     assert wrong.error == "no token can be chosen: the logits are not numbers"
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 3e38])
+def test_a_temperature_at_the_end_of_float32_draws_texts(temperature: float) -> None:
+    with jackfield.load(model_of("llama"), decoding="beam") as engine:
+        (found,) = engine.generate([[5, 6, 7]], temperature=temperature, num_beams=2,
+                                   max_new_tokens=COUNT)  # fmt: skip
+    assert (found.finish_reason, len(found.token_ids)) == ("length", COUNT)
+    assert found.score is not None
+    assert math.isfinite(found.score)
+
+
 def test_gumbel_numbers_are_keyed() -> None:
     """A row begins like a shorter one; seed and position change all of it."""
     whole = gumbel(3, 9, 1000, CPU)

@@ -248,6 +248,36 @@ def test_nothing_runs_uncompiled_without_a_word(cache: str) -> None:
         assert tokens(drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=4)]))
 
 
+def test_what_the_collector_runs_is_not_compiled() -> None:
+    """A finalizer with an operation, as soon as torch's own code is interrupted for one."""
+    entered = []
+
+    def finalizes(phase: str, _: Any) -> None:
+        frame = sys._getframe(1)
+        if phase == "start" and frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            entered.append(doubled())
+
+    def doubled() -> torch.Tensor:
+        return torch.ones(3) * 2
+
+    with load(build("llama"), "paged") as engine:
+        engine.generate([5, 6, 7], max_new_tokens=4)
+        usual = gc.get_threshold()
+        gc.collect()
+        gc.freeze()  # so that it is quick
+        gc.callbacks.append(finalizes)
+        gc.set_threshold(1, 10**6, 10**6)
+        try:
+            engine.generate([5, 6, 7], max_new_tokens=12)
+        finally:
+            gc.set_threshold(*usual)
+            gc.callbacks.remove(finalizes)
+            gc.unfreeze()
+        assert gc.isenabled()
+        assert compiled(engine).compiled.graphs == 1
+        assert not entered
+
+
 def test_a_compiled_step_belongs_to_its_engine() -> None:
     from jackfield.bridge import opaque
 

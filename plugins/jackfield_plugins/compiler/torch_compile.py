@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,6 +38,7 @@ class TorchCompilation(Compilation):
         self._bucketed = bucketed
         self._model = model
         self._began = 0.0
+        self._collects = False
 
     @abstractmethod
     def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -62,8 +65,10 @@ class TorchCompilation(Compilation):
                 compiled[shape] = self._of_one_shape(step)
                 self._mark(ids, positions, keep)
             self._began = time.perf_counter()
+            self._collects = gc.isenabled()
             try:
-                return compiled[shape](ids, positions, keep)
+                with _collecting(False):
+                    return compiled[shape](ids, positions, keep)
             except ExecutionError:
                 raise
             except (
@@ -107,7 +112,8 @@ class TorchCompilation(Compilation):
 
     def _lower(self, graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
         """What torch calls with each graph that it traced."""
-        return self.lower(graph, inputs)
+        with _collecting(self._collects):  # it can take minutes, and leaves much behind
+            return self.lower(graph, inputs)
 
     def complaint(self, error: BaseException) -> str:
         return f"{self.name} cannot compile {self._model}: {cause(error)}; load it without compile"
@@ -131,3 +137,22 @@ def _without_tables(guards: Sequence[Any]) -> list[bool]:
     An engine that is loaded or closed elsewhere changes them; our own entry stays guarded.
     """
     return [not guard.name.endswith("['_global_mapping']") for guard in guards]
+
+
+@contextlib.contextmanager
+def _collecting(on: bool) -> Iterator[None]:
+    """Have the garbage collector on, or off; nothing happens where it is so already.
+
+    Between a call of what is compiled and its first operation torch takes every function that
+    starts in this thread for a part of it. So it would trace the finalizers that the collector
+    runs there: they would count as graphs, or fail and leave undone what they are for.
+    """
+    if gc.isenabled() == on:
+        yield
+        return
+    switch = (gc.disable, gc.enable)
+    switch[on]()
+    try:
+        yield
+    finally:
+        switch[not on]()
