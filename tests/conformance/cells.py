@@ -24,7 +24,12 @@ SPELLED = {
     "inductor": "inductor?backend=eager",
     "bnb-8bit": "bnb-8bit?threshold=0",
 }
+#: What no table has, and why.
 LOSSY = {"quantized": "stores keys and values in fewer bits: compared with a round trip instead"}
+SLOW = {
+    "gptq": "calibrates for half a minute: compared on the demo model instead",
+    "triton": "runs here in Triton's interpreter: compared kernel by kernel instead",
+}
 
 #: A mode of running, and whether its tokens were those of the oracle.
 Mode = tuple[str, bool]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pytest
-from cells import LOSSY, SPELLED, Cell, Mode, judge, model_of, names
+from cells import LOSSY, SLOW, SPELLED, Cell, Mode, judge, model_of, names
 from families import WINDOW, build, oracle, prompts
 
 import jackfield
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LENGTHS = (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)
 COUNT = 2 * WINDOW + 2
 CHUNKS = (1, 7, None)
-SLOW = {"triton": "runs here in Triton's interpreter: compared kernel by kernel instead"}
 
 
 @functools.cache

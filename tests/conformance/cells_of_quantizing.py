@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from cells import LOSSY, SPELLED, Cell, names
+from cells import LOSSY, SLOW, SPELLED, Cell, names
 from drafting import LOOKUP
 from families import VOCAB, WINDOW, build, prompts
 
@@ -27,8 +27,9 @@ from jackfield.errors import JackfieldError, PlanError
 LENGTHS = (WINDOW - 2, WINDOW + 1, 3 * WINDOW, WINDOW)
 COUNT = 12
 FINE = 1e-3  # scores that move by less were not rounded but at the end of a float32
-SLOW = {"gptq": "calibrates for half a minute: compared on the demo model instead"}
 MORE = ("torchao?type=int8-dynamic",)
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 #: Tokens, and the log-probability of every token at each place.
 Said = tuple[list[int], list[dict[int, float]]]
@@ -56,9 +57,6 @@ def folder(family: str) -> str:
             model.config.num_experts_per_tok = count
     model.save_pretrained(made.name)
     return made.name
-
-
-_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def rows() -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cells import ALL, LOSSY, Cell
+from cells import ALL, LOSSY, SLOW, Cell
 
 #: The note of an equal cell -> how the page marks it.
 MARKS = {"float64": "equal", "float32": "\\* equal", "same": "equal", "rounded": "† equal"}
@@ -42,7 +42,7 @@ chunks of 1, 7 and all tokens. Models with linear-attention layers and prefix mo
 in one piece; chunks are refused there.""",
     {
         "quantized": LOSSY["quantized"],
-        "triton": "runs here in Triton's interpreter: compared kernel by kernel instead",
+        "triton": SLOW["triton"],
     },
 )
 DECODING = Table(
@@ -81,7 +81,7 @@ It is nothing to speak of (less than 0.001) where activations are float32, and m
 are rounded to bfloat16 or to 8 bits. Models with experts ask all of them here: which of two equally
 good ones is asked would be decided by last bits, and what it says is something else altogether.""",
     {
-        "gptq": "calibrates for half a minute: compared on the demo model instead",
+        "gptq": SLOW["gptq"],
         "quantized": LOSSY["quantized"],
     },
 )

@@ -141,9 +141,15 @@ def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "quantizer", "cache", "note"),
-    [("gpt2", "int4-cpu", "paged", "rounded"), ("mistral", "none", "static", "same")],
+    [
+        ("gpt2", "int4-cpu", "paged", "rounded"),
+        ("deepseek-v3", "bnb-8bit", "static", "same"),
+        ("mistral", "none", "static", "same"),
+    ],
 )
 def test_quantizers(family: str, quantizer: str, cache: str, note: str) -> None:
+    if quantizer.startswith("bnb"):
+        pytest.importorskip("bitsandbytes")
     found = cells_of_quantizing.run(family, quantizer, cache)
     assert (found.outcome, found.note) == ("equal", note)
 

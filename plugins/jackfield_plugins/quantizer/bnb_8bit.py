@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from jackfield.contracts import BindContext, Quantization, Quantizer, Weight
 from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
+    import torch
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,16 @@ class Bnb8bit(BitsAndBytes):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_of_casts)
         return bound
 
+    def finish(self, model: PreTrainedModel) -> None:
+        """Give layers their inputs row by row, whatever their shape.
+
+        On a CPU, bitsandbytes looks for the largest number of each row along the second dimension,
+        which is another one where there are four, as in DeepSeek's attention.
+        """
+        for module in model.modules():
+            if self.converted(module):
+                module.forward = functools.partial(_by_rows, module.forward)
+
     def make_config(self, context: BindContext) -> BitsAndBytesConfig:
         from transformers import BitsAndBytesConfig
 
@@ -61,6 +73,11 @@ class Bnb8bit(BitsAndBytes):
         if config is not None and config.get("llm_int8_has_fp16_weight"):
             return lambda weight: None  # quantized anew in every step, and kept as they are
         return lambda weight: weight.numbers + 4 * (weight.linear or (0,))[0]
+
+
+def _by_rows(forward: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    found = forward(states.flatten(0, -2))
+    return found.view(*states.shape[:-1], -1)
 
 
 def _not_of_casts(record: logging.LogRecord) -> bool:
