@@ -118,7 +118,7 @@ def away(found: Iterable[Said], reference: Reference) -> float:
     for (tokens, _), (wanted, scores) in zip(found, reference.said, strict=True):
         for token, right, score in zip(tokens, wanted, scores, strict=True):
             if token != right:
-                most = max(most, score[right] - score[token], 1e-9)
+                most = max(most, score[right] - score[token])
                 break
     return most
 

@@ -29,7 +29,7 @@ Written by `python tests/conformance/composition.py` on a CPU: {len(ALL)} tiny m
 architectures, random weights, and every backend that is installed, in four tables. *Equal*: the
 same tokens as the oracle in every mode that is named above the table, in float64, or in float32
 (\\*) where something takes no float64. *Refused*: by name, with a reason, before weights load.
-There is no third outcome. [Why refused](#why-refused) has every reason of the run.
+A third outcome would be counted as WRONG. [Why refused](#why-refused) has every reason of the run.
 """
 
 ATTENTION = Table(
