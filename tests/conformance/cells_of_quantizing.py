@@ -118,7 +118,7 @@ def away(found: Iterable[Said], reference: Reference) -> float:
     for (tokens, _), (wanted, scores) in zip(found, reference.said, strict=True):
         for token, right, score in zip(tokens, wanted, scores, strict=True):
             if token != right:
-                most = max(most, score[right] - score[token], 1e-9)
+                most = max(most, score[right] - score[token])
                 break
     return most
 
@@ -133,6 +133,8 @@ def reference_of(family: str, quantization: str) -> Reference:
     with jackfield.load(folder(family), quantization=quantization, **chosen) as engine:
         found = [said(engine, [prompt])[0] for prompt in prompts(LENGTHS)]
         noise = 0.0
+        if "bidirectional_prefix" in engine.plan.requirements.features:
+            return Reference(found, noise)  # what it said would be read as a part of the prompt
         for prompt, (tokens, scores) in zip(prompts(LENGTHS), found, strict=True):
             for place in range(1, COUNT, 2):
                 read = [*prompt, *tokens[:place]]

@@ -29,7 +29,7 @@ Written by `python tests/conformance/composition.py` on a CPU: {len(ALL)} tiny m
 architectures, random weights, and every backend that is installed, in four tables. *Equal*: the
 same tokens as the oracle in every mode that is named above the table, in float64, or in float32
 (\\*) where something takes no float64. *Refused*: by name, with a reason, before weights load.
-There is no third outcome. [Why refused](#why-refused) has every reason of the run.
+A third outcome would be counted as WRONG. [Why refused](#why-refused) has every reason of the run.
 """
 
 ATTENTION = Table(
@@ -79,7 +79,9 @@ change places. How far that moves scores is measured by the oracle alone, which 
 again in one piece: texts may part only where it preferred its own token by less than twice that.
 It is nothing to speak of (less than 0.001) where activations are float32, and more (†) where they
 are rounded to bfloat16 or to 8 bits. Models with experts ask all of them here: which of two equally
-good ones is asked would be decided by last bits, and what it says is something else altogether.""",
+good ones is asked would be decided by last bits, and what it says is something else altogether.
+WRONG is `hrm-text`, whose weights transformers does not convert to `int4-cpu` and `torchao` while
+they are read: loading it fails with an error, where the plan ought to refuse.""",
     {
         "gptq": SLOW["gptq"],
         "quantized": LOSSY["quantized"],
