@@ -6,7 +6,8 @@ itself: again alone, in a ragged batch, and with drafts where the cache can take
 
 Activations are float32 or bfloat16 here, and quantizers round them once more, so another shape of
 a step moves scores a little. How far is measured: by the log-probabilities of the same tokens when
-the same model reads the text in one piece. Texts may part only where the two tokens were closer.
+the same model reads the text in one piece (prefix models: when attention `eager` writes it again).
+Texts may part only where the two tokens were closer.
 """
 
 from __future__ import annotations
@@ -123,6 +124,29 @@ def away(found: Iterable[Said], reference: Reference) -> float:
     return most
 
 
+def moved(found: Said, reference: Said) -> float:
+    """By how much a score differs, up to where the texts part."""
+    most = 0.0
+    for token, mine, wanted, theirs in zip(*found, *reference, strict=True):
+        most = max(most, *(abs(score - theirs[other]) for other, score in mine.items()))
+        if token != wanted:
+            break
+    return most
+
+
+def noise_of_attention(family: str, quantization: str, found: list[Said]) -> float:
+    """By how much another attention moves scores.
+
+    What a prefix model said cannot be read again in one piece: it would be read as a prompt.
+    """
+    with jackfield.load(
+        folder(family), quantization=quantization, attn_implementation="eager",
+        cache_implementation="dynamic",
+    ) as engine:  # fmt: skip
+        rows = [said(engine, [prompt])[0] for prompt in prompts(LENGTHS)]
+    return max(map(moved, rows, found))
+
+
 @functools.cache
 def reference_of(family: str, quantization: str) -> Reference:
     chosen: dict[str, Any] = {
@@ -134,7 +158,7 @@ def reference_of(family: str, quantization: str) -> Reference:
         found = [said(engine, [prompt])[0] for prompt in prompts(LENGTHS)]
         noise = 0.0
         if "bidirectional_prefix" in engine.plan.requirements.features:
-            return Reference(found, noise)  # what it said would be read as a part of the prompt
+            return Reference(found, 2 * noise_of_attention(family, quantization, found))
         for prompt, (tokens, scores) in zip(prompts(LENGTHS), found, strict=True):
             for place in range(1, COUNT, 2):
                 read = [*prompt, *tokens[:place]]

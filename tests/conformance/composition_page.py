@@ -79,9 +79,7 @@ change places. How far that moves scores is measured by the oracle alone, which 
 again in one piece: texts may part only where it preferred its own token by less than twice that.
 It is nothing to speak of (less than 0.001) where activations are float32, and more (†) where they
 are rounded to bfloat16 or to 8 bits. Models with experts ask all of them here: which of two equally
-good ones is asked would be decided by last bits, and what it says is something else altogether.
-WRONG is `hrm-text`, whose weights transformers does not convert to `int4-cpu` and `torchao` while
-they are read: loading it fails with an error, where the plan ought to refuse.""",
+good ones is asked would be decided by last bits, and what it says is something else altogether.""",
     {
         "gptq": SLOW["gptq"],
         "quantized": LOSSY["quantized"],

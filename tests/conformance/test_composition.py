@@ -144,6 +144,7 @@ def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
     [
         ("gpt2", "int4-cpu", "paged", "rounded"),
         ("deepseek-v3", "bnb-8bit", "static", "same"),
+        ("hrm-text", "int4-cpu", "dynamic", "rounded"),
         ("mistral", "none", "static", "same"),
     ],
 )

@@ -21,6 +21,7 @@ from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import JackfieldError
 from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
+from jackfield_plugins.quantizer.int4_cpu.quantize import quantize
 
 QUESTION = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
 KERNELS = ["native", "torch"]
@@ -199,3 +200,30 @@ def test_plain_transformers_code_stores_the_head_too() -> None:
         MODEL_PATH, quantization_config=config, dtype=torch.bfloat16
     )
     assert model.get_output_embeddings().bits == 8
+
+
+def test_weights_that_a_checkpoint_keeps_as_one(tmp_path: Path) -> None:
+    model = build("hrm-text", torch.bfloat16)
+    model.save_pretrained(tmp_path / "whole")
+    keys = load_file(tmp_path / "whole" / "model.safetensors")
+    assert any(key.endswith("attn.gqkv_proj.weight") for key in keys)
+    said = []
+    for source in (tmp_path / "whole", tmp_path / "quantized"):
+        named = {"quantization": "int4-cpu"} if source.name == "whole" else {}
+        with jackfield.load(source, cache_implementation="dynamic", **named) as engine:
+            for path, layer in engine.model.named_modules():
+                if isinstance(layer, GroupwiseLinear):
+                    expected = quantize(model.get_submodule(path).weight)
+                    assert all(map(torch.equal, layer.quantized(), expected)), path
+            said.append(engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids)
+            assert "28 of 33" in engine.report()["quantizer"].source
+            engine.model.save_pretrained(tmp_path / "quantized")
+    assert said[0] == said[1]
+
+
+def test_what_was_read_is_saved_again(saved: Path, tmp_path: Path) -> None:
+    with jackfield.load(saved) as engine:
+        engine.model.save_pretrained(tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (saved, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)

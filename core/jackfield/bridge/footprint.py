@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -16,6 +18,14 @@ from jackfield.registry import Registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def joined_weights(skeleton: PreTrainedModel) -> str | None:
+    """The name of a tensor in checkpoints that is several weights of the model; None: all match."""
+    for conversion in get_model_conversion_mapping(skeleton):
+        if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
+            return str(conversion.source_patterns[0])
+    return None
 
 
 def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:

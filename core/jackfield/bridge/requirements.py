@@ -28,7 +28,13 @@ from transformers import (
 
 from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
 from jackfield.bridge.experts import experts_of, with_experts
-from jackfield.bridge.footprint import head_is_tied, head_of, stored_quantization, weights_of
+from jackfield.bridge.footprint import (
+    head_is_tied,
+    head_of,
+    joined_weights,
+    stored_quantization,
+    weights_of,
+)
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
 from jackfield.bridge.source import (
     ModelSource,
@@ -98,6 +104,7 @@ def describe(
         kv_numbers=seen.cached,
         packed_numbers=_packed_numbers(len(types), calls),
         weights=weights,
+        joined_weights=None if live else joined_weights(model),
         weight_bytes=sum(w.numbers * BYTES[w.dtype or dtype] for w in weights),
         head=head_of(model),
         tied_head=head_is_tied(model),

@@ -64,7 +64,8 @@ class Requirements:
     `packed_numbers` how many the attention is handed (more, where a cache keeps them compressed);
     empty where nobody can tell.
     `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
-    already), and `weight_bytes` what they will take as they are stored. `stored` is the
+    already), and `weight_bytes` what they will take as they are stored. `joined_weights` is a
+    tensor of its checkpoints that is several weights of the model, if there is one. `stored` is the
     `quantization_config` of a checkpoint, or of a live model, that is quantized already.
     `head` is `(out_features, in_features)` of the output head, `tied_head` whether it shares its
     weight with the embedding. `dtype_named`: the caller named the dtype, so nobody may choose
@@ -98,6 +99,7 @@ class Requirements:
     kv_numbers: tuple[int, ...] = ()
     packed_numbers: tuple[int, ...] = ()
     weights: tuple[Weight, ...] = ()
+    joined_weights: str | None = None
     weight_bytes: int = 0
     head: tuple[int, int] | None = None
     tied_head: bool = False

@@ -110,6 +110,11 @@ class TorchAo(Quantizer):
         reasons = super().refuse(requirements, options)
         if requirements.stored is not None:
             return reasons + _beside(requirements.stored, options)
+        if joined := requirements.joined_weights:
+            reasons.append(
+                f"gets only the first of the weights that {joined} is, where transformers reads "
+                "and converts a checkpoint of this model"
+            )
         told = _format(requirements, options)
         if told is None or isinstance(options, GivenConfig):
             return reasons

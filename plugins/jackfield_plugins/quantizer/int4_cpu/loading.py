@@ -131,6 +131,14 @@ class Int4CpuHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.quantization_config.head and not self.pre_quantized:
             store_head(model)
+        # What was read in canonical form is saved so by the layers, and `save_pretrained` would
+        # undo all that reading did.
+        read: Any = getattr(model, "_weight_conversions", None) or []
+        ours = [
+            c for c in read if any(isinstance(op, _Read) for op in getattr(c, "operations", ()))
+        ]
+        for conversion in ours:
+            read.remove(conversion)
 
     def is_serializable(self) -> bool:
         return True
@@ -146,7 +154,7 @@ def _matrix(module: Any) -> torch.Tensor:
 
 
 class _Quantize(ConversionOps):
-    """A weight as the checkpoint has it."""
+    """Weights as the model has them: one, or several that a checkpoint keeps as one."""
 
     def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -160,14 +168,21 @@ class _Quantize(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Any]:
         model: PreTrainedModel = kwargs["model"]
-        ((name, weight),) = input_dict.items()
-        weight = weight[0] if isinstance(weight, list) else weight
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
-            weight = weight.T
-        made = quantize(weight, group_size=self.hf_quantizer.quantization_config.group_size)
-        del weight
-        forget_files()
-        return self.hf_quantizer.replace(model, name, made, kwargs.get("missing_keys"))
+        size = self.hf_quantizer.quantization_config.group_size
+        whole = {}
+        while input_dict:  # taken out one by one, so that none is held longer than it has to be
+            name, weight = input_dict.popitem()
+            weight = weight[0] if isinstance(weight, list) else weight
+            if not self.hf_quantizer.param_needs_quantization(model, name):
+                whole[name] = weight
+                continue
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+                weight = weight.T
+            made = quantize(weight, group_size=size)
+            del weight
+            forget_files()
+            self.hf_quantizer.replace(model, name, made, kwargs.get("missing_keys"))
+        return whole
 
 
 class _Read(ConversionOps):
