@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from jackfield.bridge.generation import decoding
     from jackfield.bridge.install import install, uninstall
     from jackfield.bridge.quantization import quantization
-    from jackfield.engine import Engine
+    from jackfield.choosing.planning import Plan
     from jackfield.errors import JackfieldError
-    from jackfield.estimating import Estimate, estimate
+    from jackfield.figures.estimating import Estimate, estimate
     from jackfield.front import load, plan
-    from jackfield.planning import Plan
-    from jackfield.requests import Request
-    from jackfield.sequences import Completion, Delta
+    from jackfield.running.engine import Engine
+    from jackfield.running.requests import Request
+    from jackfield.running.sequences import Completion, Delta
 
 __all__ = [
     "Completion",
@@ -46,16 +46,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "jackfield.sequences",
-    "Delta": "jackfield.sequences",
-    "Engine": "jackfield.engine",
-    "Estimate": "jackfield.estimating",
+    "Completion": "jackfield.running.sequences",
+    "Delta": "jackfield.running.sequences",
+    "Engine": "jackfield.running.engine",
+    "Estimate": "jackfield.figures.estimating",
     "JackfieldError": "jackfield.errors",
-    "Plan": "jackfield.planning",
-    "Request": "jackfield.requests",
+    "Plan": "jackfield.choosing.planning",
+    "Request": "jackfield.running.requests",
     "cache": "jackfield.bridge.cache",
     "decoding": "jackfield.bridge.generation",
-    "estimate": "jackfield.estimating",
+    "estimate": "jackfield.figures.estimating",
     "install": "jackfield.bridge.install",
     "load": "jackfield.front",
     "plan": "jackfield.front",

@@ -10,19 +10,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
-from jackfield.bound import weights
-from jackfield.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.bridge.weights import load_tokenizer
-from jackfield.deciding import Job, understand
-from jackfield.discovery import registry
-from jackfield.engine import Engine
+from jackfield.choosing.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
+from jackfield.choosing.deciding import Job, understand
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.placement import DeviceMap
+from jackfield.choosing.planning import Plan
+from jackfield.choosing.selection import AUTO, Quantizable, Selectable
+from jackfield.choosing.solving import ARGUMENTS
+from jackfield.choosing.strategies import Strategies
 from jackfield.errors import UsageError
-from jackfield.placement import DeviceMap
-from jackfield.planning import Plan
-from jackfield.selection import AUTO, Quantizable, Selectable
-from jackfield.solving import ARGUMENTS
-from jackfield.strategies import Strategies
+from jackfield.running.bound import weights
+from jackfield.running.bounds import Bounds, bounds_for, check_seconds, check_sizes
+from jackfield.running.engine import Engine
 
 
 def load(

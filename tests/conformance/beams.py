@@ -12,8 +12,8 @@ import torch
 from families import build, prompts
 
 import jackfield
-from jackfield.keyed import gumbel
-from jackfield.sequences import Sequence
+from jackfield.running.sequences import Sequence
+from jackfield.tokens.keyed import gumbel
 
 if TYPE_CHECKING:
     import transformers

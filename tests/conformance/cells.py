@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from families import FAMILIES, MORE_FAMILIES, build
 
-from jackfield.discovery import registry
+from jackfield.choosing.discovery import registry
 from jackfield.errors import JackfieldError
 
 if TYPE_CHECKING:

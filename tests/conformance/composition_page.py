@@ -76,7 +76,8 @@ with cache `dynamic`, attention `sdpa` (or `eager`), without drafts, one prompt 
 single prompts, a ragged batch, and a ragged batch with drafts where the cache can take them back.
 A step of another shape has other last bits, and two tokens that are all but equally likely may
 change places. How far that moves scores is measured by the oracle alone, which reads each text
-again in one piece: texts may part only where it preferred its own token by less than twice that.
+again in one piece (prefix models: writes it again with attention `eager`): texts may part only
+where it preferred its own token by less than twice that.
 It is nothing to speak of (less than 0.001) where activations are float32, and more (†) where they
 are rounded to bfloat16 or to 8 bits. Models with experts ask all of them here: which of two equally
 good ones is asked would be decided by last bits, and what it says is something else altogether.""",

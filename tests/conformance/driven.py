@@ -9,8 +9,8 @@ from typing import Any
 
 from jackfield import Engine
 from jackfield.contracts import KVCache
-from jackfield.loop import Loop
-from jackfield.sequences import Sequence, Step
+from jackfield.running.loop import Loop
+from jackfield.running.sequences import Sequence, Step
 
 
 class Arrival:

@@ -9,7 +9,7 @@ from driven import recorded
 from hypothesis.stateful import RuleBasedStateMachine
 
 from jackfield import Engine
-from jackfield.sequences import Step
+from jackfield.running.sequences import Step
 
 
 class Stepped(RuleBasedStateMachine):

@@ -24,7 +24,7 @@ from driven import Arrival, drive
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, character_tokenizer, oracle, prompts
 
 import jackfield
-from jackfield.discovery import registry
+from jackfield.choosing.discovery import registry
 from jackfield.errors import PlanError
 
 FORKING = ("paged?page_size=4", "dynamic")

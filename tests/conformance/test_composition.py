@@ -15,11 +15,11 @@ import pytest
 import torch
 from cells import ALL, Cell, judge, names
 
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.registry import Registered
 from jackfield.contracts import BoundAttention
-from jackfield.discovery import registry
 from jackfield.errors import ExecutionError
-from jackfield.registry import Registered
-from jackfield.structured import Structures
+from jackfield.tokens.structured import Structures
 from jackfield_plugins.attention.sdpa import SdpaAttention, torch_attention
 
 

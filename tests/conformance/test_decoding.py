@@ -27,7 +27,7 @@ from families import (
 from scipy import stats
 
 import jackfield
-from jackfield.discovery import registry
+from jackfield.choosing.discovery import registry
 from jackfield.errors import PlanError, UsageError
 
 COUNT = 2 * WINDOW

@@ -32,10 +32,10 @@ from driven import Arrival, drive
 from families import VOCAB, WINDOW, build, character_tokenizer, prompts
 
 import jackfield
-from jackfield.groups import Group
-from jackfield.keyed import gumbel
-from jackfield.sequences import Sequence
-from jackfield.settings import Settings
+from jackfield.asking.settings import Settings
+from jackfield.running.groups import Group
+from jackfield.running.sequences import Sequence
+from jackfield.tokens.keyed import gumbel
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 SHAPED: list[dict[str, Any]] = [

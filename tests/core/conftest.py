@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from jackfield.choosing.discovery import discover, installed
+from jackfield.choosing.registry import PluginRecord, Registry
+from jackfield.choosing.selection import parse
 from jackfield.cli import run
-from jackfield.discovery import discover, installed
-from jackfield.registry import PluginRecord, Registry
-from jackfield.selection import parse
 
 BUILT_IN = {"attention:eager", "attention:sdpa", "cache:dynamic", "decoding:sample"}
 

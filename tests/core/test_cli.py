@@ -221,7 +221,7 @@ def test_plugins(cli: Cli) -> None:
 @pytest.fixture
 def site_only(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site whose plugins this process finds."""
-    from jackfield import discovery
+    from jackfield.choosing import discovery
 
     monkeypatch.setenv("COLUMNS", "200")
     discovery.registry.cache_clear()
@@ -320,7 +320,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jackfield.requests import Request
+    from jackfield.running.requests import Request
 
     result = Request.result
 

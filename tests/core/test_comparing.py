@@ -12,11 +12,11 @@ from families import build, character_tokenizer, prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jackfield
-from jackfield.comparing import Comparison, Quality, built_in_text, compare
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CacheFullError, PromptError, SettingsError, UsageError
-from jackfield.evaluation import Evaluation, TaskScore
-from jackfield.perplexity import Perplexity, perplexity, token_logprobs
+from jackfield.figures.comparing import Comparison, Quality, built_in_text, compare
+from jackfield.figures.evaluation import Evaluation, TaskScore
+from jackfield.figures.perplexity import Perplexity, perplexity, token_logprobs
 
 if TYPE_CHECKING:
     from conftest import Cli

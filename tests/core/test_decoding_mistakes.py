@@ -12,7 +12,6 @@ from drafting import draft_of, model_of, small_draft
 from families import build, character_tokenizer, config_of, prompts
 
 import jackfield
-from jackfield.checked import CheckedStrategy
 from jackfield.contracts import Strategy
 from jackfield.errors import (
     CheckpointError,
@@ -24,6 +23,7 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
+from jackfield.running.checked import CheckedStrategy
 
 MODEL = functools.partial(model_of, "llama")
 DRAFT = functools.partial(draft_of, "llama")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jackfield.detokenize import Detokenizer
-from jackfield.sequences import Sequence
-from jackfield.settings import Settings
+from jackfield.asking.detokenize import Detokenizer
+from jackfield.asking.settings import Settings
+from jackfield.running.sequences import Sequence
 
 CORPUS = [
     "the cat sat",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jackfield.choosing.registry import PluginRecord
+from jackfield.choosing.selection import parse
 from jackfield.errors import SelectionError
-from jackfield.registry import PluginRecord
-from jackfield.selection import parse
 
 if TYPE_CHECKING:
     from conftest import Site

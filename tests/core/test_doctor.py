@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jackfield import __version__, doctor
-from jackfield.doctor import Finding
-from jackfield.registry import PluginRecord, Registry
+from jackfield import __version__
+from jackfield.choosing import doctor
+from jackfield.choosing.doctor import Finding
+from jackfield.choosing.registry import PluginRecord, Registry
 
 if TYPE_CHECKING:
     from conftest import Site

@@ -23,10 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import jackfield
 from jackfield.bridge.install import report
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.registry import Registered
 from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttention
-from jackfield.discovery import registry
 from jackfield.errors import ExecutionError, OptionError, PlanError, SelectionError, UsageError
-from jackfield.registry import Registered
 from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
 
 PROMPTS = prompts((3 * WINDOW, WINDOW - 1, WINDOW + 2))

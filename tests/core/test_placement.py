@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import jackfield
 from jackfield.bridge.footprint import loaded_bytes
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.placement import Placement, asked, spell
+from jackfield.choosing.planning import decide
 from jackfield.contracts import Requirements
-from jackfield.discovery import registry
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.placement import Placement, asked, spell
-from jackfield.planning import decide
 
 pytest.importorskip("accelerate")
 
@@ -182,7 +182,7 @@ def test_temporary_folders_are_removed(folder: Path, tmp_path: Path,
     engine = jackfield.load(folder, device_map="disk")
     del engine  # dropped without being closed
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("jackfield.engine.Loop", None)
+    monkeypatch.setattr("jackfield.running.engine.Loop", None)
     with pytest.raises(TypeError):
         jackfield.load(folder, device_map="disk")
     assert list(tmp_path.iterdir()) == []
@@ -297,7 +297,7 @@ def test_the_cache_has_what_the_resident_weights_leave(folder: Path) -> None:
         return memory.available
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jackfield.planning.free_bytes", lambda _: 1_000_000)
+        patch.setattr("jackfield.choosing.planning.free_bytes", lambda _: 1_000_000)
         assert available() == 1_000_000 - WHOLE
         assert available(device_map=LAYER_1) == 1_000_000 - 61_824
 

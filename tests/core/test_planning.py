@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from jackfield.choosing.planning import Plan, decide
+from jackfield.choosing.registry import Registered, Registry
 from jackfield.contracts import (
     Attention,
     AttentionCapabilities,
@@ -24,8 +26,6 @@ from jackfield.contracts import (
     Scheduler,
 )
 from jackfield.errors import OptionError, PlanError, SelectionError
-from jackfield.planning import Plan, decide
-from jackfield.registry import Registered, Registry
 
 NEEDS = Requirements(
     architecture="TinyForCausalLM",

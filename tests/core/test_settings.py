@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from jackfield.asking.settings import DEFAULT_MAX_NEW_TOKENS, Limits, Settings, resolve
+from jackfield.asking.vocabulary import CODE, FACTS, INERT
 from jackfield.errors import PromptError, SettingsError
-from jackfield.settings import DEFAULT_MAX_NEW_TOKENS, Limits, Settings, resolve
-from jackfield.vocabulary import CODE, FACTS, INERT
 from jackfield_plugins.decoding.sample import Sample
 
 PROMPT = 10

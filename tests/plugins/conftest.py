@@ -12,7 +12,7 @@ import torch
 import transformers
 from families import config_of
 
-from jackfield.engine import Engine
+from jackfield.running.engine import Engine
 
 SOURCES = Path(__file__).parent / "kernels"
 

@@ -285,8 +285,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:
     """In a process of its own, as the choice is made when Triton is imported."""
     program = (
-        "import jackfield; from jackfield.discovery import registry\n"
-        "from jackfield.selection import parse\n"
+        "import jackfield; from jackfield.choosing.discovery import registry\n"
+        "from jackfield.choosing.selection import parse\n"
         "print(registry().find('attention', parse('triton')).backend.available())"
     )
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

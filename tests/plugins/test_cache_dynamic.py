@@ -10,12 +10,12 @@ import pytest
 from families import build, config_of, prompts, references
 
 import jackfield
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.selection import parse
+from jackfield.choosing.solving import judge
 from jackfield.contracts import Accepted, Strategy
-from jackfield.decoder import Decoder
-from jackfield.discovery import registry
-from jackfield.selection import parse
-from jackfield.sequences import Sequence, Step
-from jackfield.solving import judge
+from jackfield.running.sequences import Sequence, Step
+from jackfield.tokens.decoder import Decoder
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ from families import FAMILIES, build, oracle, prompts
 from transformers.cache_utils import CacheLayerMixin
 
 import jackfield
-from jackfield.discovery import registry
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.selection import parse
 from jackfield.errors import PlanError
-from jackfield.selection import parse
 
 NAMES = ("offloaded", "offloaded_static")
 LENGTHS = (3, 5, 12)

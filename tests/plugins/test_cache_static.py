@@ -12,11 +12,11 @@ from families import build, prompts, references
 from torch.profiler import ProfilerActivity, profile
 
 import jackfield
-from jackfield.engine import Engine
+from jackfield.asking.settings import Settings
 from jackfield.errors import CacheFullError, OptionError, PlanError
-from jackfield.padded import PaddedKVCache
-from jackfield.sequences import Sequence
-from jackfield.settings import Settings
+from jackfield.running.engine import Engine
+from jackfield.running.padded import PaddedKVCache
+from jackfield.running.sequences import Sequence
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 5, 12)

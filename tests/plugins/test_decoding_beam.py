@@ -17,9 +17,8 @@ from families import VOCAB, build, character_tokenizer, config_of, oracle, promp
 
 import jackfield
 from jackfield import contracts
-from jackfield.checked import CheckedSchedule, checked
+from jackfield.asking.settings import Settings
 from jackfield.contracts import Continuation, Decision, Hypothesis, Schedule, Search
-from jackfield.decoder import Decoder
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
@@ -28,9 +27,10 @@ from jackfield.errors import (
     PluginError,
     SettingsError,
 )
-from jackfield.groups import Group
-from jackfield.sequences import Sequence
-from jackfield.settings import Settings
+from jackfield.running.checked import CheckedSchedule, checked
+from jackfield.running.groups import Group
+from jackfield.running.sequences import Sequence
+from jackfield.tokens.decoder import Decoder
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 PROMPT = prompts(LENGTHS)[0]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.adapter import Adapter, AdapterUse
 from jackfield.bridge.source import ModelSource, first_line, quiet
 from jackfield.bridge.weights import safetensors_header
+from jackfield.choosing.adapter import Adapter, AdapterUse
+from jackfield.choosing.selection import nearest
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import CheckpointError, UsageError
-from jackfield.selection import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.choosing.registry import Registered
 from jackfield.contracts import (
     BindContext,
     BoundAttention,
@@ -27,8 +28,7 @@ from jackfield.contracts import (
     PackedLayer,
 )
 from jackfield.errors import ExecutionError, PlanError, PluginError
-from jackfield.registry import Registered
-from jackfield.report import Tally
+from jackfield.running.report import Tally
 
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
 PLAIN_KWARGS = frozenset(

@@ -6,11 +6,11 @@ from transformers import Cache, PreTrainedModel
 
 from jackfield.bridge.requirements import describe
 from jackfield.bridge.source import input_device
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.selection import make_options, parse
+from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext, TransformersCache
-from jackfield.discovery import registry
 from jackfield.errors import PlanError, PluginError, UsageError
-from jackfield.selection import make_options, parse
-from jackfield.solving import judge
 
 
 def cache(selection: str, model: PreTrainedModel) -> Cache:

@@ -25,8 +25,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import config_tree, first_line, quiet
 from jackfield.contracts.requirements import BYTES, Requirements
-from jackfield.memory import kv_bytes
-from jackfield.reading import ExpertWeights, StepReads, Table
+from jackfield.figures.memory import kv_bytes
+from jackfield.figures.reading import ExpertWeights, StepReads, Table
 
 logger = logging.getLogger("jackfield")
 

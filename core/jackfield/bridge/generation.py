@@ -14,9 +14,9 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from jackfield.asking.vocabulary import INERT
 from jackfield.bridge.install import selected
 from jackfield.errors import UsageError
-from jackfield.vocabulary import INERT
 
 #: Processors that know which row they look at, or what all rows began with.
 _BY_ROW = (

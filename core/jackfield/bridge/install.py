@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
 from jackfield.bridge.source import input_device
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.selection import PREFIX, make_options, parse
+from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext
-from jackfield.discovery import registry
 from jackfield.errors import PlanError, UsageError
-from jackfield.report import Report, observe
-from jackfield.selection import PREFIX, make_options, parse
-from jackfield.solving import judge
+from jackfield.running.report import Report, observe
 
 _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
 #: transformers' own methods, while ours stand in their place.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from jackfield.choosing.registry import Registered
+from jackfield.choosing.solving import Choice
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, PluginError
-from jackfield.registry import Registered
-from jackfield.solving import Choice
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4

@@ -18,12 +18,12 @@ import torch
 
 from jackfield.bridge.requirements import check_device, pick_device, skeleton
 from jackfield.bridge.source import ModelSource, input_device, quiet
+from jackfield.choosing.placement import DISK, Asked, Placement, spell
+from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import ExecutionError, UsageError
-from jackfield.memory import free_bytes
-from jackfield.placement import DISK, Asked, Placement, spell
-from jackfield.selection import AUTO, nearest
-from jackfield.units import in_units
+from jackfield.figures.memory import free_bytes
+from jackfield.figures.units import in_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.selection import make_options, parse
 from jackfield.contracts import BindContext
-from jackfield.discovery import registry
 from jackfield.errors import PlanError, UsageError
-from jackfield.selection import make_options, parse
 
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin

@@ -43,9 +43,9 @@ from jackfield.bridge.source import (
     input_device,
     quiet,
 )
+from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError
-from jackfield.selection import AUTO, nearest
 
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 

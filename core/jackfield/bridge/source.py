@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from jackfield.choosing.selection import nearest
 from jackfield.errors import CheckpointError
-from jackfield.selection import nearest
 
 logger = logging.getLogger("jackfield")
 

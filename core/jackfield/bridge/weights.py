@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.placement import check_placed, native, no_notes
 from jackfield.bridge.source import ModelSource, first_line, quiet
+from jackfield.choosing.placement import Placement
 from jackfield.contracts import Quantization, Requirements
 from jackfield.errors import CheckpointError
-from jackfield.placement import Placement
 
 logger = logging.getLogger("jackfield")
 

@@ -13,8 +13,8 @@ from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError
 
 if TYPE_CHECKING:
-    from jackfield.engine import Engine
-    from jackfield.sequences import Completion
+    from jackfield.running.engine import Engine
+    from jackfield.running.sequences import Completion
 
 GREETING = "/reset forgets the conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer"
 START_AFRESH = "/reset starts afresh"

@@ -11,13 +11,13 @@ from jackfield.cli.output import console, print_json, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from jackfield.choosing.deciding import Job
+    from jackfield.choosing.planning import Plan
+    from jackfield.choosing.registry import Registered, Registry
+    from jackfield.choosing.selection import Selectable
+    from jackfield.choosing.solving import Choice
     from jackfield.contracts import Requirements
-    from jackfield.deciding import Job
     from jackfield.errors import PlanError
-    from jackfield.planning import Plan
-    from jackfield.registry import Registered, Registry
-    from jackfield.selection import Selectable
-    from jackfield.solving import Choice
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
 
@@ -43,9 +43,9 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
 
     Example: jackfield explain demo --attention eager
     """
-    from jackfield.assistance import find_assistant
-    from jackfield.deciding import spread_over, understand
-    from jackfield.discovery import registry
+    from jackfield.choosing.assistance import find_assistant
+    from jackfield.choosing.deciding import spread_over, understand
+    from jackfield.choosing.discovery import registry
     from jackfield.errors import PlanError
 
     job = understand(model, **backends.job())
@@ -80,7 +80,7 @@ class _Judge:
 
     def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
         """Every backend of every kind, against what the kinds decided before it imply."""
-        from jackfield.solving import ORDER
+        from jackfield.choosing.solving import ORDER
 
         for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
@@ -105,10 +105,10 @@ class _Judge:
 
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
+        from jackfield.choosing.planning import decide
+        from jackfield.choosing.selection import make_options
+        from jackfield.choosing.solving import judge
         from jackfield.errors import OptionError, PlanError
-        from jackfield.planning import decide
-        from jackfield.selection import make_options
-        from jackfield.solving import judge
 
         for refusal in self.plan.refusals if self.plan is not None else ():
             if refusal.registered is registered:

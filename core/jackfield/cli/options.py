@@ -14,7 +14,7 @@ import typer
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
-    from jackfield.engine import Engine
+    from jackfield.running.engine import Engine
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
@@ -80,14 +80,14 @@ class Backends:
 
     def selections(self) -> dict[str, str | list[str]]:
         """What was selected for each kind."""
-        from jackfield.solving import ARGUMENTS
+        from jackfield.choosing.solving import ARGUMENTS
 
         given = {kind: getattr(self, kind) for kind in ARGUMENTS}
         return {kind: _selectable(names) for kind, names in given.items()}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `jackfield.load` and `jackfield.plan`."""
-        from jackfield.solving import ARGUMENTS
+        from jackfield.choosing.solving import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
         return chosen | {"assistant_model": self.assistant_model} | self.job()

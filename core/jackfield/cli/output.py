@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jackfield.report import Report
+    from jackfield.running.report import Report
 
 logger = logging.getLogger("jackfield")
 

@@ -10,7 +10,7 @@ from jackfield.cli.output import console, print_json, say, table
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from jackfield.registry import PluginRecord
+    from jackfield.choosing.registry import PluginRecord
 
 COLORS = {"loaded": "green", "failed": "red", "disabled": "yellow"}
 
@@ -22,7 +22,7 @@ def plugins(json: JsonOption = False) -> None:
 
     Example: jackfield plugins --json
     """
-    from jackfield.discovery import registry
+    from jackfield.choosing.discovery import registry
 
     found = registry()
     if json:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jackfield.choosing.selection import option_flaws
 from jackfield.contracts.requirements import Requirements
-from jackfield.selection import option_flaws
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from jackfield.contracts.requirements import Requirements
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.groups import Group
-    from jackfield.sequences import Sequence, TokenLogprob
-    from jackfield.settings import Settings
+    from jackfield.asking.settings import Settings
+    from jackfield.running.groups import Group
+    from jackfield.running.sequences import Sequence, TokenLogprob
 
 #: The generation settings that the sampler honours, which chooses the tokens of every strategy.
 SAMPLER_SETTINGS = frozenset(

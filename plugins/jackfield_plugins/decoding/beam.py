@@ -27,7 +27,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from jackfield import hookimpl
-from jackfield.beam_settings import check_groups
+from jackfield.asking.beam_settings import check_groups
 from jackfield.contracts import (
     SAMPLER_SETTINGS,
     BindContext,
@@ -38,14 +38,14 @@ from jackfield.contracts import (
     Hypothesis,
     Search,
 )
-from jackfield.keyed import gumbel
+from jackfield.tokens.keyed import gumbel
 
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.groups import Group
-    from jackfield.sequences import Sequence
-    from jackfield.settings import Settings
+    from jackfield.asking.settings import Settings
+    from jackfield.running.groups import Group
+    from jackfield.running.sequences import Sequence
 
 Scored = TypeVar("Scored", Continuation, Hypothesis)
 

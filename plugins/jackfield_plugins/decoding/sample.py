@@ -15,7 +15,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.sequences import Sequence
+    from jackfield.running.sequences import Sequence
 
 
 class Sample(Decoding):

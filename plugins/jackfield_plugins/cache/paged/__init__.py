@@ -9,8 +9,8 @@ from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.contracts.requirements import BYTES
 from jackfield.errors import CacheFullError
-from jackfield.memory import free_bytes, known
-from jackfield.units import in_units
+from jackfield.figures.memory import free_bytes, known
+from jackfield.figures.units import in_units
 
 #: Of a pool that grows as needed: how many pages it begins with.
 FIRST_PAGES = 64

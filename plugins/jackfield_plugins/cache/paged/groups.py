@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Seq
 
-    from jackfield.sequences import Feed
+    from jackfield.running.sequences import Feed
 
 
 @dataclass

@@ -22,7 +22,7 @@ from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from jackfield.sequences import Sequence, Step
+    from jackfield.running.sequences import Sequence, Step
 
 
 class PagedKVCache(PackedKVCache):

@@ -1,0 +1,1 @@
+"""From installed plugins and a caller's words to a plan."""

@@ -1,0 +1,189 @@
+"""Load one plugin: check its metadata, import its module, collect what its hooks offer.
+
+pluggy parses and checks the hooks; each plugin gets a manager of its own, so that what one does
+(a misspelt hook, a module that two entry points name) cannot change how another one loads.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from jackfield import hookspecs
+from jackfield.choosing.selection import nearest
+from jackfield.contracts import CONTRACTS, Backend
+from jackfield.errors import PluginError
+from jackfield.hookspecs import HOOKS
+
+DISTRIBUTION = "jackfield"
+
+#: A backend and the kind for which it was offered.
+Offer = tuple[str, Backend]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry point with the metadata of its distribution; `flaw` says why that is unreadable."""
+
+    entry_point: importlib.metadata.EntryPoint
+    distribution: str
+    version: str
+    requires: tuple[str, ...] = ()
+    flaw: str | None = None
+
+    @classmethod
+    def of(cls, entry_point: importlib.metadata.EntryPoint) -> Source:
+        dist = entry_point.dist
+        try:
+            name, version = dist.name, dist.version  # type: ignore[union-attr]
+            requires = tuple(dist.requires or ())  # type: ignore[union-attr]
+        except Exception:  # noqa: BLE001 - half-removed distributions raise many things
+            name = version = None
+        if name and version:
+            return cls(entry_point, name, version, requires)
+        where = f" in {dist.locate_file('')}" if dist is not None else ""
+        flaw = f"the metadata of its distribution{where} cannot be read: reinstall or remove it"
+        return cls(entry_point, "unknown", "unknown", flaw=flaw)
+
+
+def load(source: Source, timeout: float) -> list[Offer]:
+    """Everything that a plugin offers. Raises PluginError, whatever the plugin does."""
+    if source.flaw:
+        raise PluginError(source.flaw)
+    check_version_contract(source)
+    what = f"loading {source.entry_point.value}"
+    return _within(timeout, what, lambda: _collect(_import(source), source))
+
+
+def check_version_contract(source: Source) -> None:
+    """Refuse a plugin that needs another jackfield, before any of its code runs."""
+    if canonicalize_name(source.distribution) == DISTRIBUTION:
+        return
+    from jackfield import __version__
+
+    for text in source.requires:
+        if not text.strip().lower().startswith(DISTRIBUTION):
+            continue
+        try:
+            requirement = Requirement(text)
+            marker = requirement.marker
+            applies = marker is None or marker.evaluate({"extra": ""})
+        except Exception as error:
+            raise PluginError(f"its requirement {text!r} cannot be read: {error}") from error
+        if canonicalize_name(requirement.name) != DISTRIBUTION or not applies:
+            continue
+        if not requirement.specifier.contains(__version__, prereleases=True):
+            raise PluginError(
+                f"needs jackfield{requirement.specifier}, this is jackfield {__version__}: "
+                f"upgrade one of the two"
+            )
+
+
+def _within(timeout: float, what: str, work: Callable[[], list[Offer]]) -> list[Offer]:
+    """Do `work` in a thread, so that a plugin that hangs is reported, not waited for.
+
+    BaseException, because a plugin that calls sys.exit() must not end its host.
+    """
+    outcome: list[list[Offer] | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - see above
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not outcome:
+        raise PluginError(f"{what} did not end within {timeout:g} s")
+    (result,) = outcome
+    if isinstance(result, PluginError):
+        raise result
+    if isinstance(result, BaseException):
+        raise PluginError(f"{what} failed: {told(result)}") from result
+    return result
+
+
+def told(error: BaseException) -> str:
+    """The type and the text of an error, which may itself be broken."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a plugin's own __str__
+        return type(error).__name__
+
+
+def _import(source: Source) -> Any:
+    entry_point = source.entry_point
+    try:
+        return entry_point.load()
+    except ModuleNotFoundError as error:
+        if error.name and f"{entry_point.module}.".startswith(f"{error.name}."):
+            raise PluginError(
+                f"its entry point names the module {entry_point.module}, which does not exist: the "
+                f"installed metadata is stale, reinstall {source.distribution}"
+            ) from error
+        raise PluginError(f"import failed: {told(error)}") from error
+    except BaseException as error:
+        raise PluginError(f"import failed: {told(error)}") from error
+
+
+def _collect(module: Any, source: Source) -> list[Offer]:
+    """What `module` offers through its hooks."""
+    manager = pluggy.PluginManager("jackfield")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(module, source.entry_point.name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(_misspelt(manager, module) or told(error)) from error
+    hooks = {
+        kind: impl.function
+        for kind, hook in HOOKS.items()
+        for impl in getattr(manager.hook, hook).get_hookimpls()
+    }
+    if not hooks:
+        raise PluginError(
+            f"{source.entry_point.value} implements no hook: none of {', '.join(HOOKS.values())} "
+            "is there and marked with @jackfield.hookimpl"
+        )
+    offers = [(kind, backend) for kind, hook in hooks.items() for backend in _ask(hook, kind)]
+    if not offers:
+        raise PluginError(
+            f"{', '.join(HOOKS[kind] for kind in hooks)} of {source.entry_point.value} returned no "
+            "backend; where this machine lacks something, say so in available()"
+        )
+    return offers
+
+
+def _misspelt(manager: pluggy.PluginManager, module: Any) -> str | None:
+    for hook in manager.get_hookcallers(module) or []:
+        if not hook.has_spec():
+            return f"there is no hook {hook.name!r}{nearest(hook.name, HOOKS.values())}"
+    return None
+
+
+def _ask(hook: Callable[[], Any], kind: str) -> list[Backend]:
+    name, contract = HOOKS[kind], CONTRACTS[kind]
+    try:
+        backends = hook()
+    except BaseException as error:
+        raise PluginError(f"hook {name} raised {told(error)}") from error
+    if not isinstance(backends, list | tuple):
+        raise PluginError(f"hook {name} must return a list of backends, got {backends!r}")
+    for backend in backends:
+        if not isinstance(backend, contract):
+            raise PluginError(
+                f"hook {name} must return instances of {contract.__name__}, got {backend!r}"
+            )
+        flaws = [] if backend.kind == kind else [f"`kind` is {kind!r}, not {backend.kind!r}"]
+        if flaws := flaws + backend.flaws():
+            raise PluginError(f"{type(backend).__name__} from hook {name}: {'; '.join(flaws)}")
+    return list(backends)

@@ -1,0 +1,159 @@
+"""Which backends there are: what discovery found, looked up by kind and name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from packaging.utils import canonicalize_name
+
+from jackfield.choosing.selection import PREFIX, Selection, nearest
+from jackfield.contracts import Backend, BindContext
+from jackfield.errors import JackfieldError, PluginError, SelectionError
+from jackfield.hookspecs import HOOKS
+
+logger = logging.getLogger("jackfield")
+
+State = Literal["loaded", "failed", "disabled"]
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One entry point and what became of it.
+
+    `cause` says why it failed or was left out; `problems` are faults of a plugin that loaded
+    (a name that another one claims too). `backends` are "kind:name".
+    """
+
+    entry_point: str
+    module: str
+    distribution: str
+    version: str
+    state: State
+    cause: str | None = None
+    problems: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "entry_point": self.entry_point,
+            "module": self.module,
+            "distribution": self.distribution,
+            "version": self.version,
+            "state": self.state,
+            "cause": self.cause,
+            "problems": list(self.problems),
+            "backends": list(self.backends),
+        }
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A backend and where it came from."""
+
+    backend: Backend
+    distribution: str
+    version: str
+    entry_point: str
+
+    @property
+    def kind(self) -> str:
+        return self.backend.kind
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def bind(self, context: BindContext) -> Any:
+        """What the backend returns for `context`. Raises PluginError where its code breaks."""
+        try:
+            bound = self.backend.bind(context)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise PluginError(f"bind of {self} raised {type(error).__name__}: {error}") from error
+        if not isinstance(bound, self.backend.bound):
+            wanted = " or ".join(cls.__name__ for cls in self.backend.bound)
+            raise PluginError(f"bind of {self} must return a {wanted}, got {bound!r}")
+        return bound
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+@dataclass
+class Registry:
+    """Every backend that was found, and a record of every plugin, also of those that failed."""
+
+    backends: dict[str, list[Registered]] = field(default_factory=lambda: {k: [] for k in HOOKS})
+    plugins: list[PluginRecord] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    warned: bool = False
+
+    def warn(self) -> None:
+        """Log, once, which plugins are missing or at odds, other than by the caller's wish."""
+        if self.warned:
+            return
+        self.warned = True
+        for warning in self.warnings:
+            logger.warning("%s", warning)
+        for plugin in self.plugins:
+            for trouble in (plugin.cause, *plugin.problems):
+                if trouble and plugin.state != "disabled":
+                    who = f"{plugin.entry_point} of {plugin.distribution} {plugin.version}"
+                    logger.warning("plugin %s: %s", who, trouble)
+
+    def of_kind(self, kind: str) -> Iterator[Registered]:
+        """The backends of `kind`, in a stable order (distribution, entry point, as offered)."""
+        return iter(self.backends[kind])
+
+    def find(self, kind: str, selection: Selection) -> Registered:
+        """The one backend that `selection` names; SelectionError where there is none, or two."""
+        named = [r for r in self._within(kind, selection) if r.name == selection.name]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            who = " and ".join(f"{r.distribution} {r.version}" for r in named)
+            how = " or ".join(f"'{PREFIX}{r.distribution}/{r.name}'" for r in named)
+            raise SelectionError(f"{kind} {selection.name!r} is offered by {who}; say which: {how}")
+        raise SelectionError(self._unknown(kind, selection))
+
+    def address(self, registered: Registered) -> str:
+        """The shortest selection that means `registered` and no other."""
+        rivals = [r for r in self.of_kind(registered.kind) if r.name == registered.name]
+        where = f"{registered.distribution}/" if len(rivals) > 1 else ""
+        return f"{PREFIX if where else ''}{where}{registered.name}"
+
+    def _within(self, kind: str, selection: Selection) -> list[Registered]:
+        """The backends of `kind`; where a distribution is named, only its own."""
+        if selection.distribution is None:
+            return list(self.of_kind(kind))
+        wanted = canonicalize_name(selection.distribution)
+        return [r for r in self.of_kind(kind) if canonicalize_name(r.distribution) == wanted]
+
+    def _unknown(self, kind: str, selection: Selection) -> str:
+        if not self.backends[kind]:
+            return (
+                f"no plugin offers any {kind} backend, so {str(selection)!r} cannot be had; the "
+                "built-in ones come with `pip install jackfield` (see `jackfield doctor`)"
+            )
+        where = selection.distribution
+        known = sorted({r.name for r in self._within(kind, selection)})
+        if where and not known:
+            owners = sorted({r.distribution for r in self.of_kind(kind)})
+            return (
+                f"no distribution {where!r} offers any {kind} (those that do: "
+                f"{', '.join(owners)}){nearest(where, owners)}"
+            )
+        source = f" in distribution {where!r}" if where else ""
+        message = f"there is no {kind} {selection.name!r}{source} (known: {', '.join(known)})"
+        message += nearest(selection.name, known)
+        elsewhere = [k for k in HOOKS if any(r.name == selection.name for r in self.of_kind(k))]
+        if elsewhere and kind not in elsewhere:
+            message += f"; {selection.name!r} is of kind {elsewhere[0]}"
+        for state, what in (("failed", "failed to load"), ("disabled", "are disabled")):
+            if number := sum(p.state == state for p in self.plugins):
+                message += f"; {number} plugin(s) {what}, see `jackfield plugins`"
+        return message

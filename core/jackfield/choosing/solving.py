@@ -1,0 +1,191 @@
+"""The first backends, kind by kind, that fit together, or why none do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jackfield.choosing.candidates import Candidate
+from jackfield.choosing.registry import Registered, Registry
+from jackfield.choosing.selection import AUTO, Quantizable, make_options
+from jackfield.contracts import Backend, GivenConfig, Requirements
+from jackfield.errors import JackfieldError
+
+#: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
+#: meet.
+ORDER = ("compiler", "quantizer", "scheduler", "decoding", "cache", "attention")
+
+#: kind -> the argument of `jackfield.load` that selects it
+ARGUMENTS = {
+    "attention": "attn_implementation",
+    "cache": "cache_implementation",
+    "compiler": "compile",
+    "decoding": "decoding",
+    "kernel": "kernels",
+    "quantizer": "quantization",
+    "scheduler": "scheduler",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend chosen for a kind, its checked options, and how it came to be chosen."""
+
+    registered: Registered
+    options: Any
+    how: str  # "named", "auto" or "fallback"
+
+    @property
+    def backend(self) -> Any:
+        return self.registered.backend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.registered.name,
+            "distribution": self.registered.distribution,
+            "version": self.registered.version,
+            "options": self.options.to_dict()
+            if isinstance(self.options, GivenConfig)
+            else asdict(self.options),
+            "how": self.how,
+        }
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A backend that was considered and not taken, with every reason.
+
+    `within` holds the refusals of the next kind, where it is only these that stand in the way.
+    """
+
+    registered: Registered
+    reasons: tuple[str, ...]
+    within: tuple[Refusal, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.registered.name} ({'; '.join(self.reasons)})"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice for each kind, what is required with all of them, and what was passed over."""
+
+    requirements: Requirements
+    choices: dict[str, Choice]
+    refusals: tuple[Refusal, ...]
+
+
+def solve(
+    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[Candidate]]
+) -> Solution | tuple[Refusal, ...]:
+    """The first choice for `kinds` that works, or a refusal of each candidate for the first kind.
+
+    `needs` is what the job and the kinds decided before require.
+    """
+    if not kinds:
+        return Solution(needs, {}, ())
+    refusals: list[Refusal] = []
+    for candidate in candidates[kinds[0]]:
+        registered = candidate.registered
+        implied = _implied(registered.backend, needs, candidate.options)
+        if isinstance(implied, list):
+            refusals.append(Refusal(registered, tuple(implied)))
+            continue
+        found = solve(kinds[1:], implied, candidates)
+        if isinstance(found, Solution):
+            choice = Choice(registered, candidate.options, candidate.how)
+            choices = {kinds[0]: choice, **found.choices}
+            return Solution(found.requirements, choices, (*refusals, *found.refusals))
+        reason = f"no {kinds[1]} fits with it: {', '.join(map(str, found))}"
+        refusals.append(Refusal(registered, (reason,), found))
+    return tuple(refusals)
+
+
+def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirements | list[str]:
+    """What `backend` demands of the kinds decided later, or the reasons against it."""
+    if reasons := judge(backend, needs, options):
+        return reasons
+    try:
+        implied = backend.imply(needs, options)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
+        return [f"its own imply() raised {type(error).__name__}: {error}"]
+    if isinstance(implied, Requirements):
+        return implied
+    return [f"its own imply() returned {implied!r} where Requirements were due"]
+
+
+def judge(backend: Backend, needs: Requirements, options: Any) -> list[str]:
+    """Every reason against `backend` for this job. One whose check breaks is refused with it."""
+    return [*_ask(backend.available), *_ask(backend.refuse, needs, options)]
+
+
+def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    try:
+        reasons: Any = check(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
+        return [f"its own {check.__name__}() raised {type(error).__name__}: {error}"]
+    if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
+        return list(reasons)
+    return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
+
+
+def failure(
+    refusals: tuple[Refusal, ...],
+    registry: Registry,
+    needs: Requirements,
+    candidates: Mapping[str, list[Candidate]],
+    selections: Mapping[str, Quantizable],
+) -> str:
+    """One line: what was asked, every reason against it, and what would be accepted."""
+    asked = {kind: f"{ARGUMENTS[kind]}={_shown(selections[kind])}" for kind in ORDER}
+    if empty := [kind for kind in ORDER if not candidates[kind]]:
+        return (
+            f"{asked[empty[0]]} finds no {empty[0]} backend: no plugin offers one that may be "
+            "chosen by itself; the built-in ones come with `pip install jackfield` "
+            "(see `jackfield doctor`)"
+        )
+    decided = []
+    while deeper := _to_blame(refusals, selections):
+        decided.append(refusals[0].registered.kind)
+        refusals = deeper
+    kind = refusals[0].registered.kind
+    given = [asked[k] for k in decided if selections[k] != AUTO]
+    reasons = dict.fromkeys(map(str, refusals))
+    return (
+        f"{asked[kind]} cannot run {needs.architecture} here"
+        f"{' with ' + ', '.join(given) if given else ''}: {', '.join(reasons)}; "
+    ) + _advice(registry, kind, needs, candidates)
+
+
+def _shown(selected: Any) -> str:
+    return f"{type(selected).__name__}(…)" if hasattr(selected, "quant_method") else repr(selected)
+
+
+def _to_blame(
+    refusals: tuple[Refusal, ...], selections: Mapping[str, Quantizable]
+) -> tuple[Refusal, ...]:
+    """The refusals of the next kind, where these stand in the way only because of them.
+
+    Of backends that `auto` tried, one that would do but for the next kind is enough.
+    """
+    within = [refusal.within for refusal in refusals if refusal.within]
+    auto = selections[refusals[0].registered.kind] == AUTO
+    blamed = bool(within) if auto else len(within) == len(refusals)
+    return tuple(r for several in within for r in several) if blamed else ()
+
+
+def _advice(
+    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[Candidate]]
+) -> str:
+    """Which backends of `kind` would make a plan with all else as it was asked for."""
+    fitting = []
+    for registered in registry.of_kind(kind):
+        try:
+            options = make_options(registered.backend.options, {}, registered.name)
+        except JackfieldError:  # it needs an option, which we cannot know
+            continue
+        instead = {**candidates, kind: [Candidate(registered, options, "named")]}
+        if isinstance(solve(ORDER, needs, instead), Solution):
+            fitting.append(registry.address(registered))
+    return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"

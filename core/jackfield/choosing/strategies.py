@@ -1,0 +1,127 @@
+"""Which decoding strategies an engine offers to its requests, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from jackfield.choosing.candidates import candidates_of
+from jackfield.choosing.selection import AUTO, Selectable, nearest
+from jackfield.choosing.solving import Choice, judge
+from jackfield.errors import PlanError, SelectionError, SettingsError
+
+if TYPE_CHECKING:
+    from jackfield.choosing.planning import Plan
+    from jackfield.choosing.registry import Registry
+    from jackfield.contracts import Requirements
+
+#: What `decoding` may be: one selection, or those offered by name, the first one being the default.
+Strategies = Selectable | Mapping[str, Selectable]
+
+
+def split(value: Strategies) -> tuple[str | None, Selectable, dict[str, Selectable]]:
+    """The default's name (None: the backend's own) and selection, and the others by name."""
+    if not isinstance(value, Mapping):
+        return None, value, {}
+    if not value:
+        raise SelectionError("an empty mapping offers no decoding; name at least one")
+    for name in value:
+        if not name or not isinstance(name, str):
+            raise SelectionError(f"decodings are offered under names, and {name!r} is none")
+    first, *_ = value
+    return first, value[first], {k: v for k, v in value.items() if k != first}
+
+
+def chosen_beside(
+    registry: Registry, needs: Requirements, others: Mapping[str, Selectable]
+) -> dict[str, Choice]:
+    """A choice for each of `others`: the first of its candidates that does not refuse."""
+    return {name: _first(registry, needs, value, name) for name, value in others.items()}
+
+
+def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
+    reasons = []
+    for candidate in candidates_of(registry, "decoding", value, needs):
+        against = judge(candidate.registered.backend, needs, candidate.options)
+        if not against:
+            return Choice(candidate.registered, candidate.options, candidate.how)
+        reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")
+    raise PlanError(
+        f"decoding={{{name!r}: {value!r}}} cannot run {needs.architecture} here: "
+        f"{', '.join(reasons) or 'nothing may be chosen by itself'}; drop it or name another"
+    )
+
+
+def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
+    """`needs`, and what each of `choices` demands of the kinds decided later."""
+    for choice in choices.values():
+        needs = choice.backend.imply(needs, choice.options)
+    return needs
+
+
+def offered(
+    registry: Registry, plan: Plan, default: str | None, others: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """All decodings by name, the default first; what "auto" takes is always among them."""
+    chosen = plan["decoding"]
+    found = {default or chosen.registered.name: chosen, **others}
+    for plain in _plain(registry, plan.requirements):
+        name = plain.registered.name
+        if found.setdefault(name, plain).registered is not plain.registered:
+            raise SelectionError(
+                f"the name {name!r} stands for plain decoding; offer "
+                f"{found[name].registered.name!r} under another name"
+            )
+    return found
+
+
+def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
+    """The decoding without drafts that "auto" takes, if any plugin has one."""
+    for candidate in candidates_of(registry, "decoding", AUTO, needs):
+        backend = candidate.registered.backend
+        drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
+        if not drafts and not judge(backend, needs, candidate.options):
+            yield Choice(candidate.registered, candidate.options, "always offered")
+            return
+
+
+def pick(plan: Plan, settings: Mapping[str, object], num_beams: int | None = None) -> str:
+    """The name of the decoding that a request asks for, or the default. Raises SettingsError.
+
+    One that names none and asks for beams, or whose model does (`num_beams`), gets the first that
+    has them, and one for a single beam the first that has not; where there is none of the kind,
+    the default says so.
+    """
+    names, asked = list(plan.decodings), settings.get("decoding")
+    if asked is None:
+        several = settings.get("num_beams", num_beams or 1) != 1
+        if not (several or "num_beams" in settings):
+            return names[0]
+        fitting = (name for name in names if ("num_beams" in _honoured(plan, name)) == several)
+        return next(fitting, names[0])
+    if not isinstance(asked, str) or asked not in plan.decodings:
+        near = nearest(asked, names) if isinstance(asked, str) else ""
+        raise SettingsError(
+            f"decoding={asked!r} is not offered by this engine, which has {', '.join(names)}{near}"
+            "; offer it with jackfield.load(decoding={'name': 'plugin:…'})"
+        )
+    return asked
+
+
+def _honoured(plan: Plan, name: str) -> frozenset[str]:
+    found: frozenset[str] = plan.decodings[name].backend.capabilities.settings
+    return found
+
+
+def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
+    """Which decoding honours a setting, and how to have it."""
+    here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
+    if here:
+        return f": decoding={' or '.join(here)}"
+    for registered in registry.of_kind("decoding"):
+        if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
+            offers = ", ".join(
+                f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
+            )
+            return f": jackfield.load(decoding={{{offers}}}) offers one"
+    return " (none that is installed)"

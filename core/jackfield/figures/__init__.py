@@ -1,0 +1,1 @@
+"""What fits, what it takes, and how good it is: estimated and measured."""

@@ -1,0 +1,79 @@
+"""How much the loop does at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jackfield.choosing.planning import Plan
+from jackfield.errors import UsageError
+
+UNLIMITED = 1 << 62
+PACKED_TOKENS = 2048  # of a step in the packed layout, where nothing else is asked for
+WHOLE_CHUNK = 64  # tokens of a prompt that a deterministic step feeds, where nothing else is asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much the loop does at once. All are at least 1; None: no bound.
+
+    `max_batch_size` sequences run together, a step computes `max_batch_tokens` (drafts come on
+    top) and `prefill_chunk_size` tokens of one prompt. With `whole_chunks` a sequence is always
+    fed in the same pieces, whatever runs beside it.
+    """
+
+    max_batch_size: int
+    max_batch_tokens: int | None = None
+    prefill_chunk_size: int | None = None
+    whole_chunks: bool = False
+
+    @property
+    def max_portion(self) -> int | None:
+        """How many tokens of one sequence a step feeds at most."""
+        bounds = [b for b in (self.max_batch_tokens, self.prefill_chunk_size) if b is not None]
+        return min(bounds, default=None)
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise UsageError unless every size is None or a whole number, at least 1."""
+    for name, size in sizes.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise UsageError(f"{name} must be a whole number, at least 1, not {size!r}")
+
+
+def check_seconds(**times: object) -> None:
+    """Raise UsageError unless every time is a number, more than 0."""
+    for name, time in times.items():
+        if isinstance(time, bool) or not isinstance(time, int | float) or not time > 0:
+            raise UsageError(f"{name} must be a number of seconds, more than 0, not {time!r}")
+
+
+def bounds_for(
+    plan: Plan, max_batch_size: int, max_batch_tokens: int | None, prefill_chunk_size: int | None
+) -> Bounds:
+    """The bounds of an engine with this plan. Raises UsageError where they contradict each other.
+
+    A step must have room for a token of every sequence and, in the end, for a prompt beside them.
+    """
+    whole = plan.requirements.batch_invariant
+    if whole and prefill_chunk_size is None:
+        prefill_chunk_size = WHOLE_CHUNK
+    least = max_batch_size + (prefill_chunk_size or 1 if whole else 0)
+    if plan.requirements.layout == "packed":
+        if max_batch_tokens is None:
+            max_batch_tokens = max(PACKED_TOKENS, least)
+        if max_batch_tokens < least:
+            raise UsageError(
+                f"max_batch_tokens={max_batch_tokens} is too few for max_batch_size="
+                f"{max_batch_size}, which needs {least}; raise the one or lower the other"
+            )
+    elif max_batch_tokens is not None:
+        raise UsageError(
+            f"max_batch_tokens={max_batch_tokens} bounds steps of the packed layout, and the cache "
+            f"{plan['cache'].registered.name!r} pads; select cache 'paged', or drop it"
+        )
+    return Bounds(
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        whole_chunks=whole,
+    )

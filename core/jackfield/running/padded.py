@@ -1,0 +1,235 @@
+"""The padded layout: rows of one tensor, each with its own validity mask and logical positions.
+
+Wraps any of transformers' `Cache` classes, so that a cache backend of this layout is a few lines.
+Rows are aligned at the right, shorter ones are padded at the left, and all rows of a batch enter
+together. A hole inside a row (a draft that was rejected while a neighbour kept its own) is masked
+out; full-attention layers take no harm from it, but sliding-window layers would drop live tokens,
+since transformers counts their window in columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.contracts import KVCache, ModelInputs
+from jackfield.errors import CacheFullError
+from jackfield.running.sequences import Feed, Sequence, Step
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class PaddedKVCache(KVCache):
+    """Keys and values of a batch of rows in one transformers cache, made per batch.
+
+    `make` gets the number of columns that the batch can come to need. `max_cache_len` is how many
+    there can be at most. With `static` no shape changes while a batch runs: rows that finished
+    stay and are fed token 0, which they alone see.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], transformers.Cache],
+        device: torch.device,
+        *,
+        max_cache_len: int | None = None,
+        static: bool = False,
+    ) -> None:
+        self._make = make
+        self._device = device
+        self._max_cache_len = max_cache_len
+        self._static = static
+        self._forget()
+
+    def _forget(self) -> None:
+        self._joining: list[Sequence] = []  # admitted; become the rows with the next step
+        self._size = (0, 0)  # of those: the longest, the most that one can still get
+        self._rows: list[Sequence | None] = []  # None: a row that idles
+        self._past: transformers.Cache | None = None
+        self._mask: torch.Tensor | None = None  # [rows, columns], None while every column is valid
+        self._columns = 0  # written so far
+
+    def admit(self, sequence: Sequence) -> bool:
+        if self._rows:
+            return False
+        longest, new = self._size if self._joining else (0, 0)
+        size = (max(longest, len(sequence.tokens)), max(new, _still_new(sequence)))
+        too_long = self._max_cache_len is not None and sum(size) - 1 > self._max_cache_len
+        if too_long and self._joining:  # by itself it is let in, and fails in `prepare`, by name
+            return False
+        self._joining.append(sequence)
+        self._size = size
+        return True
+
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
+        del copies  # are rows of their own
+        needed = prompt_length + max_new_tokens - 1
+        if self._max_cache_len is None or needed <= self._max_cache_len:
+            return None
+        return (
+            f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones need {needed} "
+            f"places, and it holds {self._max_cache_len}; lower max_new_tokens, or give it "
+            f"'max_cache_len={needed}'"
+        )
+
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        """Columns of the block, so that a chunk leaves no hole: a shorter row waits at its left."""
+        left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
+        later = max(left) - max(wanted)
+        return [max(0, count - later) for count in left]
+
+    def prepare(self, step: Step) -> ModelInputs:
+        if not self._rows:
+            self._begin([feed.sequence for feed in step.feeds])
+        width = max(feed.count + len(feed.drafts) for feed in step.feeds)
+        feeds = {id(feed.sequence): feed for feed in step.feeds}
+        rows = [
+            _idle(width) if row is None else _aligned(feeds[id(row)], width) for row in self._rows
+        ]
+        ids, positions, valid = zip(*rows, strict=True)
+        whole = all(all(marks) for marks in valid)
+        self._mark(None if whole else torch.tensor(valid, device=self._device), width)
+        kwargs: dict[str, Any] = {
+            "input_ids": torch.tensor(ids, device=self._device),
+            "position_ids": torch.tensor(positions, device=self._device),
+            "attention_mask": self._mask,
+            "past_key_values": self._past,
+            "use_cache": True,
+            "logits_to_keep": 1 + max(len(feed.drafts) for feed in step.feeds),
+        }
+        busy = [i for i, row in enumerate(self._rows) if row is not None]
+        idle = len(busy) < len(rows)
+        feeding = torch.tensor(busy, device=self._device) if idle else None
+        return ModelInputs(kwargs, len(rows), feeding, step.decode)
+
+    def held_bytes(self) -> int | None:
+        """None where layers keep something else: linear ones a state, quantized ones codes."""
+        from transformers.cache_utils import QuantizedLayer
+
+        layers = [] if self._past is None else self._past.layers
+        states = [getattr(x, name, None) for x in layers for name in ("keys", "values")]
+        tensors = [state for state in states if isinstance(state, torch.Tensor)]
+        if len(tensors) < len(states) or any(isinstance(x, QuantizedLayer) for x in layers):
+            return None
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        needed = _columns(sequences)
+        if self._max_cache_len is not None and needed > self._max_cache_len:
+            raise CacheFullError(
+                f"a batch that needs {needed} columns does not fit a cache of "
+                f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
+            )
+        self._past = self._make(needed)
+        self._rows, self._joining = list(sequences), []
+
+    def _mark(self, valid: torch.Tensor | None, width: int) -> None:
+        """Note which rows are valid (`[rows, width]`, None: all) in the next `width` columns."""
+        start, self._columns = self._columns, self._columns + width
+        if self._mask is None and valid is None:
+            return
+        mask = self._masked(start)
+        if valid is None:
+            valid = mask.new_ones(len(mask), width)
+        self._mask = torch.cat([mask, valid], 1)
+
+    def _masked(self, columns: int) -> torch.Tensor:
+        """The mask; where there is none yet, one of `columns` valid columns."""
+        if self._mask is None:
+            size = (len(self._rows), columns)
+            self._mask = torch.ones(size, dtype=torch.long, device=self._device)
+        return self._mask
+
+    def commit(self, step: Step, kept: Seq[int]) -> None:
+        rejected = []
+        for feed, count in zip(step.feeds, kept, strict=True):
+            feed.sequence.num_cached = feed.start + count
+            rejected.append(feed.count + len(feed.drafts) - count)
+        if any(rejected):
+            self._take_back(rejected)
+
+    def _take_back(self, rejected: list[int]) -> None:
+        """Drop the last columns, as far as no row keeps any; what a row rejects beyond is a hole.
+
+        `rejected[i]` is how many of its last columns row i does not keep.
+        """
+        gone = min(rejected)
+        self._crop_to(self._columns - gone)
+        if max(rejected) > gone:
+            mask = self._masked(self._columns)
+            for row, count in enumerate(rejected):
+                mask[row, self._columns - (count - gone) :] = 0
+
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """What is taken back is a hole, until no row has anything in its columns."""
+        row = next(i for i, other in enumerate(self._rows) if other is sequence)
+        mask = self._masked(self._columns)
+        mask[row] *= mask[row].cumsum(0) <= tokens
+        sequence.num_cached = tokens
+        self._crop_to(int(mask.any(0).nonzero()[-1]) + 1)
+
+    def _crop_to(self, columns: int) -> None:
+        assert self._past is not None
+        if gone := self._columns - columns:
+            self._past.crop(-gone)
+            self._columns -= gone
+            self._mask = None if self._mask is None else self._mask[:, : self._columns]
+
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        gone = {id(sequence) for sequence in dropped}
+        at = {id(row): i for i, row in enumerate(self._rows) if row is not None}
+        stay = [i for i, row in enumerate(self._rows) if id(row) not in gone]
+        self._rows = [self._rows[i] for i in stay] + [into for _, into in copies]
+        for source, into in copies:
+            into.num_cached = source.num_cached
+        self._take_rows([*stay, *(at[id(source)] for source, _ in copies)])
+
+    def _take_rows(self, rows: list[int]) -> None:
+        """The rows become those with these numbers; a row may be taken several times."""
+        assert self._past is not None
+        index = torch.tensor(rows, device=self._device)
+        # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
+        self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
+        self._mask = None if self._mask is None else self._mask.index_select(0, index)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        gone = {id(sequence) for sequence in sequences}
+        self._joining = [sequence for sequence in self._joining if id(sequence) not in gone]
+        if not self._rows:
+            return
+        stay = [i for i, row in enumerate(self._rows) if row is not None and id(row) not in gone]
+        if not stay or self._past is None:
+            self._forget()
+        elif self._static:
+            self._rows = [row if i in stay else None for i, row in enumerate(self._rows)]
+        elif len(stay) < len(self._rows):
+            self._rows = [self._rows[i] for i in stay]
+            self._take_rows(stay)
+
+
+def _columns(sequences: Seq[Sequence]) -> int:
+    """How many columns a batch of these has at most: the last new token is never fed."""
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    return longest + max(_still_new(sequence) for sequence in sequences) - 1
+
+
+def _still_new(sequence: Sequence) -> int:
+    """How many new tokens it can still get."""
+    return sequence.settings.max_new_tokens - sequence.num_new
+
+
+def _aligned(feed: Feed, width: int) -> tuple[list[int], list[int], list[int]]:
+    """Token ids, positions and validity of a row of `width` columns, the tokens at its right."""
+    tokens = feed.token_ids
+    gap = [0] * (width - len(tokens))
+    positions = range(feed.start, feed.start + len(tokens))
+    return [*gap, *tokens], [*gap, *positions], [*gap, *([1] * len(tokens))]
+
+
+def _idle(width: int) -> tuple[list[int], list[int], list[int]]:
+    """A row that nobody reads sees itself, since a row that sees nothing can become NaN."""
+    return [0] * width, [0] * width, [1] * width

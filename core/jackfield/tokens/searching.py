@@ -1,0 +1,80 @@
+"""Asks the strategies that search which beams their requests go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+
+from jackfield.contracts import Decision, Search
+from jackfield.running.groups import Group
+from jackfield.running.sequences import Feed
+from jackfield.tokens.sampling import NEVER, Batch
+
+_COLDEST = 1e-30
+
+
+class Searcher:
+    """Scores what may follow each beam, as transformers does, and lets `strategies` decide.
+
+    transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
+    model's dtype; then the processors, on log-probabilities and not on logits, and where a request
+    samples the warpers; then the score of the beam is added. Nothing is normalized again.
+    """
+
+    def __init__(self, strategies: Mapping[str, Search]) -> None:
+        self.strategies = strategies
+
+    def decide(
+        self, feeds: Seq[Feed], logits: torch.Tensor, allowed: torch.Tensor | None
+    ) -> list[tuple[Group, Decision]]:
+        """What each group does that has all its beams in `feeds`.
+
+        `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
+        `[rows, words]`), for the feeds of sequences with a constraint only.
+        """
+        groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
+        row = {feed.sequence.id: at for at, feed in enumerate(feeds)}
+        batch = Batch([feed.sequence for feed in feeds], logits)
+        batch.confine(allowed)
+        scores = batch.processed(torch.log_softmax(logits.float(), -1))
+        if batch.forbidden is not None:
+            scores = scores.masked_fill(batch.forbidden, NEVER)
+        scores = _warped(batch, scores)
+        found: list[tuple[Group, Decision]] = []
+        for name, strategy in self.strategies.items():
+            own = [g for g in groups if g is not None and g.settings.decoding == name]
+            if own:
+                rows = [[row[beam.id] for beam in group.beams] for group in own]
+                parts = [_added(scores[at], g.scores) for at, g in zip(rows, own, strict=True)]
+                found += zip(own, strategy.decide(own, parts), strict=True)
+        failed = {feeds[at].sequence.group: why for at, why in batch.failures.items()}
+        return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
+
+
+def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, in the rows of requests that sample.
+
+    Of each beam as many tokens stay as end a text, and one more (`_get_logits_processor` of
+    transformers), so that a search can go on.
+    """
+    if not batch.samples or batch.do_sample is None:
+        return scores
+    cooled = scores
+    if batch.temperature is not None:  # so that sums of scores stay in the range of float32
+        cooled = scores / batch.temperature.clamp(min=_COLDEST)
+    ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
+    least = torch.tensor([min(max(2, 1 + n), batch.vocab_size) for n in ends], device=batch.device)
+    best = cooled.topk(int(max(least))).values
+    floor = best.gather(1, least[:, None] - 1)
+    warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
+    return torch.where(batch.do_sample, warped, scores)
+
+
+def _added(scores: torch.Tensor, of_beams: list[float]) -> torch.Tensor:
+    return scores + torch.tensor(of_beams, device=scores.device)[:, None]
+
+
+def _unless(error: str | None, decision: Decision) -> Decision:
+    return decision if error is None else Decision(error=error)

@@ -1,0 +1,282 @@
+"""Structured output: a text that a JSON schema, a regular expression, a grammar or a list allows.
+
+A constraint says at each position which tokens may come next, and forbids all others; how they are
+chosen among those is the sampler's business, so it goes together with every decoding strategy. The
+sets of tokens come from llguidance (https://github.com/guidance-ai/llguidance), while the model
+computes. llguidance and no other: its automata are built as they are needed, so that a schema costs
+milliseconds and not seconds before the first token, its regular expressions cannot backtrack, it
+has limits on what a grammar may cost, and it brings no other package along.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jackfield.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.running.sequences import Feed, Sequence
+
+#: The settings that say what a text must look like; a request has one of them.
+KINDS = ("choices", "grammar", "json_schema", "regex")
+
+#: Of llguidance's unit of work: a fifth of its default, which lets a grammar take five seconds.
+_MOST_WORK = 200_000
+_KEPT = 128  # compiled grammars
+
+_NO_END = "<|jackfield: no end|>"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a request's text must look like: one of `KINDS`, and its text (JSON of a schema)."""
+
+    kind: str
+    source: str
+
+
+def read(given: Mapping[str, Any], *, has_tokenizer: bool) -> Structure | None:
+    """The structure that settings ask for. Raises SettingsError; grammars are not looked at yet."""
+    named = [kind for kind in KINDS if given.get(kind) is not None]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise SettingsError(f"{' and '.join(named)} both say what the text is to be; give one")
+    (kind,) = named
+    if not has_tokenizer:
+        raise SettingsError(f"{kind} is about text, and this model has no tokenizer")
+    if importlib.util.find_spec("llguidance") is None:
+        raise SettingsError(f"{kind} needs llguidance: `pip install jackfield[structured]`")
+    return Structure(kind, _source(kind, given[kind]))
+
+
+def _source(kind: str, value: Any) -> str:
+    if kind == "choices":
+        strings = isinstance(value, list | tuple) and all(isinstance(v, str) and v for v in value)
+        if not (strings and value):
+            raise SettingsError(f"choices must be a list of texts, none empty, not {value!r}")
+        return json.dumps(list(dict.fromkeys(value)))
+    if kind == "json_schema":
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"json_schema is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise SettingsError(f"json_schema must be an object, not {value!r}")
+        return text
+    if not isinstance(value, str) or not value:
+        raise SettingsError(f"{kind} must be a text, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"{kind} has half a character in it: {error.reason}") from None
+    return value
+
+
+class Constraint:
+    """What may follow in one sequence. Grows with it; the next request gets one of its own."""
+
+    def __init__(self, matcher: Any, forbidden: tuple[int, ...]) -> None:
+        self.matcher = matcher
+        self.forbidden = forbidden  # ends that the grammar knows and the request does not
+
+    def copy(self) -> Constraint:
+        """One that goes on from here by itself."""
+        return Constraint(self.matcher.deep_copy(), self.forbidden)
+
+    def advance(self, tokens: Seq[int]) -> int | None:
+        """The sequence grows by `tokens`; None, or how many of them there are before its end."""
+        for count, token in enumerate(tokens, 1):
+            self.matcher.consume_token(token)
+            if self.matcher.is_stopped():
+                return count
+        return None
+
+    @property
+    def error(self) -> str | None:
+        """Why nobody knows what may follow (it costs too much to find out); None: all is well."""
+        return _broken(self.matcher.get_error()) if self.matcher.is_error() else None
+
+
+class Structures:
+    """The constraints of an engine's requests. Called from several threads.
+
+    `tokenizer` is a fast one of transformers; `vocab_size` is the width of the model's logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiled = functools.lru_cache(_KEPT)(self._compile)
+        self._vocabulary = functools.lru_cache(8)(self._read_vocabulary)
+        self._thread: ThreadPoolExecutor | None = None
+        self._many: Any = None  # llguidance's own threads
+
+    def start(self, structure: Structure | None, ends: tuple[int, ...]) -> Constraint | None:
+        """The constraint of a new sequence whose `ends` are its EOS tokens.
+
+        Raises SettingsError where nothing can ever fit, or it costs too much to know.
+        """
+        if structure is None:
+            return None
+        own = ends or (self._with_end.eos_token_id,)
+        matcher = self._compiled(structure, own).deep_copy()
+        return Constraint(matcher, () if ends else own)
+
+    def _compile(self, structure: Structure, ends: tuple[int, ...]) -> Any:
+        """A matcher to copy from; its first step is taken, where most costs arise."""
+        import llguidance
+        from llguidance._lib import LLParserLimits
+
+        limits = LLParserLimits(initial_lexer_fuel=_MOST_WORK)
+        try:
+            grammar = _grammar(structure)
+        except ValueError as error:
+            raise SettingsError(f"{structure.kind} cannot be read: {error}") from None
+        made = llguidance.LLMatcher(self._vocabulary(ends), grammar, log_level=0, limits=limits)
+        if not made.is_error():
+            made.compute_bitmask()
+        if made.is_error():
+            raise SettingsError(
+                f"{structure.kind} cannot be met: {_broken(made.get_error())}; change it"
+            )
+        return made
+
+    @functools.cached_property
+    def _with_end(self) -> Any:
+        """The tokenizer, or a copy of it that has an EOS token, without which llguidance does not.
+
+        It must be a token of its own: one that means something could not be said any more.
+        """
+        if self._tokenizer.eos_token_id is not None:
+            return self._tokenizer
+        ended = copy.deepcopy(self._tokenizer)
+        ended.add_special_tokens({"eos_token": _NO_END})
+        return ended
+
+    @property
+    def _width(self) -> int:
+        """Tokens that llguidance knows: the model's, and perhaps the one that was added."""
+        added = self._with_end is not self._tokenizer
+        return max(self._vocab_size, self._with_end.eos_token_id + 1 if added else 0)
+
+    def _read_vocabulary(self, ends: tuple[int, ...]) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        try:
+            tokenizer = _set_apart(self._with_end, ends)
+            return from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
+        except Exception as error:
+            raise SettingsError(
+                f"structured output does not work with this tokenizer: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    def begin(self, feeds: Seq[Feed]) -> Future[torch.Tensor] | None:
+        """Find out, beside the model, what may follow each of `feeds`, and each of its drafts.
+
+        A bit for each token, int32 `[1 + drafts of each feed…, words]`, for the feeds that have a
+        constraint and whose next token is wanted, in their order. None: there are none.
+        """
+        wanted = [f for f in feeds if f.samples and f.sequence.constraint is not None]
+        if not wanted:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "jackfield-structures")
+        return self._thread.submit(self._masks, wanted)
+
+    def _masks(self, feeds: Seq[Feed]) -> torch.Tensor:
+        import llguidance
+        import torch
+
+        self._many = self._many or llguidance.LLExecutor()
+        starts, rows = [], 0
+        for feed in feeds:
+            starts.append((_of(feed.sequence).matcher, rows, list(feed.drafts)))
+            rows += 1 + len(feed.drafts)
+        words = -(-self._width // 32)
+        bits = torch.zeros(rows, words, dtype=torch.int32)  # what nobody fills in is forbidden
+        where = (bits.data_ptr(), words * 4, rows)
+        if alone := [start[:2] for start in starts if not start[2]]:
+            self._many.unsafe_compute_mask_ptr(alone, *where)
+        if guessed := [start for start in starts if start[2]]:
+            self._many.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
+        for feed, (_, first, drafts) in zip(feeds, starts, strict=True):
+            for token in _of(feed.sequence).forbidden:
+                bits[first : first + 1 + len(drafts), token // 32] &= ~_bit(token % 32)
+        return bits
+
+
+def _set_apart(tokenizer: Any, ends: tuple[int, ...]) -> Any:
+    """The tokenizer, or a copy of it in which none of `ends` is text.
+
+    One that is, as a line break may be, would be allowed where the text may go on by it, and end it
+    there, before it is whole.
+    """
+    named = tokenizer.convert_ids_to_tokens(list(ends))
+    ordinary = [name for name in named if name not in (None, *tokenizer.all_special_tokens)]
+    if not ordinary:
+        return tokenizer
+    apart = copy.deepcopy(tokenizer)
+    apart.add_tokens(ordinary, special_tokens=True)
+    return apart
+
+
+def _of(sequence: Sequence) -> Constraint:
+    assert sequence.constraint is not None
+    return sequence.constraint
+
+
+def _bit(place: int) -> int:
+    """The int32 with one bit set."""
+    return 1 << place if place < 31 else -(1 << 31)
+
+
+def unpacked(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int32 `[rows, words]` as bool `[rows, vocab_size]`."""
+    import torch
+
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (bits[:, :, None] >> places & 1).bool().flatten(1)[:, :vocab_size]
+
+
+def _grammar(structure: Structure) -> str:
+    from llguidance import LLMatcher
+
+    source = structure.source
+    if structure.kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if structure.kind == "json_schema":  # spaced as json.dumps does; loose spaces may never end
+        return LLMatcher.grammar_from_json_schema(
+            source,
+            defaults={
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+            },
+        )
+    if structure.kind == "choices":
+        source = "start: " + " | ".join(json.dumps(choice) for choice in json.loads(source))
+    return LLMatcher.grammar_from_lark(source)
+
+
+def _broken(error: str) -> str:
+    """What llguidance says, in one line: its last sentence about the cause."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (causes or lines or ["its grammar costs too much"])[0][:300]
