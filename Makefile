@@ -15,14 +15,18 @@ help: ## show this list
 demo: $(RUNTIME) ## answer a question with the model inside the package
 	$(VENV)/bin/jackfield generate --chat "$(QUESTION)"
 
-test: $(DEV) ## run the tests
-	$(VENV)/bin/pytest -q
+# Two files at a time, each on one thread: threads of torch that share a core wait for each other.
+IN_PAIRS := -q -n 2 --dist loadfile --benchmark-disable
+test test-oldest: export OMP_NUM_THREADS := 1
 
-test-all: $(DEV) ## run the tests, the long ones too
-	$(VENV)/bin/pytest -q -m ""
+test: $(DEV) ## run the tests
+	$(VENV)/bin/pytest $(IN_PAIRS)
+
+test-all: test ## run the tests, the long ones too
+	$(VENV)/bin/pytest -q -m long
 
 test-oldest: $(OLDEST)/test.stamp ## run the tests on the oldest supported libraries
-	$(OLDEST)/bin/pytest -q
+	$(OLDEST)/bin/pytest $(IN_PAIRS)
 
 bench: $(DEV) ## run the benchmarks
 	$(VENV)/bin/pytest -q --benchmark-only tests/benchmarks
@@ -57,5 +61,5 @@ $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	touch $(RUNTIME) $@
 
 $(OLDEST)/test.stamp: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/pip
-	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e ".[test]"
+	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e ".[accelerate,structured,test]"
 	touch $@
