@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from families import FAMILIES, MORE_FAMILIES, build
 
+import jackfield
 from jackfield.choosing.discovery import registry
+from jackfield.choosing.solving import ARGUMENTS
 from jackfield.errors import JackfieldError
 
 if TYPE_CHECKING:
@@ -53,6 +55,23 @@ def names(kind: str) -> list[str]:
 def model_of(family: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """For engines; an oracle has a model of its own."""
     return build(family, dtype)
+
+
+def with_cache(
+    kind: str, name: str, cache: str, model: Callable[[torch.dtype], transformers.PreTrainedModel]
+) -> tuple[dict[str, str], Callable[[torch.dtype], object]]:
+    """The arguments that choose a backend of `kind` and a cache, and what plans with them."""
+    chosen = {
+        ARGUMENTS[kind]: SPELLED.get(name, name),
+        "cache_implementation": SPELLED.get(cache, cache),
+    }
+
+    def plan(dtype: torch.dtype) -> None:
+        found = jackfield.plan(model(dtype), **chosen)
+        assert found[kind].registered.name == name
+        assert found["cache"].registered.name == cache
+
+    return chosen, plan
 
 
 def judge(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pytest
-from cells import LOSSY, SLOW, SPELLED, Cell, Mode, judge, model_of, names
+from cells import LOSSY, SLOW, Cell, Mode, judge, model_of, names, with_cache
 from families import WINDOW, build, oracle, prompts
 
 import jackfield
@@ -42,16 +42,7 @@ def cells(family: str) -> list[Cell]:
 
 
 def run(family: str, attention: str, cache: str) -> Cell:
-    chosen = {
-        "attn_implementation": SPELLED.get(attention, attention),
-        "cache_implementation": SPELLED.get(cache, cache),
-    }
-
-    def plan(dtype: torch.dtype) -> None:
-        found = jackfield.plan(model_of(family, dtype), **chosen)
-        assert found["attention"].registered.name == attention
-        assert found["cache"].registered.name == cache
-
+    chosen, plan = with_cache("attention", attention, cache, lambda dtype: model_of(family, dtype))
     return judge(family, attention, cache, plan, lambda dtype: modes(family, dtype, chosen))
 
 

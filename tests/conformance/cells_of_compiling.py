@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from cells import LOSSY, SPELLED, Cell, Mode, judge, names
+from cells import LOSSY, Cell, Mode, judge, names, with_cache
 from cells_of_attention import COUNT, LENGTHS, expected
 from drafting import LOOKUP
 from families import build, prompts
@@ -43,16 +43,7 @@ def cells(family: str) -> list[Cell]:
 
 
 def run(family: str, compiler: str, cache: str) -> Cell:
-    chosen = {
-        "compile": SPELLED.get(compiler, compiler),
-        "cache_implementation": SPELLED.get(cache, cache),
-    }
-
-    def plan(dtype: torch.dtype) -> None:
-        found = jackfield.plan(model_of(family, dtype), **chosen)
-        assert found["compiler"].registered.name == compiler
-        assert found["cache"].registered.name == cache
-
+    chosen, plan = with_cache("compiler", compiler, cache, lambda dtype: model_of(family, dtype))
     return judge(family, compiler, cache, plan, lambda dtype: modes(family, dtype, chosen))
 
 

@@ -136,12 +136,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(scope="module")
-def seen(site: Path) -> dict[str, Any]:
-    """What a fresh interpreter finds and runs with that folder on its path."""
-    names = ["plugin:plain", "jackfield/sdpa", "eager", "auto", "sdpa", "jackfield-claims/sdpa"]
+def ran(site: Path, script: str, given: Any) -> dict[str, Any]:
+    """What a script says, in a fresh interpreter with that folder on its path."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(names)],
+        [sys.executable, "-c", script, json.dumps(given)],
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
@@ -149,21 +147,20 @@ def seen(site: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Any]:
+    """What a fresh interpreter finds and runs with that folder on its path."""
+    names = ["plugin:plain", "jackfield/sdpa", "eager", "auto", "sdpa", "jackfield-claims/sdpa"]
+    return ran(site, SCRIPT, names)
 
 
 @pytest.fixture(scope="module")
 def others(site: Path) -> dict[str, Any]:
     """What the guide's backends of the other kinds do to the demo model, and what it does alone."""
     can = {k: v for k, v in OTHERS.items() if k != "quantizer" or find_spec("bitsandbytes")}
-    done = subprocess.run(
-        [sys.executable, "-c", OTHERS_SCRIPT, json.dumps(can)],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return ran(site, OTHERS_SCRIPT, can)
 
 
 def plugin(seen: dict[str, Any], distribution: str) -> dict[str, Any]:

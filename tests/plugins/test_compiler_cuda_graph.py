@@ -201,8 +201,29 @@ def test_what_cannot_be_recorded_is_told_in_one_line(monkeypatch: pytest.MonkeyP
                 "cuda_graph cannot compile LlamaForCausalLM: CUDA error: operation not permitted "
                 "when stream is capturing; load it without compile"
             )
+        assert compiled(engine).compiled.graphs == 0
         monkeypatch.setattr(Tapes, "broken", None)
         assert len(engine.generate([5, 6, 7], max_new_tokens=4)[0].token_ids) == 4
+        assert compiled(engine).compiled.graphs == 1
+
+
+@pytest.mark.usefixtures("tapes")
+def test_an_attention_that_fails_is_not_told_as_a_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with load(build("llama"), "paged") as engine:
+        honest = engine._bound.compiled.attend
+
+        def fails(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("out of ideas")
+
+        monkeypatch.setattr(engine._bound.compiled, "attend", fails)
+        with pytest.raises(ExecutionError, match="out of ideas") as caught:
+            engine.generate([5, 6, 7], max_new_tokens=4)
+        assert "cannot compile" not in str(caught.value)
+        monkeypatch.setattr(engine._bound.compiled, "attend", honest)
+        assert len(engine.generate([5, 6, 7], max_new_tokens=4)[0].token_ids) == 4
+        assert compiled(engine).compiled.graphs == 1
 
 
 class FakeCuda:

@@ -40,7 +40,7 @@ def load(**arguments: Any) -> jackfield.Engine:
     return jackfield.load(model_of("llama"), **{"decoding": BOTH, **arguments})
 
 
-def wrong(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> None:
+def assert_mistake(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error) as caught:
         call()
     assert re.search(text, str(caught.value)), str(caught.value)
@@ -93,13 +93,13 @@ def wrong(error: type[JackfieldError], text: str, call: Callable[[], Any]) -> No
 def test_a_mistake_in_a_request_is_one_line(asked: dict[str, Any], text: str) -> None:
     with load(max_batch_size=130 if asked.get("num_beams") == VOCAB + 1 else 32) as engine:
         call = lambda: engine.generate(PROMPT, max_new_tokens=COUNT, **asked)  # noqa: E731
-        wrong(SettingsError, text, call)
+        assert_mistake(SettingsError, text, call)
         assert not engine._worker._open
 
 
 def test_an_engine_without_beams_says_how_to_have_them() -> None:
     with load(decoding="sample") as engine:
-        wrong(
+        assert_mistake(
             SettingsError,
             r"'sample' does not honour num_beams=4.*"
             r"jackfield\.load\(decoding=\{'sample': 'sample', 'beam': 'beam'\}\)",
@@ -125,14 +125,14 @@ def test_a_mistake_in_a_selection_is_one_line(
     arguments: dict[str, Any], error: type[JackfieldError], text: str
 ) -> None:
     arguments = {"decoding": BOTH, **arguments}
-    wrong(error, text, lambda: jackfield.plan(config_of("llama"), **arguments))
-    wrong(error, text, lambda: load(**arguments))
+    assert_mistake(error, text, lambda: jackfield.plan(config_of("llama"), **arguments))
+    assert_mistake(error, text, lambda: load(**arguments))
 
 
 def test_a_pool_that_holds_one_text_and_not_four_is_refused_by_its_size() -> None:
     with load(cache_implementation="paged?page_size=4&num_tokens=32") as engine:
         assert engine.generate(PROMPT, max_new_tokens=COUNT)[0].finish_reason == "length"
-        wrong(
+        assert_mistake(
             CacheFullError,
             "each of 4 beams by itself, need 64 places.*or num_beams.*num_tokens=64",
             lambda: engine.generate(PROMPT, num_beams=4, max_new_tokens=COUNT),
@@ -198,7 +198,7 @@ def test_a_streamed_search_is_told_at_its_end_in_one_piece() -> None:
             return [delta async for delta in engine.astream(PROMPT, **asked)]
 
         assert [d.text for d in asyncio.run(awaited())] == [expected.text]
-        wrong(SettingsError, "num_return_sequences=2 has no single reader",
+        assert_mistake(SettingsError, "num_return_sequences=2 has no single reader",
               lambda: engine.submit(PROMPT, num_return_sequences=2, **asked))  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:
     with load(cache_implementation="paged") as engine:
         engine._loop.schedule = CheckedSchedule(Stingy(), "stingy")
         assert engine.generate(PROMPT, max_new_tokens=3)[0].finish_reason == "length"
-        wrong(
+        assert_mistake(
             PluginError,
             "^stingy: portions gives no request all of its beams$",
             lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=3),
@@ -396,8 +396,12 @@ class Wrong(Search):
 def test_a_search_is_held_to_its_contract(found: Any, text: str) -> None:
     search = checked(Wrong(found), "mine", 10)
     assert isinstance(search, Search)
-    wrong(PluginError, f"^mine: .*{text}", lambda: search.decide([group(2)], [torch.zeros(1, 10)]))
-    wrong(PluginError, "width must return", lambda: search.width(Settings(max_new_tokens=1)))
+    assert_mistake(
+        PluginError, f"^mine: .*{text}", lambda: search.decide([group(2)], [torch.zeros(1, 10)])
+    )
+    assert_mistake(
+        PluginError, "width must return", lambda: search.width(Settings(max_new_tokens=1))
+    )
 
 
 def test_the_search_of_the_docs_is_greedy_decoding() -> None:

@@ -1,8 +1,8 @@
 """``cuda_graph``: what a step launches between two attentions is recorded once, and played again.
 
-A step of one token launches some hundred kernels, each from Python and each shorter than its
-launch. A recording launches those of a whole stretch at once. The attention is left out, since its
-pages and lengths change with each step; after "piecewise" graphs, as vLLM calls them
+Python launches the kernels of a step one by one, and where there are few tokens, launching can take
+longer than computing. A recording launches those of a whole stretch at once. The attention is left
+out, since its pages and lengths change with each step; after "piecewise" graphs, as vLLM calls them
 (https://docs.vllm.ai/en/latest/design/cuda_graphs/).
 """
 

@@ -23,7 +23,11 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory, so they must be played in the order they came."""
+    """CUDA graphs that share one pool of memory: one is played at a time, and results are kept.
+
+    What a recording needs in between may lie where another one's does; what it returns lies there
+    alone for as long as somebody holds it.
+    """
 
     source = f"torch {torch.__version__}, CUDA graphs"
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _ATTEND = "jackfield::attend"
 
+#: `Recorder.record`.
+Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
 
 class RecordedCompilation(TorchCompilation):
     """Each shape is recorded when its first step runs, and again where what it read has moved."""
@@ -33,29 +36,33 @@ class RecordedCompilation(TorchCompilation):
 
     def _recorded(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         del inputs
-        whole = Stretches(graph, self._recorder)
+        whole = Stretches(graph, self._record)
 
         def run(*tensors: torch.Tensor) -> Any:
-            before = whole.recordings
-            try:
-                return whole(*tensors)
-            except RuntimeError as error:  # torch's word for all that a GPU cannot do
-                if whole.recordings == before:
-                    raise
-                raise ExecutionError(self.complaint(error)) from error
-            finally:
-                if whole.recordings > before:
-                    self.count()
+            found = whole(*tensors)
+            if whole.recorded:
+                whole.recorded = False
+                self.count()
+            return found
 
         return run
 
+    def _record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        try:
+            return self._recorder.record(run)
+        except RuntimeError as error:  # torch's word for all that a GPU cannot do
+            raise ExecutionError(self.complaint(error)) from error
+
 
 class Stretches:
-    """A graph whose stretches between attentions are recordings. `recordings` counts them."""
+    """A graph whose stretches between attentions are recordings.
 
-    def __init__(self, graph: torch.fx.GraphModule, recorder: Recorder) -> None:
-        self.recordings = 0
-        self._recorder = recorder
+    `recorded`: some were recorded since somebody set it to False.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, record: Record) -> None:
+        self.recorded = False
+        self._record = record
         self._all: list[Stretch] = []
         self._whole = split_module(graph, graph, _numbered(graph), keep_original_order=True)
         for name, part in list(self._whole.named_children()):
@@ -68,8 +75,9 @@ class Stretches:
         return self._whole(*tensors)
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        self.recordings += 1
-        return self._recorder.record(run)
+        made = self._record(run)
+        self.recorded = True
+        return made
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies at the same place in each step: a weight, or what is recorded."""
