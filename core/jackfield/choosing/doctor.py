@@ -84,10 +84,12 @@ def _first(installed: Iterable[Distribution]) -> dict[str, Distribution]:
 def _name(dist: Distribution) -> str | None:
     """None for a folder that an interrupted installation left without readable metadata."""
     try:
-        name: str | None = dist.metadata["Name"]
-    except (KeyError, OSError, TypeError, ValueError):  # which one depends on Python's version
+        headers = dist.metadata
+        if "Name" not in headers:  # what [] does then depends on Python's version
+            return None
+        return canonicalize_name(headers["Name"]) or None
+    except (OSError, TypeError, ValueError):  # TypeError: there are no headers at all
         return None
-    return canonicalize_name(name) if name else None
 
 
 def plugins(found: Registry) -> Iterator[Finding]:
