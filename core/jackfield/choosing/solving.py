@@ -10,6 +10,7 @@ from jackfield.choosing.candidates import Candidate
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Quantizable, make_options
 from jackfield.contracts import Backend, GivenConfig, Requirements
+from jackfield.contracts.cache import impossible
 from jackfield.errors import JackfieldError
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
@@ -117,7 +118,12 @@ def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirement
 
 def judge(backend: Backend, needs: Requirements, options: Any) -> list[str]:
     """Every reason against `backend` for this job. One whose check breaks is refused with it."""
-    return [*_ask(backend.available), *_ask(backend.refuse, needs, options)]
+    reasons = (
+        *_ask(backend.available),
+        *_ask(backend.refuse, needs, options),
+        *impossible(backend, needs),
+    )
+    return list(dict.fromkeys(reasons))
 
 
 def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:

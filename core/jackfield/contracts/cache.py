@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.packed import PACKED_LAYER_TYPES, not_packed
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class CacheCapabilities:
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
         unknown(self.layer_types, LAYER_TYPES, "layer type")
+        if self.layout == "packed":
+            unknown(self.layer_types, PACKED_LAYER_TYPES, "layer type of the packed layout")
         unknown(self.dtypes, DTYPES, "dtype")
         unknown(self.rollback, self.layer_types, "layer type to roll back")
         if not (self.layer_types and self.dtypes):
@@ -278,6 +281,12 @@ class Cache(Backend):
         if not isinstance(getattr(self, "capabilities", None), CacheCapabilities):
             found.append("`capabilities` must be a CacheCapabilities")
         return found
+
+
+def impossible(backend: Backend, requirements: Requirements) -> list[str]:
+    """Why no cache of the layout of `backend` can do this job, whatever that one says itself."""
+    packed = isinstance(backend, Cache) and backend.capabilities.layout == "packed"
+    return not_packed(requirements) if packed else []
 
 
 class TransformersCache(Cache):

@@ -6,12 +6,52 @@ A cache of this layout stores a layer's new keys and values itself and hands the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+
+from jackfield.contracts.requirements import Requirements
 
 if TYPE_CHECKING:
     import torch
+
+#: The layer types that a packed layer can describe: it names a window, and nothing else.
+PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+#: What a model needs of its attention -> why it cannot be packed. The attention is told what
+#: each sequence holds, not what its mask is: causal, with or without a window.
+_NOT_PACKED: Mapping[str, str] = MappingProxyType(
+    {
+        "own_attention": "needs its own attention",
+        "own_mask": "has no place for a mask of the model's own",
+        "bidirectional_prefix": "has no place for a prefix that is read in both directions",
+    }
+)
+
+
+def not_packed(requirements: Requirements) -> list[str]:
+    """Why no cache can have a model's tokens in the packed layout; empty: one may."""
+    r = requirements
+    reasons = [
+        f"does not hold {layer_type} layers"
+        for layer_type in sorted(set(r.layer_types) - PACKED_LAYER_TYPES)
+    ]
+    reasons += [
+        f"{problem} ({r.features[feature]})"
+        for feature, problem in _NOT_PACKED.items()
+        if feature in r.features
+    ]
+    if len(r.execution_devices) > 1:
+        names = ", ".join(r.execution_devices)
+        reasons.append(f"keeps its page tables on one device, and layers compute on {names}")
+    if r.irregular:
+        reasons.append(
+            "stores one layer's keys and values for each call of an attention, and here "
+            f"{r.irregular}"
+        )
+    return reasons
 
 
 class Span(NamedTuple):

@@ -15,15 +15,6 @@ from jackfield.figures.units import in_units
 #: Of a pool that grows as needed: how many pages it begins with.
 FIRST_PAGES = 64
 
-#: What a model needs of its attention -> why pages do not go with it. The attention is told what
-#: each sequence holds, not what its mask is: causal, with or without a window.
-_NO_PAGES = {
-    "own_attention": "needs its own attention",
-    "own_mask": "has no place for a mask of the model's own",
-    "bidirectional_prefix": "has no place for a prefix that is read in both directions",
-}
-
-
 @dataclass(frozen=True)
 class PagedOptions:
     """How the pages are cut, and what becomes of those that nobody holds.
@@ -86,17 +77,6 @@ class PagedCache(Cache):
             )
         if requirements.batch_invariant and options.prefix_sharing:
             reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
-        for feature, problem in _NO_PAGES.items():
-            if evidence := requirements.features.get(feature):
-                reasons.append(f"{problem} ({evidence})")
-        if len(requirements.execution_devices) > 1:
-            names = ", ".join(requirements.execution_devices)
-            reasons.append(f"keeps its page tables on one device, and layers compute on {names}")
-        if requirements.irregular:
-            reasons.append(
-                "stores one layer's keys and values for each call of an attention, and here "
-                f"{requirements.irregular}"
-            )
         return reasons
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
