@@ -15,6 +15,7 @@ from jackfield.figures.units import in_units
 #: Of a pool that grows as needed: how many pages it begins with.
 FIRST_PAGES = 64
 
+
 @dataclass(frozen=True)
 class PagedOptions:
     """How the pages are cut, and what becomes of those that nobody holds.
