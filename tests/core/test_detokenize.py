@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jackfield.asking.detokenize import Detokenizer
+from jackfield.asking.detokenize import Detokenizer, opening
 from jackfield.asking.settings import Settings
 from jackfield.running.sequences import Sequence
 
@@ -61,6 +61,71 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+@functools.cache
+def gemma_like() -> Tokenizer:
+    """Bytes and metaspaces as well, and no space goes."""
+    tokenizer = Tokenizer.from_str(byte_fallback().to_str())
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+@functools.cache
+def unigram() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdeht", "▁the", "th"]
+    model = models.Unigram([(p, -float(i)) for i, p in enumerate(pieces)], 0, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+@functools.cache
+def wordpiece() -> Tokenizer:
+    pieces = [
+        "[UNK]",
+        "the",
+        "##at",
+        "c",
+        "##s",
+        "é",
+        "##é",
+        ".",
+        ",",
+        "n't",
+        "'",
+        "##,",
+        "日",
+        "a",
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+@functools.cache
+def joined_by_spaces() -> Tokenizer:
+    """No decoder at all."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2}, unk_token="[UNK]"))
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+def opened(make, stops: list[str] | tuple[str, ...] = ()) -> Detokenizer:
+    return Detokenizer(make().decode, stops, opening(make().decode, make().token_to_id))
+
+
+EVERY = pytest.mark.parametrize(
+    "make",
+    [byte_level, byte_fallback, gemma_like, unigram, wordpiece, joined_by_spaces],
+    ids=lambda make: make.__name__,
+)
 MAKERS = pytest.mark.parametrize(
     "make", [byte_level, byte_fallback], ids=lambda make: make.__name__
 )
@@ -89,7 +154,7 @@ CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 @settings(max_examples=150, deadline=None)
 def test_the_stream_is_the_whole_text(make, text: str, cuts: list[int]) -> None:
     ids = make().encode(text).ids
-    detokenizer = Detokenizer(make().decode)
+    detokenizer = opened(make)
     deltas = [detokenizer.push(group) for group in groups(ids, cuts)]
     assert not any("\ufffd" in delta for delta in deltas)
     deltas.append(detokenizer.finish())
@@ -98,14 +163,81 @@ def test_the_stream_is_the_whole_text(make, text: str, cuts: list[int]) -> None:
     assert not detokenizer.stopped
 
 
-@given(ids=st.lists(st.integers(0, 329), max_size=40), cuts=CUTS)
-@settings(max_examples=200, deadline=None)
-def test_bytes_that_are_no_text_are_shown_as_in_the_whole(ids: list[int], cuts: list[int]) -> None:
-    decode = byte_level().decode
-    detokenizer = Detokenizer(decode)
+#: Bytes and pieces by chance would hardly ever be a character, so some of them are.
+PIECES = [
+    "<0x0A>",
+    "<0xE4>",
+    "<0xBD>",
+    "<0xA0>",
+    "<0xFF>",
+    "▁",
+    "▁the",
+    "a",
+    SPECIAL,
+    "Ċ",
+    "ä",
+    "½",
+]
+
+
+def any_tokens(make, data: st.DataObject) -> list[int]:
+    """Tokens of all kinds: bytes of no character, special ones, and ids that mean nothing."""
+    known = [token for piece in PIECES if (token := make().token_to_id(piece)) is not None]
+    token = st.one_of(st.sampled_from(known or [0]), st.integers(0, make().get_vocab_size() + 3))
+    return data.draw(st.lists(token, max_size=30))
+
+
+@EVERY
+@given(data=st.data(), cuts=CUTS)
+@settings(max_examples=150, deadline=None)
+def test_joined_deltas_are_the_decoding_of_all_tokens(make, data, cuts: list[int]) -> None:
+    ids = any_tokens(make, data)
+    detokenizer = opened(make)
     deltas = [detokenizer.push(group) for group in groups(ids, cuts)]
     assert not any(delta.endswith("\ufffd") for delta in deltas)
-    assert "".join(deltas) + detokenizer.finish() == decode(ids)
+    assert "".join(deltas) + detokenizer.finish() == make().decode(ids) == detokenizer.text
+
+
+@EVERY
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_text_ends_before_the_first_stop_string_or_is_whole(make, data) -> None:
+    """Stop strings are cut out of the text itself, so that they lie across tokens everywhere."""
+    ids = any_tokens(make, data)
+    whole = make().decode(ids)
+    at = st.integers(0, max(0, len(whole) - 1))
+    spans = data.draw(st.lists(st.tuples(at, st.integers(1, 4)), max_size=3))
+    never = ["no such text"]
+    stops = never + [stop for a, n in spans if (stop := whole[a : a + n].strip("\ufffd"))]
+    detokenizer, fed = opened(make, stops), []
+    for token in ids:
+        fed.append(token)
+        detokenizer.push([token])
+        if detokenizer.stopped:
+            break
+    detokenizer.finish()
+    said = make().decode(fed)
+    expected = ends_at(said, stops)
+    assert detokenizer.text == (said if expected is None else expected)
+    assert detokenizer.stopped == (expected is not None)
+    if stops == never:
+        assert detokenizer.text == whole
+
+
+def test_a_line_break_of_bytes_is_a_stop_string_at_once() -> None:
+    """Llama 2 says it as a byte, which is certain only when the next token is none."""
+    newline, letter = (byte_fallback().token_to_id(piece) for piece in ("<0x0A>", "a"))
+    detokenizer = opened(byte_fallback, ["\n"])
+    detokenizer.push([letter])
+    assert detokenizer.push([newline]) == ""
+    assert detokenizer.stopped
+
+
+def test_a_decoder_that_takes_back_what_was_shown_is_told() -> None:
+    detokenizer = Detokenizer(lambda ids: "".join(map(chr, ids)).replace("ab", "x"))
+    assert [detokenizer.push([ord(c)]) for c in "ab"] == ["a", ""]
+    with pytest.raises(ValueError, match="another text of the first tokens"):
+        detokenizer.finish()
 
 
 @MAKERS
@@ -114,7 +246,7 @@ def test_bytes_that_are_no_text_are_shown_as_in_the_whole(ids: list[int], cuts: 
 def test_a_text_that_is_cut_inside_a_character_shows_what_is_whole(make, text: str, data) -> None:
     ids = make().encode(text).ids
     ids = ids[: data.draw(st.integers(0, len(ids)))]
-    detokenizer = Detokenizer(make().decode)
+    detokenizer = opened(make)
     shown = "".join(detokenizer.push([token]) for token in ids)
     assert text.startswith(shown)
     rest = detokenizer.finish()
@@ -132,7 +264,7 @@ def test_special_tokens_leave_no_trace(make, text: str, at: list[int]) -> None:
         at = []  # a special token between the bytes of one character breaks it in the whole too
     for index in at:
         ids.insert(min(index, len(ids)), special)
-    detokenizer = Detokenizer(make().decode)
+    detokenizer = opened(make)
     shown = "".join(detokenizer.push([token]) for token in [*ids, special])
     assert shown + detokenizer.finish() == make().decode([*ids, special])
 
@@ -157,7 +289,7 @@ def test_stop_strings_never_leak_however_the_tokens_come(
     make, text: str, stops: list[str], cuts: list[int]
 ) -> None:
     expected = ends_at(text, stops)
-    detokenizer = Detokenizer(make().decode, stops)
+    detokenizer = opened(make, stops)
     for group in groups(make().encode(text).ids, cuts):
         detokenizer.push(group)
         assert (text if expected is None else expected).startswith(detokenizer.text)

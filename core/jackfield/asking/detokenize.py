@@ -16,20 +16,27 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """Turns the new tokens of one request into text.
 
-    `decode` maps token ids to text (special tokens left out). `stopped` becomes True when one of
-    `stop_strings` appears; the text ends before it.
+    `decode` maps token ids to text (special tokens left out). `opening`: tokens that make another
+    text of what stands before them, where it is not certain yet; in a tokenizer with byte fallback
+    a byte of no character, since a run of bytes is text only where all of it is. `stopped` becomes
+    True when one of `stop_strings` appears; the text ends before it. The text is what `decode`
+    makes of all tokens, and what was shown is its beginning.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()
+        self,
+        decode: Callable[[list[int]], str],
+        stop_strings: Sequence[str] = (),
+        opening: Sequence[int] = (),
     ) -> None:
         self._decode = decode
         self._stops = tuple(stop_strings)
+        self._opening = list(opening)
         self._ids: list[int] = []
         self._prefix = 0  # where the window begins
         self._read = 0  # tokens before this one are in `_text`
         self._prefix_text = ""
-        self._text = ""  # complete characters, shown or held back
+        self._text = ""  # of the certain tokens; shown or held back
         self._shown = 0  # how much of `_text` was returned
         self.stopped = False
 
@@ -48,44 +55,73 @@ class Detokenizer:
         """Add tokens; returns the text that is certain now."""
         self._ids.extend(tokens)
         window = self._decode(self._ids[self._prefix :])
-        # A replacement character at the end is half of a character that the next token completes.
-        if window.endswith(_REPLACEMENT) or len(window) <= len(self._prefix_text):
-            return ""
-        self._take(window)
-        return self._show(self._certain())
+        if len(window) > len(self._prefix_text) and self._is_certain(window):
+            self._text += window[len(self._prefix_text) :]
+            self._prefix, self._read = self._read, len(self._ids)
+            self._prefix_text = self._decode(self._ids[self._prefix :])
+            self._stop(self._text)
+        else:  # a stop string counts as soon as it is there: the text may end with it
+            self._stop(self._text + window[len(self._prefix_text) :].rstrip(_REPLACEMENT))
+        if self.stopped:
+            return self._show(len(self._text))
+        pending = self._text[self._shown :]
+        held = max((_overlap(pending, stop) for stop in self._stops), default=0)
+        return self._show(len(self._text) - held)
 
     def finish(self) -> str:
-        """No more tokens come: returns the rest, incomplete characters as U+FFFD."""
+        """No more tokens come: returns the rest, incomplete characters as U+FFFD.
+
+        Raises ValueError where a part of the text is not what it was when it was shown.
+        """
         if self.stopped:
             return ""
-        window = self._decode(self._ids[self._prefix :])
-        if len(window) > len(self._prefix_text):
-            self._take(window)
-        self._certain()
+        whole = self._decode(self._ids)
+        if not whole.startswith(self.text):
+            raise ValueError(
+                "the tokenizer makes another text of the first tokens when more follow; use "
+                "generate, without stop strings, where all are decoded at once"
+            )
+        self._text = whole
+        self._stop(whole)
         return self._show(len(self._text))
 
-    def _take(self, window: str) -> None:
-        self._text += window[len(self._prefix_text) :]
-        self._prefix, self._read = self._read, len(self._ids)
-        self._prefix_text = self._decode(self._ids[self._prefix : self._read])
+    def _is_certain(self, window: str) -> bool:
+        """Whether no token that follows can change a character of `window`."""
+        # A replacement character at the end is half of a character that the next token completes.
+        if window.endswith(_REPLACEMENT):
+            return False
+        if not self._opening:
+            return True
+        return self._decode([*self._ids[self._prefix :], *self._opening]).startswith(window)
 
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(self._shown, end)
         return self._text[start : self._shown]
 
-    def _certain(self) -> int:
-        """Where the text ends that cannot become part of a stop string; looks for a whole one.
+    def _stop(self, text: str) -> None:
+        """Look for a stop string in what of `text` was not shown; where one is, the text ends.
 
         Of several, the one that is whole first counts: however the text comes in pieces, the same.
         """
-        pending = self._text[self._shown :]
+        pending = text[self._shown :]
         found = ((pending.find(stop), len(stop)) for stop in self._stops)
         if hits := [(at + length, at) for at, length in found if at >= 0]:
             self.stopped = True
-            self._text = self._text[: self._shown + min(hits)[1]]
-            return len(self._text)
-        held = max((_overlap(pending, stop) for stop in self._stops), default=0)
-        return len(self._text) - held
+            self._text = text[: self._shown + min(hits)[1]]
+
+
+def opening(
+    decode: Callable[[list[int]], str], token_of: Callable[[str], int | None]
+) -> tuple[int, ...]:
+    """What a `Detokenizer` needs as its `opening`: a byte that no character begins or ends with.
+
+    `token_of` says the id of a piece. Empty: the tokenizer does not fall back on bytes.
+    """
+    for byte in range(0xFF, 0x7F, -1):
+        token = token_of(f"<0x{byte:02X}>")
+        if token is not None and decode([token]) == _REPLACEMENT:
+            return (token,)
+    return ()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import Any
 
+from jackfield.asking.detokenize import Detokenizer, opening
 from jackfield.asking.prompts import Prompt, encode
 from jackfield.running.sequences import Sequence
 
@@ -29,6 +31,15 @@ class Text:
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         return text
+
+    def detokenizer(self, stop_strings: Seq[str]) -> Detokenizer:
+        """What makes the text of one request as its tokens come."""
+        return Detokenizer(self.decode, stop_strings, self._opening)
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        token_of = getattr(self.tokenizer, "convert_tokens_to_ids", None)
+        return () if token_of is None else opening(self.decode, token_of)
 
     def spell(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens and all."""

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import track
 
 from jackfield.asking.beam_settings import check_width
-from jackfield.asking.detokenize import Detokenizer
 from jackfield.asking.prompts import Prompt, is_batch
 from jackfield.asking.settings import Limits, normalized, resolve
 from jackfield.asking.texts import Text, bridge
@@ -285,7 +284,7 @@ class Engine:
         for sample in range(width or settings.num_return_sequences):
             detokenizer = None
             if self.tokenizer is not None and (streams or settings.stop_strings):
-                detokenizer = Detokenizer(self._text.decode, settings.stop_strings)
+                detokenizer = self._text.detokenizer(settings.stop_strings)
             leader = made[0] if made and width is None else None
             running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
             running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
