@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,39 +19,51 @@ from jackfield.choosing.planning import Plan
 from jackfield.choosing.selection import AUTO, Quantizable, Selectable
 from jackfield.choosing.solving import ARGUMENTS
 from jackfield.choosing.strategies import Strategies
+from jackfield.choosing.wording import in_our_words
 from jackfield.errors import UsageError
 from jackfield.running.bound import weights
 from jackfield.running.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.running.engine import Engine
 
 
-def load(
-    model: str | Path | PreTrainedModel,
-    *,
-    attn_implementation: Selectable = AUTO,
-    cache_implementation: Selectable = AUTO,
-    quantization: Quantizable = AUTO,
-    decoding: Strategies = AUTO,
-    assistant_model: Model | None = None,
-    assistant: Mapping[str, Any] | None = None,
-    scheduler: Selectable = AUTO,
-    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
-    kernels: Selectable = AUTO,
-    dtype: str = AUTO,
-    device_map: DeviceMap = AUTO,
-    max_memory: Mapping[str | int, str | int] | None = None,
-    offload_folder: str | Path | None = None,
-    adapter: str | Path | None = None,
-    merge_adapter: bool = False,
-    revision: str | None = None,
-    tokenizer: Any | None = None,
-    max_batch_size: int = 32,
-    max_batch_tokens: int | None = None,
-    prefill_chunk_size: int | None = None,
-    max_waiting: int | None = None,
-    deterministic: bool = False,
-    stall_after: float = 60.0,
-) -> Engine:
+class PlanArguments(TypedDict, total=False):
+    """What `jackfield.plan` takes beside the model; what is left out is "auto" or None."""
+
+    attn_implementation: Selectable
+    cache_implementation: Selectable
+    quantization: Quantizable
+    decoding: Strategies
+    assistant_model: Model | None
+    assistant: Mapping[str, Any] | None
+    scheduler: Selectable
+    compile: Selectable | bool
+    kernels: Selectable
+    dtype: Any
+    device_map: DeviceMap
+    max_memory: Mapping[str | int, str | int] | None
+    offload_folder: str | Path | None
+    adapter: str | Path | None
+    merge_adapter: bool
+    revision: str | None
+    deterministic: bool
+
+
+class LoadArguments(PlanArguments, total=False):
+    """What `jackfield.load` takes beside the model."""
+
+    tokenizer: Any
+    max_batch_size: int
+    max_batch_tokens: int | None
+    prefill_chunk_size: int | None
+    max_waiting: int | None
+    stall_after: float
+
+
+_OF_A_PLAN = frozenset(get_type_hints(PlanArguments))
+_OF_LOADING = frozenset(get_type_hints(LoadArguments))
+
+
+def load(model: str | Path | PreTrainedModel, **arguments: Unpack[LoadArguments]) -> Engine:
     """Decide, load, bind.
 
     `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
@@ -59,7 +71,12 @@ def load(
     ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
     these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
     also be one of transformers' quantization config objects. `kernels` are fused layers, all that
-    are named; "auto" is none. `dtype` is "auto" or a name such as "bfloat16".
+    are named; "auto" is none. `compile` may also be a bool. `dtype` is "auto", a name such as
+    "bfloat16" or a torch.dtype.
+
+    None is the same as leaving an argument out. Keywords of `from_pretrained` and `pipeline` are
+    taken where they mean one of these, and otherwise answered with what to write: see
+    `jackfield.choosing.habits`.
 
     `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
     the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a
@@ -84,80 +101,23 @@ def load(
     Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
     weight is loaded, or CheckpointError where the weights themselves are broken.
     """
-    return prepare(
-        model,
-        attn_implementation=attn_implementation,
-        cache_implementation=cache_implementation,
-        quantization=quantization,
-        decoding=decoding,
-        assistant_model=assistant_model,
-        assistant=assistant,
-        scheduler=scheduler,
-        compile=compile,
-        kernels=kernels,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        adapter=adapter,
-        merge_adapter=merge_adapter,
-        revision=revision,
-        tokenizer=tokenizer,
-        max_batch_size=max_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        prefill_chunk_size=prefill_chunk_size,
-        max_waiting=max_waiting,
-        deterministic=deterministic,
-        stall_after=stall_after,
-    ).load()
+    return prepare(model, **arguments).load()
 
 
 def plan(
-    model: str | PreTrainedModel | PreTrainedConfig,
-    *,
-    attn_implementation: Selectable = AUTO,
-    cache_implementation: Selectable = AUTO,
-    quantization: Quantizable = AUTO,
-    decoding: Strategies = AUTO,
-    assistant_model: Model | None = None,
-    assistant: Mapping[str, Any] | None = None,
-    scheduler: Selectable = AUTO,
-    compile: Selectable = AUTO,  # noqa: A002 - what it is called in transformers, too
-    kernels: Selectable = AUTO,
-    dtype: str = AUTO,
-    device_map: DeviceMap = AUTO,
-    max_memory: Mapping[str | int, str | int] | None = None,
-    offload_folder: str | Path | None = None,
-    adapter: str | Path | None = None,
-    merge_adapter: bool = False,
-    revision: str | None = None,
-    deterministic: bool = False,
+    model: str | Path | PreTrainedModel | PreTrainedConfig, **arguments: Unpack[PlanArguments]
 ) -> Plan:
     """Decide, without loading a weight, what `jackfield.load` would run with these arguments.
 
     `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
     `load` would raise.
     """
-    _, plan, _ = _decided(
-        model,
-        attn_implementation=attn_implementation,
-        cache_implementation=cache_implementation,
-        quantization=quantization,
-        decoding=decoding,
-        assistant_model=assistant_model,
-        assistant=assistant,
-        scheduler=scheduler,
-        compile=compile,
-        kernels=kernels,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        adapter=adapter,
-        merge_adapter=merge_adapter,
-        revision=revision,
-        deterministic=deterministic,
-    )
+    if later := [name for name in arguments if name in _OF_LOADING - _OF_A_PLAN]:
+        raise UsageError(
+            f"jackfield.plan takes no {later[0]}, which chooses no backend; give it to "
+            "jackfield.load"
+        )
+    _, plan, _ = _decided(model, **in_our_words(arguments, _OF_A_PLAN, "jackfield.plan"))
     return plan
 
 
@@ -190,7 +150,12 @@ class Prepared:
         return engine
 
 
-def prepare(
+def prepare(model: Any, **arguments: Any) -> Prepared:
+    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
+    return _prepared(model, **in_our_words(arguments, _OF_LOADING, "jackfield.load"))
+
+
+def _prepared(
     model: Any,
     *,
     tokenizer: Any | None = None,
@@ -201,7 +166,6 @@ def prepare(
     stall_after: float = 60.0,
     **arguments: Any,
 ) -> Prepared:
-    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
     check_sizes(

@@ -94,7 +94,7 @@ def weights_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("attn_implementation", [], "fallback"),
         ("attn_implementation", ["spda", "eager"], "'sdpa'"),
         ("attn_implementation", 7, "string"),
-        ("attn_implementation", None, "string"),
+        ("attn_implementation", 3, "string"),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         "docs/batching.md",
         "docs/beam.md",
         "docs/caches.md",
+        "docs/coming-from-transformers.md",
         "docs/decoding.md",
         "docs/kernels.md",
         "docs/memory.md",

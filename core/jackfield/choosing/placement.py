@@ -47,6 +47,8 @@ def asked(device_map: Any, max_memory: Any = None, offload_folder: Any = None) -
     """Check the form of the three arguments. Raises UsageError."""
     if isinstance(device_map, Mapping):
         where: str | dict[str, str] = _modules(device_map)
+    elif type(device_map).__module__ == "torch":  # a torch.device
+        where = str(device_map)
     elif isinstance(device_map, bool) or not (isinstance(device_map, str | int)):
         raise UsageError(
             f"device_map must be {', '.join(map(repr, STRATEGIES))}, a device or a dict of module "

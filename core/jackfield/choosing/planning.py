@@ -15,6 +15,7 @@ from jackfield.choosing.registry import Registry
 from jackfield.choosing.selection import AUTO
 from jackfield.choosing.solving import ORDER, Choice, Refusal, Solution, failure, solve
 from jackfield.choosing.strategies import chosen_beside, implied, offered, split
+from jackfield.choosing.wording import selected
 from jackfield.contracts import Requirements
 from jackfield.errors import PlanError, SelectionError
 from jackfield.figures.memory import CacheMemory, free_bytes
@@ -140,7 +141,7 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
-    selections = dict(selections)
+    selections = selected(selections, registry)
     kernels = selections.pop("kernel", AUTO)
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.choosing.planning import Plan
-from jackfield.choosing.selection import nearest
 from jackfield.demo.tasks import TASKS, heldout
 from jackfield.errors import PromptError, UsageError
 from jackfield.figures.evaluation import Evaluation, check_count, evaluate
@@ -179,13 +177,8 @@ def compare(
 def _prepare(side: Mapping[str, Any], text: str) -> None:
     """Raise what loading one side would raise, and PromptError for a text that it cannot score."""
     from jackfield.asking.texts import Text
-    from jackfield.front import load, prepare
+    from jackfield.front import prepare
 
-    known = inspect.signature(load).parameters
-    if stray := [name for name in side if name not in known]:
-        raise UsageError(
-            f"jackfield.load takes no argument {stray[0]!r}{nearest(str(stray[0]), known)}"
-        )
     ready = prepare(**side)
     if ready.tokenizer is None:
         raise PromptError(_NO_TEXTS)
