@@ -33,9 +33,13 @@ __all__ = [
 
 
 class JackfieldError(Exception):
-    """The root of every error that jackfield raises on purpose."""
+    """The root of every error that jackfield raises on purpose.
+
+    `plugin` says whose code raised or caused it: kind, name, distribution and version.
+    """
 
     exit_code = 1
+    plugin: str | None = None
 
 
 class UsageError(JackfieldError):

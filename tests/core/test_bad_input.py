@@ -106,7 +106,7 @@ def test_backend_names(folder: Path, argument: str, name: Any, nearest: str) -> 
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("splits=two", "'splits' of attention 'tuned' must be of type int"),
+        ("splits=two", "'splits' of attention 'tuned' of test 1 must be of type int"),
         ("splits=1.5", "must be of type int"),
         ("scale=big", "must be of type float"),
         ("causal=maybe", "must be of type bool"),

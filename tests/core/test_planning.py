@@ -266,7 +266,9 @@ def test_options_reach_the_backend() -> None:
         "options": {"page_size": 64},
         "how": "named",
     }
-    with pytest.raises(OptionError, match=r"cache 'paged' has no option 'pagesize'.*'page_size'"):
+    with pytest.raises(
+        OptionError, match=r"cache 'paged' of outside 1.0 has no option 'pagesize'.*'page_size'"
+    ):
         choose(registry, cache="paged?pagesize=64")
     with pytest.raises(OptionError, match="must be of type int"):
         choose(registry, cache=["grow", "paged?page_size=big"])
@@ -435,18 +437,18 @@ def exits(*args: Any) -> Any:
 @pytest.mark.parametrize(
     ("member", "value", "reason"),
     [
-        ("available", broken, "its own available() raised OSError: driver gone"),
-        ("refuse", broken, "its own refuse() raised OSError: driver gone"),
-        ("imply", broken, "its own imply() raised OSError: driver gone"),
-        ("refuse", exits, "its own refuse() raised SystemExit: 3"),
+        ("available", broken, "available raised OSError: driver gone"),
+        ("refuse", broken, "refuse raised OSError: driver gone"),
+        ("imply", broken, "imply raised OSError: driver gone"),
+        ("refuse", exits, "refuse raised SystemExit: 3"),
         ("available", lambda self: None,
-         "its own available() returned None where a list of reasons was due"),
+         "available must return a list of reasons, got None"),
         ("refuse", lambda self, needs, options: "no GPU",
-         "its own refuse() returned 'no GPU' where a list of reasons was due"),
+         "refuse must return a list of reasons, got 'no GPU'"),
         ("refuse", lambda self, needs, options: [OSError("x")],
-         "its own refuse() returned [OSError('x')] where a list of reasons was due"),
+         "refuse must return a list of reasons, got [OSError('x')]"),
         ("imply", lambda self, needs, options: None,
-         "its own imply() returned None where Requirements were due"),
+         "imply must return Requirements, got None"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["attention", "cache", "compiler", "decoding", "quantizer"])
@@ -458,6 +460,7 @@ def test_a_backend_whose_check_breaks_is_refused_with_the_error(
 
     check.__name__ = member
     registry = socket(fake(kind, "bad", auto_rank=99, **{member: check}))
+    reason = f"{kind} 'bad' of outside 1.0: {reason}"
     assert refused(choose(registry)) == {"bad": (reason,)}
     assert f"bad ({reason}); use " in why_not(registry, **{kind: "bad"})
 
@@ -465,7 +468,7 @@ def test_a_backend_whose_check_breaks_is_refused_with_the_error(
 def test_what_is_missing_is_told_even_where_the_other_check_breaks() -> None:
     members = {"available": lambda self: ["pip install jackfield[x]"], "refuse": broken}
     error = why_not(socket(fake("attention", "bad", **members)), attention="bad")
-    assert "bad (pip install jackfield[x]; its own " in error
+    assert "bad (pip install jackfield[x]; attention 'bad' of outside 1.0: refuse raised" in error
 
 
 def test_nothing_to_choose_from() -> None:

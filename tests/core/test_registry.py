@@ -112,7 +112,7 @@ def test_what_bind_returns_is_passed_on() -> None:
 def test_a_bind_that_breaks_is_named(bind: Any, message: str) -> None:
     with pytest.raises(PluginError) as caught:
         bound_by(bind)
-    assert str(caught.value).startswith(f"bind of attention 'mine' of outside 1.0 {message}")
+    assert str(caught.value).startswith(f"attention 'mine' of outside 1.0: bind {message}")
 
 
 def test_an_error_of_our_tree_stays_itself() -> None:

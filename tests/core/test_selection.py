@@ -201,7 +201,7 @@ def test_the_class_may_refuse_values() -> None:
 
     with pytest.raises(OptionError, match=r"^cache 'paged': page_size must be a multiple of 16$"):
         make_options(Paged, {"page_size": "5"}, "cache 'paged'")
-    with pytest.raises(PluginError, match="options of cache 'paged' raised KeyError: 'seven'"):
+    with pytest.raises(PluginError, match=r"^cache 'paged': options raised KeyError: 'seven'"):
         make_options(Paged, {"page_size": "7"}, "cache 'paged'")
 
 

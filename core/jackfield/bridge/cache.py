@@ -7,10 +7,11 @@ from transformers import Cache, PreTrainedModel
 from jackfield.bridge.requirements import describe
 from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import make_options, parse
+from jackfield.choosing.guarded import fault, shown
+from jackfield.choosing.selection import parse
 from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext, TransformersCache
-from jackfield.errors import PlanError, PluginError, UsageError
+from jackfield.errors import PlanError, UsageError
 
 
 def cache(selection: str, model: PreTrainedModel) -> Cache:
@@ -25,7 +26,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
     parsed = parse(selection)
     registered = registry().find("cache", parsed)
     backend = registered.backend
-    options = make_options(backend.options, parsed.arguments, f"cache {registered.name!r}")
+    options = registered.options(parsed.arguments)
     if not isinstance(backend, TransformersCache):
         layout = backend.capabilities.layout  # type: ignore[attr-defined]
         raise UsageError(
@@ -35,10 +36,10 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
         )
     dtype = str(model.dtype).removeprefix("torch.")
     needs = describe(model, dtype=dtype, device=input_device(model).type)
-    if reasons := judge(backend, needs, options):
+    if reasons := judge(registered, needs, options):
         raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)
-    made = backend.make(context, None)
+    made = registered.ask("make", context, None)
     if not isinstance(made, Cache):
-        raise PluginError(f"make of {registered} must return a transformers Cache, got {made!r}")
+        raise fault(registered, f"make must return a transformers Cache, got {shown(made)}")
     return made

@@ -137,7 +137,7 @@ def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
     """
     if stored_quantization(model.config) is None:
         return None
-    converted = {id(m) for m in model.modules() if quantizer.backend.converted(m)}  # type: ignore[attr-defined]
+    converted = {id(m) for m in model.modules() if quantizer.ask("converted", m)}
     linear = {
         id(module)
         for name, module in model.named_modules()

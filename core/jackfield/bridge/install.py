@@ -15,7 +15,7 @@ from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
 from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import PREFIX, make_options, parse
+from jackfield.choosing.selection import PREFIX, parse
 from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext
 from jackfield.errors import PlanError, UsageError
@@ -100,8 +100,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
     """Check the backend against `model`, register it, and return its key in transformers."""
     selection = parse(name)
     registered = registry().find("attention", selection)
-    owner = f"attention {registered.name!r}"
-    options = make_options(registered.backend.options, selection.arguments, owner)
+    options = registered.options(selection.arguments)
     if loading:
         # `model` is in the middle of its own __init__: ask a finished skeleton of the same class.
         _check_part(model, name)
@@ -110,7 +109,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
     else:
         shape, dtype, device = model, model.dtype, input_device(model).type
     needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
-    if reasons := judge(registered.backend, needs, options):
+    if reasons := judge(registered, needs, options):
         raise PlanError(
             f"attn_implementation={name!r} cannot run {needs.architecture}: {'; '.join(reasons)}; "
             "choose another, e.g. 'eager'"

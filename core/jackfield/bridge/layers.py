@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from jackfield.choosing.guarded import fault, guarded, shown
 from jackfield.choosing.registry import Registered
 from jackfield.choosing.solving import Choice
 from jackfield.contracts import BindContext, FusedLayer
-from jackfield.errors import ExecutionError, PlanError, PluginError
+from jackfield.errors import ExecutionError, PlanError
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4
@@ -60,7 +61,7 @@ def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Modu
     taken: dict[int, Choice] = {}
     for choice in choices:
         fits = partial(_fits, choice)
-        layers = [m for m in model.modules() if _ask(choice.registered, fits, m)]
+        layers = [m for m in model.modules() if fits(m)]
         if not layers:
             raise PlanError(
                 f"{choice.registered} finds no layer to replace in {type(model).__name__}; drop it"
@@ -76,7 +77,7 @@ def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Modu
 
 
 def _fits(choice: Choice, module: nn.Module) -> bool:
-    return bool(choice.backend.fits(module, choice.options))
+    return bool(choice.registered.ask("fits", module, choice.options))
 
 
 def bind_layers(
@@ -104,22 +105,16 @@ def _forwards(
                 f"{registered} would replace a {type(module).__name__} whose forward somebody else "
                 "has replaced; undo that first"
             )
-        forward = _ask(registered, fused.make, module)
+        with guarded(registered, f"make for {type(module).__name__}"):
+            forward = fused.make(module)
+        if not callable(forward):
+            raise fault(registered, f"make must return a function, got {shown(forward)}")
         key = (type(module), next(module.parameters()).shape)
         if key not in compared:
             _compare(registered, module, forward)
             compared.add(key)
         found.append((module, forward))
     return found
-
-
-def _ask(registered: Registered, function: Callable[..., Any], module: nn.Module) -> Any:
-    try:
-        return function(module)
-    except Exception as error:
-        raise PluginError(
-            f"{registered} failed on {type(module).__name__}: {type(error).__name__}: {error}"
-        ) from error
 
 
 @torch.no_grad()
@@ -134,13 +129,8 @@ def _compare(registered: Registered, module: nn.Module, forward: Callable[..., A
     given = rows.to(parameter.device, parameter.dtype)
     own = module(given).double()
     exact = copy.deepcopy(module).double()(given.double()).double()
-    try:
+    with guarded(registered, f"its function in the place of {type(module).__name__}"):
         new = forward(given.clone()).double()
-    except Exception as error:
-        raise PluginError(
-            f"{registered} fails in the place of {type(module).__name__}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     if new.shape != own.shape:
         raise ExecutionError(f"{registered} gives {list(new.shape)}, and {list(own.shape)} is due")
     scale = exact.abs().max()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import make_options, parse
+from jackfield.choosing.selection import parse
 from jackfield.contracts import BindContext
 from jackfield.errors import PlanError, UsageError
 
@@ -21,9 +21,8 @@ def quantization(selection: str) -> QuantizationConfigMixin:
     """
     parsed = parse(selection)
     registered = registry().find("quantizer", parsed)
-    owner = f"quantizer {registered.name!r}"
-    options = make_options(registered.backend.options, parsed.arguments, owner)
-    if reasons := registered.backend.available():
+    options = registered.options(parsed.arguments)
+    if reasons := registered.ask("available"):
         raise PlanError(f"{selection!r} cannot run here: {'; '.join(reasons)}")
     unknown: Any = None  # the model that transformers is going to load
     bound = registered.bind(

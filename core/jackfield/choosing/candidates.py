@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from jackfield.choosing.guarded import shown
 from jackfield.choosing.registry import Registered, Registry
-from jackfield.choosing.selection import AUTO, Selection, make_options, parse_all
+from jackfield.choosing.selection import AUTO, Selection, parse_all
 from jackfield.contracts import GivenConfig, Requirements
 from jackfield.contracts.quantizing import method
-from jackfield.errors import PlanError
+from jackfield.errors import JackfieldError, PlanError
 
 logger = logging.getLogger("jackfield")
 
@@ -37,9 +38,7 @@ def candidates_of(
     for item in parsed:
         if isinstance(item, Selection):
             registered = registry.find(kind, item)
-            owner = f"{kind} {registered.name!r}"
-            options = make_options(registered.backend.options, item.arguments, owner)
-            yield Candidate(registered, options, how)
+            yield Candidate(registered, registered.options(item.arguments), how)
         else:
             found = _automatic(registry, kind, needs)
             # A method's own backend has the last word on a checkpoint that is quantized already.
@@ -50,7 +49,7 @@ def _reader(registry: Registry, config: Any, needs: Requirements) -> Candidate:
     """The quantizer that a transformers config object belongs to."""
     stored = config.to_dict()
     for candidate in _automatic(registry, "quantizer", replace(needs, stored=stored)):
-        if candidate.registered.backend.reads(stored):  # type: ignore[attr-defined]
+        if candidate.registered.ask("reads", stored):
             return Candidate(candidate.registered, GivenConfig(config), "named")
     raise PlanError(
         f"no quantizer backend takes a {type(config).__name__} (method {method(stored)}); see "
@@ -63,16 +62,17 @@ def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[C
     for _, r in sorted(
         ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
     ):
-        yield Candidate(r, make_options(r.backend.options, {}, r.name), AUTO)
+        yield Candidate(r, r.options(), AUTO)
 
 
 def _rank(registered: Registered, needs: Requirements) -> int | None:
     """Its rank for this job; None, only by name, and a warning, where its own code breaks."""
     try:
-        rank: Any = registered.backend.rank(needs)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
-        rank = f"an error, {type(error).__name__}: {error}"
+        rank = registered.ask("rank", needs)
+    except JackfieldError as error:
+        logger.warning("auto passes over %s", error)
+        return None
     if type(rank) in (int, type(None)):
         return rank  # type: ignore[no-any-return]
-    logger.warning("auto passes over %s: its own rank() gave %s", registered, rank)
+    logger.warning("auto passes over %s: rank gave %s, not an int or None", registered, shown(rank))
     return None

@@ -16,12 +16,11 @@ from jackfield.bridge.source import ModelSource, find
 from jackfield.choosing.placement import Asked, Placement, asked
 from jackfield.choosing.planning import Plan, decide
 from jackfield.choosing.registry import Registered, Registry
-from jackfield.choosing.selection import AUTO, Quantizable, make_options
+from jackfield.choosing.selection import AUTO, Quantizable
 from jackfield.choosing.solving import judge
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
-from jackfield.errors import PlanError, UsageError
-from jackfield.figures.backend_sizes import told
+from jackfield.errors import JackfieldError, PlanError, UsageError
 from jackfield.figures.units import in_units
 
 if TYPE_CHECKING:
@@ -101,11 +100,8 @@ def _scale(plan: Plan) -> Any:
     choice, needs = plan["quantizer"], plan.requirements
 
     def weigh(weight: Weight) -> int | None:
-        try:
-            return choice.backend.weight_bytes(replace(needs, weights=(weight,)), choice.options)  # type: ignore[no-any-return]
-        except Exception as error:  # noqa: BLE001 - a plugin must not break its host
-            logger.debug("%s does not weigh %s: %s", choice.registered, weight.name, error)
-            return None
+        alone = replace(needs, weights=(weight,))
+        return choice.registered.size("weight_bytes", alone, choice.options)
 
     return weigh
 
@@ -113,7 +109,7 @@ def _scale(plan: Plan) -> Any:
 def _as_it_is(plan: Plan) -> bool:
     """Whether every weight is stored as it is, by what the quantizer says that they take."""
     needs, quantizer = plan.requirements, plan["quantizer"]
-    size = told(quantizer.backend.weight_bytes, needs, quantizer.options)
+    size = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     return needs.stored is None and size == plain_bytes(needs)
 
 
@@ -138,7 +134,8 @@ def _dtypes(plan: Plan, bound: int) -> list[str]:
     found = []
     for dtype in ("float32", "bfloat16"):
         if BYTES[dtype] < BYTES[needs.dtype] and needs.stored is None:
-            size = choice.backend.weight_bytes(replace(needs, dtype=dtype), choice.options)
+            smaller = replace(needs, dtype=dtype)
+            size = choice.registered.size("weight_bytes", smaller, choice.options)
             if size is not None and size <= bound:
                 found.append(f"dtype={dtype!r} ({in_units(size)})")
     return found
@@ -155,18 +152,15 @@ def _quantizers(registry: Registry, plan: Plan, bound: int) -> list[str]:
 
 
 def _size_with(registered: Registered, plan: Plan) -> int | None:
-    backend: Any = registered.backend
     if registered is plan["quantizer"].registered:
         return None
     try:
-        options = make_options(backend.options, {}, registered.name)
-        if judge(backend, plan.requirements, options):
-            return None
-        size: int | None = backend.weight_bytes(plan.requirements, options)
-    except Exception as error:  # noqa: BLE001 - a plugin must not break its host
-        logger.debug("%s does not say what it takes: %s", registered, error)
+        options = registered.options()
+    except JackfieldError:  # it needs an option, which we cannot know
         return None
-    return size
+    if judge(registered, plan.requirements, options):
+        return None
+    return registered.size("weight_bytes", plan.requirements, options)
 
 
 def understand(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jackfield.choosing.selection import AUTO, Selectable, Selection, make_options, parse_all
+from jackfield.choosing.selection import AUTO, Selectable, Selection, parse_all
 from jackfield.choosing.solving import Choice, judge
 from jackfield.errors import PlanError, SelectionError
 
@@ -26,9 +26,8 @@ def chosen_kernels(
         if not isinstance(item, Selection):
             raise SelectionError("kernels='auto' is none, and goes with no other; name the kernels")
         registered = registry.find("kernel", item)
-        owner = f"kernel {registered.name!r}"
-        options = make_options(registered.backend.options, item.arguments, owner)
-        if reasons := judge(registered.backend, needs, options):
+        options = registered.options(item.arguments)
+        if reasons := judge(registered, needs, options):
             raise PlanError(
                 f"kernels={str(item)!r} cannot run {needs.architecture} here: "
                 f"{'; '.join(reasons)}; drop it"

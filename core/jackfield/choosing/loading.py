@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jackfield import hookspecs
+from jackfield.choosing.guarded import shown, told
 from jackfield.choosing.selection import nearest
 from jackfield.contracts import CONTRACTS, Backend
 from jackfield.errors import PluginError
@@ -112,14 +113,6 @@ def _within(timeout: float, what: str, work: Callable[[], list[Offer]]) -> list[
     return result
 
 
-def told(error: BaseException) -> str:
-    """The type and the text of an error, which may itself be broken."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a plugin's own __str__
-        return type(error).__name__
-
-
 def _import(source: Source) -> Any:
     entry_point = source.entry_point
     try:
@@ -143,7 +136,8 @@ def _collect(module: Any, source: Source) -> list[Offer]:
         manager.register(module, source.entry_point.name)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise PluginError(_misspelt(manager, module) or told(error)) from error
+        lines = " ".join(str(error).split())  # pluggy's own text
+        raise PluginError(_misspelt(manager, module) or lines) from error
     hooks = {
         kind: impl.function
         for kind, hook in HOOKS.items()
@@ -177,11 +171,11 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Backend]:
     except BaseException as error:
         raise PluginError(f"hook {name} raised {told(error)}") from error
     if not isinstance(backends, list | tuple):
-        raise PluginError(f"hook {name} must return a list of backends, got {backends!r}")
+        raise PluginError(f"hook {name} must return a list of backends, got {shown(backends)}")
     for backend in backends:
         if not isinstance(backend, contract):
             raise PluginError(
-                f"hook {name} must return instances of {contract.__name__}, got {backend!r}"
+                f"hook {name} must return instances of {contract.__name__}, got {shown(backend)}"
             )
         flaws = [] if backend.kind == kind else [f"`kind` is {kind!r}, not {backend.kind!r}"]
         if flaws := flaws + backend.flaws():

@@ -17,7 +17,7 @@ from jackfield.choosing.solving import ORDER, Choice, Refusal, Solution, failure
 from jackfield.choosing.strategies import chosen_beside, implied, offered, split
 from jackfield.choosing.wording import selected
 from jackfield.contracts import Requirements
-from jackfield.errors import PlanError, SelectionError
+from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.figures.memory import CacheMemory, free_bytes
 
 logger = logging.getLogger("jackfield")
@@ -52,13 +52,13 @@ class Plan:
         needs, choice = self.requirements, self.choices["cache"]
 
         def request_bytes(tokens: int) -> int:
-            return choice.backend.request_bytes(needs, choice.options, tokens)  # type: ignore[no-any-return]
+            return choice.registered.ask("request_bytes", needs, choice.options, tokens)  # type: ignore[no-any-return]
 
         try:
             told = request_bytes(1) is not None
-            available = choice.backend.pool_bytes(needs, choice.options)
-        except Exception as error:  # noqa: BLE001 - a plugin must not break its host
-            logger.warning("%s does not say what it takes: %s", choice.registered, error)
+            available = choice.registered.ask("pool_bytes", needs, choice.options)
+        except JackfieldError as error:
+            logger.warning("what a request takes is unknown: %s", error)
             return None
         where = self.placement
         if available is None and where is not None and len(where.execution_devices) > 1:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from jackfield.choosing.selection import PREFIX, Selection, nearest
+from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.selection import PREFIX, Selection, make_options, nearest
 from jackfield.contracts import Backend, BindContext
-from jackfield.errors import JackfieldError, PluginError, SelectionError
+from jackfield.errors import JackfieldError, SelectionError
 from jackfield.hookspecs import HOOKS
 
 logger = logging.getLogger("jackfield")
@@ -66,17 +68,30 @@ class Registered:
     def name(self) -> str:
         return self.backend.name
 
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """What the backend's own method `what` returns. Raises PluginError where it breaks."""
+        with guarded(self, what):
+            return getattr(self.backend, what)(*arguments)
+
+    def size(self, what: str, *arguments: Any) -> int | None:
+        """Bytes that it is asked for; None where it does not say, or its own code breaks."""
+        try:
+            found = self.ask(what, *arguments)
+        except JackfieldError as error:
+            logger.debug("%s", error)
+            return None
+        return found if type(found) is int and found >= 0 else None
+
+    def options(self, arguments: Mapping[str, str] = MappingProxyType({})) -> Any:
+        """Its options from texts. Raises what `make_options` raises."""
+        return make_options(self.backend.options, arguments, self)
+
     def bind(self, context: BindContext) -> Any:
         """What the backend returns for `context`. Raises PluginError where its code breaks."""
-        try:
-            bound = self.backend.bind(context)
-        except JackfieldError:
-            raise
-        except Exception as error:
-            raise PluginError(f"bind of {self} raised {type(error).__name__}: {error}") from error
+        bound = self.ask("bind", context)
         if not isinstance(bound, self.backend.bound):
             wanted = " or ".join(cls.__name__ for cls in self.backend.bound)
-            raise PluginError(f"bind of {self} must return a {wanted}, got {bound!r}")
+            raise fault(self, f"bind must return a {wanted}, got {shown(bound)}")
         return bound
 
     def __str__(self) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from jackfield.errors import OptionError, PluginError, SelectionError
+from jackfield.choosing.guarded import guarded, text, told
+from jackfield.errors import OptionError, SelectionError
 
 AUTO = "auto"
 PREFIX = "plugin:"
@@ -96,8 +97,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
-def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any:
-    """An instance of the frozen dataclass `options`, from texts. `owner` names the backend.
+def make_options(options: type, arguments: Mapping[str, str], owner: object) -> Any:
+    """An instance of the frozen dataclass `options`, from texts. `owner`, as a string, names whose.
 
     Raises OptionError for an unknown key, a text that is not of the field's type, a missing
     required field, and a ValueError of the class itself; PluginError for any other error of it.
@@ -105,13 +106,13 @@ def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any
     fields = {field.name: field for field in dataclasses.fields(options) if field.init}
     hints = typing.get_type_hints(options)
     values = {}
-    for key, text in arguments.items():
+    for key, given in arguments.items():
         if key not in fields:
             known = ", ".join(sorted(fields)) or "none"
             raise OptionError(
                 f"{owner} has no option {key!r} (options: {known}){nearest(key, fields)}"
             )
-        values[key] = _convert(text, hints[key], f"option {key!r} of {owner}")
+        values[key] = _convert(given, hints[key], f"option {key!r} of {owner}")
     missing = [
         name
         for name, field in fields.items()
@@ -121,22 +122,19 @@ def make_options(options: type, arguments: Mapping[str, str], owner: str) -> Any
     ]
     if missing:
         raise OptionError(f"{owner} needs the option {missing[0]!r}: write '?{missing[0]}=…'")
-    try:
-        return options(**values)
-    except ValueError as error:
-        raise OptionError(f"{owner}: {error}") from None
-    except Exception as error:
-        raise PluginError(
-            f"the options of {owner} raised {type(error).__name__}: {error}"
-        ) from error
+    with guarded(owner, "options"):
+        try:
+            return options(**values)
+        except ValueError as error:
+            raise OptionError(text(error)) from None
 
 
 def option_flaws(options: type) -> list[str]:
     """Why texts cannot be turned into fields of the dataclass `options`."""
     try:
         hints = typing.get_type_hints(options)
-    except Exception as error:  # noqa: BLE001 - a plugin's own annotations
-        return [f"the types of `options` cannot be read: {type(error).__name__}: {error}"]
+    except BaseException as error:  # noqa: BLE001 - a plugin's own annotations
+        return [f"the types of `options` cannot be read: {told(error)}"]
     return [
         f"option {field.name!r} is of type {hints[field.name]}; options are int, float, bool, str, "
         "Literal or one of these | None"

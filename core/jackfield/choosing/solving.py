@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jackfield.choosing.candidates import Candidate
+from jackfield.choosing.guarded import shown
 from jackfield.choosing.registry import Registered, Registry
-from jackfield.choosing.selection import AUTO, Quantizable, make_options
-from jackfield.contracts import Backend, GivenConfig, Requirements
+from jackfield.choosing.selection import AUTO, Quantizable
+from jackfield.contracts import GivenConfig, Requirements
 from jackfield.contracts.cache import impossible
 from jackfield.errors import JackfieldError
 
@@ -89,7 +90,7 @@ def solve(
     refusals: list[Refusal] = []
     for candidate in candidates[kinds[0]]:
         registered = candidate.registered
-        implied = _implied(registered.backend, needs, candidate.options)
+        implied = _implied(registered, needs, candidate.options)
         if isinstance(implied, list):
             refusals.append(Refusal(registered, tuple(implied)))
             continue
@@ -103,37 +104,37 @@ def solve(
     return tuple(refusals)
 
 
-def _implied(backend: Backend, needs: Requirements, options: Any) -> Requirements | list[str]:
-    """What `backend` demands of the kinds decided later, or the reasons against it."""
-    if reasons := judge(backend, needs, options):
+def _implied(registered: Registered, needs: Requirements, options: Any) -> Requirements | list[str]:
+    """What a backend demands of the kinds decided later, or the reasons against it."""
+    if reasons := judge(registered, needs, options):
         return reasons
     try:
-        implied = backend.imply(needs, options)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
-        return [f"its own imply() raised {type(error).__name__}: {error}"]
+        implied = registered.ask("imply", needs, options)
+    except JackfieldError as error:
+        return [str(error)]
     if isinstance(implied, Requirements):
         return implied
-    return [f"its own imply() returned {implied!r} where Requirements were due"]
+    return [f"{registered}: imply must return Requirements, got {shown(implied)}"]
 
 
-def judge(backend: Backend, needs: Requirements, options: Any) -> list[str]:
-    """Every reason against `backend` for this job. One whose check breaks is refused with it."""
+def judge(registered: Registered, needs: Requirements, options: Any) -> list[str]:
+    """Every reason against a backend for this job. One whose check breaks is refused with it."""
     reasons = (
-        *_ask(backend.available),
-        *_ask(backend.refuse, needs, options),
-        *impossible(backend, needs),
+        *_reasons(registered, "available"),
+        *_reasons(registered, "refuse", needs, options),
+        *impossible(registered.backend, needs),
     )
     return list(dict.fromkeys(reasons))
 
 
-def _ask(check: Callable[..., list[str]], *arguments: Any) -> list[str]:
+def _reasons(registered: Registered, check: str, *arguments: Any) -> list[str]:
     try:
-        reasons: Any = check(*arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break its host
-        return [f"its own {check.__name__}() raised {type(error).__name__}: {error}"]
+        reasons = registered.ask(check, *arguments)
+    except JackfieldError as error:
+        return [str(error)]
     if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
         return list(reasons)
-    return [f"its own {check.__name__}() returned {reasons!r} where a list of reasons was due"]
+    return [f"{registered}: {check} must return a list of reasons, got {shown(reasons)}"]
 
 
 def failure(
@@ -188,7 +189,7 @@ def _advice(
     fitting = []
     for registered in registry.of_kind(kind):
         try:
-            options = make_options(registered.backend.options, {}, registered.name)
+            options = registered.options()
         except JackfieldError:  # it needs an option, which we cannot know
             continue
         instead = {**candidates, kind: [Candidate(registered, options, "named")]}

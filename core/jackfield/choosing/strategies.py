@@ -42,7 +42,7 @@ def chosen_beside(
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
     reasons = []
     for candidate in candidates_of(registry, "decoding", value, needs):
-        against = judge(candidate.registered.backend, needs, candidate.options)
+        against = judge(candidate.registered, needs, candidate.options)
         if not against:
             return Choice(candidate.registered, candidate.options, candidate.how)
         reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")
@@ -55,7 +55,7 @@ def _first(registry: Registry, needs: Requirements, value: Selectable, name: str
 def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
     """`needs`, and what each of `choices` demands of the kinds decided later."""
     for choice in choices.values():
-        needs = choice.backend.imply(needs, choice.options)
+        needs = choice.registered.ask("imply", needs, choice.options)
     return needs
 
 
@@ -80,7 +80,7 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
     for candidate in candidates_of(registry, "decoding", AUTO, needs):
         backend = candidate.registered.backend
         drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
-        if not drafts and not judge(backend, needs, candidate.options):
+        if not drafts and not judge(candidate.registered, needs, candidate.options):
             yield Choice(candidate.registered, candidate.options, "always offered")
             return
 

@@ -87,7 +87,7 @@ class _Judge:
                 yield self._verdict(registered, needs)
             if self.plan is not None and kind in ORDER:
                 choice = self.plan[kind]
-                needs = choice.backend.imply(needs, choice.options)
+                needs = choice.registered.ask("imply", needs, choice.options)
 
     def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
         kind = registered.kind
@@ -106,18 +106,17 @@ class _Judge:
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
         from jackfield.choosing.planning import decide
-        from jackfield.choosing.selection import make_options
         from jackfield.choosing.solving import judge
-        from jackfield.errors import OptionError, PlanError
+        from jackfield.errors import JackfieldError, PlanError
 
         for refusal in self.plan.refusals if self.plan is not None else ():
             if refusal.registered is registered:
                 return refusal.reasons
         try:
-            options = make_options(registered.backend.options, {}, registered.name)
-        except OptionError as error:
+            options = registered.options()
+        except JackfieldError as error:
             return [str(error)]
-        if reasons := judge(registered.backend, needs, options):
+        if reasons := judge(registered, needs, options):
             return reasons
         named = f"plugin:{registered.distribution}/{registered.name}"
         try:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jackfield.choosing.guarded import told
 from jackfield.choosing.selection import option_flaws
 from jackfield.contracts.requirements import Requirements
 
@@ -118,8 +119,8 @@ class Backend(ABC):
         if self.auto_rank is not None:
             try:
                 options()
-            except Exception as error:  # noqa: BLE001 - `auto` must not stumble over it later
-                found.append(f"`auto_rank` needs options that all have defaults: {error}")
+            except BaseException as error:  # noqa: BLE001 - `auto` must not stumble over it later
+                found.append(f"`auto_rank` needs options that all have defaults: {told(error)}")
         return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.registry import Registered
-from jackfield.choosing.selection import make_options
 from jackfield.choosing.solving import judge
 from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError
@@ -38,34 +37,26 @@ class CacheBytes:
     reasons: tuple[str, ...] = ()
 
 
-def told(ask: Callable[..., Any], *arguments: Any) -> int | None:
-    """What a backend says of its size; nothing where its own code breaks."""
-    try:
-        found = ask(*arguments)
-    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
-        return None
-    return found if type(found) is int and found >= 0 else None
-
-
 def weights_by_quantizer(planned: Plan) -> list[WeightBytes]:
     """One row for every quantizer, the chosen one with its own options."""
     rows = []
     for registered, options, chosen, reasons in _backends(planned, "quantizer"):
         needs, size = planned.requirements, None
         if not reasons:
-            implied = _implied(registered, needs, options)
-            needs = implied or needs
+            needs = _implied(registered, needs, options)
         if options is not None:
-            size = told(registered.backend.weight_bytes, needs, options)  # type: ignore[attr-defined]
+            size = registered.size("weight_bytes", needs, options)
         rows.append(WeightBytes(registered, chosen, needs.dtype, size, tuple(reasons)))
     return rows
 
 
-def _implied(registered: Registered, needs: Requirements, options: Any) -> Requirements | None:
+def _implied(registered: Registered, needs: Requirements, options: Any) -> Requirements:
+    """What its weights are kept in; `needs` where its own code breaks."""
     try:
-        return registered.backend.imply(needs, options)
-    except (Exception, SystemExit):  # noqa: BLE001 - a plugin must not break its host
-        return None
+        implied = registered.ask("imply", needs, options)
+    except JackfieldError:
+        return needs
+    return implied if isinstance(implied, Requirements) else needs
 
 
 def requests_by_cache(planned: Plan, lengths: Sequence[int]) -> list[CacheBytes]:
@@ -74,8 +65,8 @@ def requests_by_cache(planned: Plan, lengths: Sequence[int]) -> list[CacheBytes]
     for registered, options, chosen, reasons in _backends(planned, "cache"):
         held = {}
         for tokens in lengths if options is not None else ():
-            ask: Any = registered.backend
-            if (size := told(ask.request_bytes, planned.requirements, options, tokens)) is None:
+            size = registered.size("request_bytes", planned.requirements, options, tokens)
+            if size is None:
                 break
             held[tokens] = size
         rows.append(CacheBytes(registered, chosen, held, tuple(reasons)))
@@ -92,10 +83,10 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
             found.append((registered, planned[kind].options, True, []))
             continue
         try:
-            options = make_options(registered.backend.options, {}, registered.name)
+            options = registered.options()
         except JackfieldError as error:
             found.append((registered, None, False, [str(error)]))
             continue
-        reasons = judge(registered.backend, planned.requirements, options)
+        reasons = judge(registered, planned.requirements, options)
         found.append((registered, options, False, reasons))
     return found

@@ -17,7 +17,6 @@ from jackfield.figures.backend_sizes import (
     CacheBytes,
     WeightBytes,
     requests_by_cache,
-    told,
     weights_by_quantizer,
 )
 from jackfield.figures.memory import CacheMemory, free_bytes
@@ -91,7 +90,9 @@ class Estimate:
     def request_bytes(self, tokens: int) -> int | None:
         """What the chosen cache holds of one request; None where it does not say."""
         choice = self.plan["cache"]
-        return told(choice.backend.request_bytes, self.plan.requirements, choice.options, tokens)
+        return choice.registered.size(
+            "request_bytes", self.plan.requirements, choice.options, tokens
+        )
 
     def step_bytes(self, tokens: int, requests: int = 1) -> int:
         """The peak of a step while that many requests of `tokens` tokens are read.
@@ -111,7 +112,7 @@ class Estimate:
     def cache_bytes(self, tokens: int, requests: int = 1) -> int | None:
         """What the cache allocates for them, which can be more than they hold; None: unknown."""
         choice, needs = self.plan["cache"], self.plan.requirements
-        return told(choice.backend.allocated_bytes, needs, choice.options, tokens, requests)
+        return choice.registered.size("allocated_bytes", needs, choice.options, tokens, requests)
 
     def memory(self, weight_bytes: int | None = None) -> CacheMemory | None:
         """What fits beside the weights (of the plan, or as many bytes as given); None: unknown."""
@@ -269,6 +270,7 @@ def estimate(
 
     config, planned = _planned(model, revision, selections)
     needs, cache, quantizer = planned.requirements, planned["cache"], planned["quantizer"]
+    sized = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     tokens = _lengths(lengths, needs.context_length)
     limit = prefill_tokens or (PACKED_TOKENS if needs.layout == "packed" else None)
     scores = planned["attention"].backend.capabilities.whole_scores
@@ -284,9 +286,9 @@ def estimate(
         caches=tuple(requests_by_cache(planned, tokens)),
         steps=_rehearse(dry, tokens, limit),
         reads=dry.reads(),
-        weights_known=told(quantizer.backend.weight_bytes, needs, quantizer.options) is not None,
+        weights_known=sized is not None,
         checkpoint_bytes=_checkpoint_bytes(config, needs),
-        pool=told(cache.backend.pool_bytes, needs, cache.options),
+        pool=cache.registered.size("pool_bytes", needs, cache.options),
         step_limit=limit,
         bandwidth=rate,
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from operator import le
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from jackfield.bridge.source import first_line
+from jackfield.choosing.guarded import fault, guarded, shown
 from jackfield.contracts import Decision, Schedule, Search, Strategy
-from jackfield.errors import PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -29,22 +28,21 @@ class CheckedSchedule(Schedule):
         return self._name
 
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        try:
+        with guarded(self, "order"):
             found = self._inner.order(waiting, step)
             whole = len(found) == len(waiting) and set(found) == set(waiting)
-        except Exception as error:  # noqa: BLE001 - a plugin
-            self._raised("order", error)
         if not whole:
-            raise PluginError(
-                f"{self}: order must return all {len(waiting)} requests that wait, each once; "
-                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those"
+            raise fault(
+                self,
+                f"order must return all {len(waiting)} requests that wait, each once; "
+                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those",
             )
         return found
 
     def portions(
         self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
     ) -> list[int]:
-        try:
+        with guarded(self, "portions"):
             found = self._inner.portions(running, pending, budget, step)
             total = sum(found)
             right = (
@@ -54,18 +52,13 @@ class CheckedSchedule(Schedule):
                 and all(map(le, found, pending))
                 and 0 < total <= budget
             )
-        except Exception as error:  # noqa: BLE001 - a plugin
-            self._raised("portions", error)
         if not right:
-            raise PluginError(
-                f"{self}: portions must return {len(pending)} whole numbers from 0 to what is "
-                f"pending {list(pending)}, 1 to {budget} in sum; got {found}"
+            raise fault(
+                self,
+                f"portions must return {len(pending)} whole numbers from 0 to what is "
+                f"pending {list(pending)}, 1 to {budget} in sum; got {shown(found)}",
             )
         return found
-
-    def _raised(self, what: str, error: Exception) -> NoReturn:
-        told = f"{type(error).__name__}: {first_line(error)}"
-        raise PluginError(f"{self}: {what} raised {told}") from error
 
 
 class CheckedStrategy(Strategy):
@@ -81,30 +74,30 @@ class CheckedStrategy(Strategy):
         return self._name
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        try:
+        with guarded(self, "propose"):
             found = self._inner.propose(sequences, most)
             right = len(found) == len(sequences) and all(
                 len(drafts) <= room and all(map(self._is_token, drafts))
                 for drafts, room in zip(found, most, strict=True)
             )
-        except Exception as error:
-            told = f"{type(error).__name__}: {first_line(error)}"
-            raise PluginError(f"{self}: propose raised {told}") from error
         if not right:
-            raise PluginError(
-                f"{self}: propose must return {len(sequences)} lists of at most {list(most)} token "
-                f"ids from 0 to {self._vocab_size - 1}; got {found}"
+            raise fault(
+                self,
+                f"propose must return {len(sequences)} lists of at most {list(most)} token "
+                f"ids from 0 to {self._vocab_size - 1}; got {shown(found)}",
             )
         return found
 
     def refuse(self, prompt_length: int) -> str | None:
-        return self._inner.refuse(prompt_length)
+        with guarded(self, "refuse"):
+            return self._inner.refuse(prompt_length)
 
     def _is_token(self, token: object) -> bool:
         return type(token) is int and 0 <= token < self._vocab_size
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        self._inner.release(sequences)
+        with guarded(self, "release"):
+            self._inner.release(sequences)
 
 
 class CheckedSearch(CheckedStrategy, Search):
@@ -115,22 +108,20 @@ class CheckedSearch(CheckedStrategy, Search):
         self._search = inner
 
     def width(self, settings: Settings) -> int:
-        found = self._search.width(settings)
+        with guarded(self, "width"):
+            found = self._search.width(settings)
         if type(found) is not int or found < 1:
-            raise PluginError(f"{self}: width must return a whole number from 1 on; got {found!r}")
+            raise fault(self, f"width must return a whole number from 1 on; got {shown(found)}")
         return found
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
-        try:
+        with guarded(self, "decide"):
             found = self._search.decide(groups, scores)
             wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
             for group, decision in zip(groups, found, strict=False):
                 wrong = wrong or self._flaw(group, decision)
-        except Exception as error:
-            told = f"{type(error).__name__}: {first_line(error)}"
-            raise PluginError(f"{self}: decide raised {told}") from error
         if wrong:
-            raise PluginError(f"{self}: decide must return one decision a group; got {wrong}")
+            raise fault(self, f"decide must return one decision a group; got {wrong}")
         return found
 
     def _flaw(self, group: Group, decision: Decision) -> str:
