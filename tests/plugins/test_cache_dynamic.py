@@ -104,6 +104,6 @@ def test_sliding_windows_take_drafts_back_in_pages(family: str, cache: str, step
 def test_rollback_is_declared_where_it_holds(family: str, cache: str, says: str | None) -> None:
     found = registry().find("cache", parse(cache))
     needs = replace(jackfield.plan(config_of(family)).requirements, rollback=True, dtype="float32")
-    reasons = judge(found.backend, needs, found.backend.options())
+    reasons = judge(found, needs, found.backend.options())
     assert len(reasons) == (says is not None)
     assert all(str(says) in reason for reason in reasons)
