@@ -29,17 +29,37 @@ __all__ = [
     "SelectionError",
     "SettingsError",
     "UsageError",
+    "shown",
 ]
+
+LONGEST = 10_000  # characters of a message, whatever a plugin or a library puts into it
+
+
+def shown(foreign: object, most: int = 200) -> str:
+    """What a file, a library or a plugin says, as a part of a message: one line of at most `most`
+    characters and "…", with escapes for what no terminal shows (line ends, control characters,
+    half surrogate pairs).
+    """
+    text = str(foreign)
+    cut = text if len(text) <= most else f"{text[:most]}…"
+    if cut.isprintable():
+        return cut
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
+    )
 
 
 class JackfieldError(Exception):
-    """The root of every error that jackfield raises on purpose.
+    """The root of every error that jackfield raises on purpose. Its text is one clean line.
 
     `plugin` says whose code raised or caused it: kind, name, distribution and version.
     """
 
     exit_code = 1
     plugin: str | None = None
+
+    def __str__(self) -> str:
+        return shown(super().__str__(), LONGEST)
 
 
 class UsageError(JackfieldError):

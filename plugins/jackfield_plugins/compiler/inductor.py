@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
+from jackfield_plugins.compiler.inductor_cache import cannot_keep
 from jackfield_plugins.compiler.tracing import cannot_trace
 from jackfield_plugins.native.compiling import compiler
 
@@ -46,7 +47,7 @@ class InductorCompiler(Compiler):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         if options.backend == "inductor":
-            reasons += _cannot_build()
+            reasons += _cannot_build() or cannot_keep()
         return reasons or cannot_trace()
 
     def bind(self, context: BindContext) -> Compilation:

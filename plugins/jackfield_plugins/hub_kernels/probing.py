@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jackfield.errors import shown
 from jackfield_plugins.hub_kernels import KernelRefused
 
 SECONDS = 300  # a first call may compile a kernel
@@ -50,4 +51,4 @@ def _ending(code: int) -> str:
 
 def _last_words(stderr: bytes) -> str:
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
-    return f" ({lines[-1][:200]})" if lines else ""
+    return f" ({shown(lines[-1])})" if lines else ""

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+from jackfield.errors import shown
 from jackfield_plugins.hub_kernels import KernelRefused
 
 _importing = threading.Lock()
@@ -67,7 +68,7 @@ def load_build(folder: Path) -> ModuleType:
 def brief(error: BaseException) -> str:
     """The first line of an error's text, for use inside a reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":.") if lines else type(error).__name__
+    return shown(lines[0].rstrip(":.")) if lines else type(error).__name__
 
 
 def _backend(pin: Pin) -> str | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jackfield.errors import PlanError
-from jackfield_plugins.native.compiling import CACHE, CompilingError, compiled, compiler
+from jackfield_plugins.native.compiling import CompilingError, compiler, library
+from jackfield_plugins.native.keeping import CACHE
 
 Where = tuple[str | None, str | None]
 
@@ -72,14 +73,7 @@ class NativeKernel:
         command = compiler()
         if command is None:
             raise PlanError(f"{self.name} {self.cannot_build()[0]}")
-        path = compiled(self.name, self.folder, command, self.instead)
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            raise CompilingError(
-                f"the compiled kernel does not load ({error}); delete {path} to compile it anew, "
-                f"or choose {self.instead}"
-            ) from None
+        return library(self.name, self.folder, command, self.instead)
 
 
 def _where() -> Where:

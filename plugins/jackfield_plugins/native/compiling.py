@@ -1,7 +1,9 @@
-"""One C++ file becomes one shared library in the user's cache, named after all it depends on."""
+"""One C++ file becomes one shared library, kept in the user's cache by all that it depends on."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -13,13 +15,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from jackfield.errors import shown
+from jackfield_plugins.native.keeping import CACHE, KeepingError, cache_root, keep, kept, own_folder
+
 logger = logging.getLogger("jackfield")
 
 SHARED = Path(__file__).parent  # headers that kernels include
 SOURCE = "kernel.cpp"
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
-CACHE = "XDG_CACHE_HOME"
 SECONDS = 60
 
 
@@ -29,20 +33,47 @@ class CompilingError(Exception):
 
 def compiler() -> list[str] | None:
     """The command that `CXX` names, or the first known compiler; None where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    named = os.environ.get("CXX", "").split()
+    with contextlib.suppress(ValueError):  # a quotation without an end is no command
+        named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
             return command
     return None
 
 
-def compiled(name: str, folder: Path, command: list[str], instead: str) -> Path:
-    """The library made of `folder`'s kernel, from the cache or now."""
-    path = _cache() / f"{name}-{key(folder, command)}.so"
-    if not path.is_file():
-        logger.info("compiling the kernel of %s, once on this machine, with %s", name, command[0])
-        _compile(folder, command, path, instead)
-    return path
+def library(name: str, folder: Path, command: list[str], instead: str) -> ctypes.CDLL:
+    """The library made of `folder`'s kernel, from the cache or now. Raises CompilingError."""
+    try:
+        path = own_folder(cache_root()) / f"{name}-{key(folder, command)}.so"
+    except KeepingError as error:
+        raise CompilingError(str(error)) from None
+    found = kept(path)
+    if isinstance(found, bytes):
+        try:
+            return _loaded(name, found)
+        except OSError as error:
+            found = f"does not load ({error})"
+    if found:
+        logger.warning("%s %s; the kernel of %s is compiled anew", path, found, name)
+    logger.info("compiling the kernel of %s, once on this machine, with %s", name, command[0])
+    return _made(name, folder, command, path, instead)
+
+
+def _loaded(name: str, content: bytes) -> ctypes.CDLL:
+    """The very bytes that were looked at, as a library. Raises OSError.
+
+    They lie in memory: a file that is cut off while its code runs would end this process.
+    """
+    memory = os.memfd_create(name)
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(content)
+        # Not closed: the next library would get this number, and the loader goes by names.
+        return ctypes.CDLL(f"/proc/self/fd/{memory}")
+    except OSError:
+        os.close(memory)
+        raise
 
 
 def key(folder: Path, command: list[str]) -> str:
@@ -56,16 +87,6 @@ def key(folder: Path, command: list[str]) -> str:
     return whole.hexdigest()[:16]
 
 
-def _cache() -> Path:
-    try:
-        return Path(os.environ.get(CACHE) or Path.home() / ".cache") / "jackfield"
-    except RuntimeError:
-        raise CompilingError(
-            f"there is no home folder for its compiled kernel; set {CACHE} to a folder that can "
-            "be written"
-        ) from None
-
-
 def _processor() -> str:
     """What `-march=native` looks at: a cache folder may be shared by different machines."""
     try:
@@ -77,25 +98,33 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *found])
 
 
-def _compile(folder: Path, command: list[str], path: Path, instead: str) -> None:
-    """Make `path` in one step, as another process may be compiling the same."""
+def _made(name: str, folder: Path, command: list[str], path: Path, instead: str) -> ctypes.CDLL:
+    """Compile, load, and only then keep it in `path`."""
+    advice = f"choose another compiler with CXX, or {instead}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="compiling-", dir=path.parent) as temporary:
             fresh = Path(temporary, path.name)
             source = str(folder / SOURCE)
             done = run([*command, *FLAGS, "-I", str(SHARED), source, "-o", str(fresh)])
-            if done.returncode:
+            if done.returncode or not fresh.is_file():
                 raise CompilingError(
                     f"{shlex.join(command)} cannot compile its kernel "
-                    f"({_first_error(done.stderr)}); choose another compiler with CXX, or {instead}"
+                    f"({_first_error(done.stderr)}); {advice}"
                 )
-            fresh.replace(path)
+            content = fresh.read_bytes()
+        try:
+            made = _loaded(name, content)
+        except OSError as error:
+            raise CompilingError(
+                f"the kernel that {shlex.join(command)} compiled does not load ({error}); {advice}"
+            ) from None
+        keep(path, content)
     except OSError as error:
         raise CompilingError(
             f"its kernel cannot be stored in {path.parent} ({error.strerror}); set {CACHE} to a "
             "folder that can be written"
         ) from None
+    return made
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -120,5 +149,6 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _first_error(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if "error" in line] or stderr.splitlines()
-    return lines[0][:200] if lines else "no message"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line]
+    return shown((errors or lines or ["no message"])[0])

@@ -1,0 +1,152 @@
+"""Where compiled code is kept, and how nothing but what was put there comes out again.
+
+Code that is loaded runs as its user. So the folder is this user's alone, and a library carries a
+digest: one that was cut off, changed, renamed or put there by somebody else is not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from jackfield.errors import shown
+
+CACHE = "XDG_CACHE_HOME"
+DIGEST = hashlib.sha256().digest_size
+_WRITERS = stat.S_IWGRP | stat.S_IWOTH
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait for a pipe
+
+
+class KeepingError(Exception):
+    """Says why compiled code cannot be kept, and what to do."""
+
+
+def own_folder(path: Path, variable: str = CACHE) -> Path:
+    """`path`, made if need be, after making sure that nobody else may write there.
+
+    `variable` can name another. Raises KeepingError.
+    """
+    _check_absolute(path, variable)
+    try:
+        for folder in (*reversed(path.parents), path):
+            if not folder.is_dir():
+                if os.path.lexists(folder):
+                    raise NotADirectoryError(0, f"{folder} is not a folder")
+                folder.mkdir(mode=0o700, exist_ok=True)  # less what the umask forbids
+        _check_own(path, variable)
+    except OSError as error:
+        raise _unusable(path, variable, error) from None
+    return path
+
+
+def cache_root() -> Path:
+    """jackfield's folder among the user's caches; it may not exist yet. Raises KeepingError."""
+    if named := os.environ.get(CACHE):
+        return Path(named, "jackfield")
+    try:
+        return Path.home() / ".cache" / "jackfield"
+    except RuntimeError:
+        raise KeepingError(
+            "there is no home folder to keep what is compiled in; set "
+            f"{CACHE} to a folder that can be written"
+        ) from None
+
+
+def check_usable(path: Path, variable: str) -> None:
+    """Raise KeepingError where `path`, which `variable` can change, can be no folder for compiled
+    code: it is no folder and cannot become one, or others may write there. Makes nothing.
+    """
+    _check_absolute(path, variable)
+    try:
+        there = next(folder for folder in (path, *path.parents) if _is_there(folder))
+        if not there.is_dir():
+            raise NotADirectoryError(0, f"{there} is not a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(0, f"{there} cannot be written")
+        if there == path:
+            _check_own(path, variable)
+    except OSError as error:
+        raise _unusable(path, variable, error) from None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _check_absolute(path: Path, variable: str) -> None:
+    if not path.is_absolute():
+        raise KeepingError(f"{shown(path)} is not an absolute path; set {variable} to one")
+
+
+def _unusable(path: Path, variable: str, error: OSError) -> KeepingError:
+    return KeepingError(
+        f"what is compiled cannot be kept in {shown(path)} ({error.strerror}); set {variable} to "
+        "a folder that can be written"
+    )
+
+
+def _check_own(path: Path, variable: str) -> None:
+    """Raise KeepingError where somebody else may put code into the folder, or replace it."""
+    found = path.stat()
+    if not _ours(found.st_uid):
+        raise KeepingError(
+            f"{path}, from which compiled code is loaded, belongs to somebody else (user "
+            f"{found.st_uid}); set {variable} to a folder of your own"
+        )
+    if found.st_mode & _WRITERS:
+        raise KeepingError(
+            f"others can write to {path}, from which compiled code is loaded; make it yours alone "
+            f"(chmod 700), or set {variable} to another folder"
+        )
+
+
+def _ours(owner: int) -> bool:
+    return not hasattr(os, "geteuid") or owner in (os.geteuid(), 0)
+
+
+def kept(path: Path) -> bytes | str | None:
+    """The content that `keep` wrote to `path`; None: there is no such file; a text: why not.
+
+    All is asked of the open file, so that nothing can be put in its place between two questions.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return "is not a file"
+            if not _ours(found.st_uid):
+                return f"belongs to somebody else (user {found.st_uid})"
+            if found.st_mode & _WRITERS:
+                return "can be written by others"
+            whole = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    content, digest = whole[:-DIGEST], whole[-DIGEST:]
+    return content if _digest(path.name, content) == digest else "is damaged, or was changed"
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write `content` to `path` in one step, as another process may do the same. Raises OSError."""
+    handle, fresh = tempfile.mkstemp(prefix="keeping-", dir=path.parent)  # mode 600
+    try:
+        with open(handle, "wb") as file:
+            file.write(content + _digest(path.name, content))
+            file.flush()
+            os.fsync(handle)
+        os.replace(fresh, path)
+    except BaseException:
+        Path(fresh).unlink(missing_ok=True)
+        raise
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()

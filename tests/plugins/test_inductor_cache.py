@@ -1,0 +1,103 @@
+"""Where inductor keeps what it compiled: nobody else's folder, or an error that names it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from families import build
+
+import jackfield
+from jackfield.errors import ExecutionError, PlanError
+from jackfield_plugins.compiler.inductor_cache import CACHE_DIR, cache_folder
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(CACHE_DIR, raising=False)
+    return tmp_path / "jackfield" / "inductor"
+
+
+def used() -> str:
+    with cache_folder():
+        return os.environ[CACHE_DIR]
+
+
+def test_what_is_compiled_is_kept_where_nobody_else_writes(
+    caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert used() == str(caches)
+    assert caches.stat().st_mode & 0o777 == 0o700
+    assert CACHE_DIR not in os.environ
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv(CACHE_DIR, default_cache_dir())  # as torch itself does
+    assert used() == str(caches)
+    assert os.environ[CACHE_DIR] == default_cache_dir()
+    monkeypatch.setenv(CACHE_DIR, "")
+    assert used() == str(caches)
+    caches.chmod(0o777)
+    with pytest.raises(ExecutionError, match="others can write to"):
+        used()
+
+
+def test_the_folder_that_the_caller_names(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = caches.with_name("a folder of\nmine") / "below"
+    monkeypatch.setenv(CACHE_DIR, str(named))
+    assert used() == str(named) == os.environ[CACHE_DIR]
+    assert named.stat().st_mode & 0o777 == 0o700
+    named.chmod(0o770)
+    with pytest.raises(ExecutionError, match=f"others can write to .*set {CACHE_DIR}"):
+        used()
+
+
+BAD = {
+    "relative": "relative is not an absolute path",
+    "/dev/null": "/dev/null is not a folder",
+    "/dev/null/below": "/dev/null is not a folder",
+    "/" + "x" * 300: "File name too long",
+    "/" + "x/" * 5000: "File name too long",
+}
+
+
+@pytest.mark.parametrize("named", BAD)
+@pytest.mark.parametrize("variable", [CACHE_DIR, "XDG_CACHE_HOME"])
+def test_a_folder_that_cannot_be_is_refused_in_the_plan(
+    monkeypatch: pytest.MonkeyPatch, variable: str, named: str
+) -> None:
+    monkeypatch.setenv(variable, named)
+    told = BAD[named].replace("relative is", "relative/jackfield/inductor is")
+    told = BAD[named] if variable == CACHE_DIR else told
+    with pytest.raises(PlanError) as caught:
+        jackfield.plan("demo", compile="inductor", attn_implementation="sdpa")
+    assert told in str(caught.value)
+    assert f"set {variable} to" in str(caught.value)
+    with pytest.raises(ExecutionError) as again:
+        used()
+    assert f"set {variable} to" in str(again.value)
+    jackfield.plan("demo", compile="inductor?backend=eager", attn_implementation="sdpa")
+    assert os.environ[variable] == named
+
+
+def test_a_folder_that_others_write_to_is_refused_in_the_plan(caches: Path) -> None:
+    caches.mkdir(parents=True)
+    caches.chmod(0o777)
+    with pytest.raises(PlanError, match=r"others can write to .*; make it yours"):
+        jackfield.plan("demo", compile="inductor", attn_implementation="sdpa")
+
+
+def test_a_folder_that_goes_bad_fails_each_request(caches: Path) -> None:
+    with jackfield.load(
+        build("llama"),
+        compile="inductor",
+        cache_implementation="paged",
+        attn_implementation="sdpa",
+    ) as engine:
+        caches.mkdir(parents=True)
+        caches.chmod(0o777)
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"^others can write to .*; make it yours"):
+                engine.generate([5, 6, 7], max_new_tokens=4)
+        assert engine.report()["compiler"].calls == 0
