@@ -414,8 +414,41 @@ def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     raise ValueError("no\nthanks")
 
 
+class Mute(Exception):  # noqa: N818
+    """An exception that cannot be told."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return processor
+
+
+def writes(ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    """Into all that it can reach, before it returns nothing."""
+    for tensor in (ids, scores):
+        tensor.fill_(0)
+        storage = tensor.untyped_storage()
+        storage.copy_(torch.zeros(len(storage), dtype=torch.uint8).untyped_storage())
+    return None
+
+
 NONSENSE: dict[str, Callable[..., Any]] = {
     "raises": fails,
+    "asks to end": raises(SystemExit(1)),
+    "is interrupted": raises(KeyboardInterrupt()),
+    "ends a generator": raises(GeneratorExit()),
+    "is cancelled": raises(asyncio.CancelledError()),
+    "cannot be told": raises(Mute()),
+    "writes": writes,
+    "whole numbers": lambda ids, scores: scores.long(),
+    "complex": lambda ids, scores: scores + 1j,
+    "truths": lambda ids, scores: scores > 0,
+    "elsewhere": lambda ids, scores: scores.to("meta"),
     "None": lambda ids, scores: None,
     "a text": lambda ids, scores: "scores",
     "one number": lambda ids, scores: scores[:, :1],
@@ -444,6 +477,24 @@ def test_a_processor_that_fails_ends_its_own_request(
     assert "logits_processor" in found[3].error or "no token can be chosen" in found[3].error
     del found[3]
     assert [c.token_ids for c in found] == [c.token_ids for i, c in enumerate(alone) if i != 3]
+
+
+def test_a_processor_that_hangs_is_named(engine: Engine) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def waits(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert leave.wait(60)
+        return scores
+
+    assert engine.health().inside is None
+    request = engine.submit(PROMPTS[0], max_new_tokens=1, logits_processor=waits)
+    assert entered.wait(60)
+    assert engine.health().inside == f"the logits_processor of request {request.id}"
+    leave.set()
+    assert request.result(60).finish_reason == "length"
+    settled(engine)
+    assert engine.health().inside is None
 
 
 def test_a_processor_that_asks_its_own_engine_does_not_hang(engine: Engine, alone: Any) -> None:

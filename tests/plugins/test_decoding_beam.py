@@ -274,7 +274,10 @@ def nonsense(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     [
         (failing, "its logits_processor failed: ValueError: enough"),
         (nothing, "no token can be chosen: its settings forbid every token"),
-        (nonsense, "no token can be chosen: the logits are not numbers"),
+        (
+            nonsense,
+            "its logits_processor failed: ValueError: the scores that it returns are not numbers",
+        ),
     ],
 )
 @pytest.mark.parametrize("cache", ["paged?page_size=4", "dynamic"])

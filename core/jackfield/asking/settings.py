@@ -364,6 +364,10 @@ def _processors(value: Any) -> tuple[Callable[..., Any], ...]:
 def _salt(value: Any) -> str:
     if not isinstance(value, str):
         raise SettingsError(f"cache_salt must be a string, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"cache_salt has half a character in it: {error.reason}") from None
     return value
 
 

@@ -173,7 +173,11 @@ def quiet() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """An error's text up to the end of its first sentence, for use inside a message of ours."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except BaseException as again:  # noqa: BLE001 - an exception of whoever it was
+        text = f"it cannot be told, since its own __str__ raises {type(again).__name__}"
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return shown(f"{lines[0]} {lines[1]}", 300)
     return shown(lines[0], 300) if lines else type(error).__name__

@@ -275,7 +275,7 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
         if gain.error is not None:  # also where the last of these tokens is an end
             sequence.finish_reason = "error"
         return Event(sequence, taken, text)
-    except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+    except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
         return Event(sequence, sequence.tokens[before:], "")
 
@@ -295,6 +295,6 @@ def _cancelled(sequence: Sequence, gain: Accepted, why: str | None) -> Event:
     sequence.finish_reason, sequence.error, text = "cancelled", why, event.text
     try:
         text += sequence.flush()
-    except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+    except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
         sequence.undecodable(error)
     return Event(sequence, event.tokens, text)

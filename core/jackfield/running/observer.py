@@ -121,6 +121,6 @@ class Observer:
             return None
         try:
             return self._text.decode(sequence.new_tokens)
-        except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
+        except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
             sequence.undecodable(error)
             return None

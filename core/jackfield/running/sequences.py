@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from jackfield.bridge.source import first_line
 from jackfield.tokens.drafted import Drafted
 
 if TYPE_CHECKING:
@@ -129,9 +130,9 @@ class Sequence:
                 self.finish_reason = "stop"
         return taken, text
 
-    def undecodable(self, error: Exception) -> None:
+    def undecodable(self, error: BaseException) -> None:
         """End it because its text cannot be made."""
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        told = f"{type(error).__name__}: {first_line(error)}"
         self.finish_reason, self.error = "error", f"its tokens do not decode: {told}"
 
     def flush(self) -> str:

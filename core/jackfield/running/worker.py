@@ -11,11 +11,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jackfield.bridge.source import first_line
 from jackfield.errors import ExecutionError, QueueFullError, UsageError
 from jackfield.running.loop import Loop
 from jackfield.running.requests import Request
 from jackfield.running.sequences import Delta, Event, Sequence
 from jackfield.running.statistics import Statistics
+from jackfield.tokens.fenced import inside
 
 logger = logging.getLogger("jackfield.statistics")
 
@@ -28,7 +30,8 @@ class Health:
     """How an engine is.
 
     `alive`: it is open. `ready`: it takes requests now. `stalled`: one step has been running for
-    longer than `stall_after` seconds; `step_seconds` says for how long (0: none is running).
+    longer than `stall_after` seconds; `step_seconds` says for how long (0: none is running), and
+    `inside` names what of a request the step is inside of, such as its logits processor.
     `failure` is what made the last step fail, None when it did not.
     """
 
@@ -37,6 +40,7 @@ class Health:
     stalled: bool
     step_seconds: float
     failure: str | None
+    inside: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -195,12 +199,12 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Every request fails with the cause; nothing is left of them."""
-        self._failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._failure = f"{type(error).__name__}: {first_line(error)}"
         self._fail_all(error)
         try:
             self._loop.reset()
         except BaseException as again:  # noqa: BLE001 - requests that come after it must not hang
-            logger.error("giving memory back failed too: %s", again)
+            logger.error("giving memory back failed too: %s", first_line(again))
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
@@ -241,13 +245,14 @@ class Worker:
         seconds = 0.0 if began is None else time.monotonic() - began
         stalled = seconds > self._stall_after
         with self._changed:
-            room = self._has_room(1)
+            room, thread = self._has_room(1), self._thread
         return Health(
             alive=not self.closed,
             ready=not self.closed and not stalled and room,
             stalled=stalled,
             step_seconds=seconds,
             failure=self._failure,
+            inside=None if thread is None else inside(thread.ident),
         )
 
     def close(self, timeout: float | None = None) -> None:

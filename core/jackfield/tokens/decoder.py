@@ -17,6 +17,7 @@ from jackfield.running.groups import Group
 from jackfield.running.report import Speculation, total
 from jackfield.running.sequences import Feed, Sequence, Step
 from jackfield.tokens.drafted import Drafted
+from jackfield.tokens.fenced import OwnFailure, fenced
 from jackfield.tokens.sampling import Sampler
 from jackfield.tokens.searching import Searcher
 from jackfield.tokens.structured import Structures
@@ -141,7 +142,10 @@ def _within(sequence: Sequence, gain: Accepted) -> Accepted:
     constraint = sequence.constraint
     if constraint is None:
         return gain
-    end = constraint.advance(gain.tokens)
+    try:
+        end = fenced("structure", sequence.id, lambda: constraint.advance(gain.tokens))
+    except OwnFailure as failure:
+        return replace(gain, error=f"its structure cannot be followed: {failure}")
     if (cause := constraint.error) is not None:
         return replace(gain, error=f"its structure cannot be followed: {cause}")
     if end is None:

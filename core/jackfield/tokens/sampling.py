@@ -21,6 +21,7 @@ import torch
 from jackfield.asking.settings import Settings
 from jackfield.contracts import Accepted
 from jackfield.running.sequences import Sequence, TokenLogprob
+from jackfield.tokens.fenced import OwnFailure, processed
 from jackfield.tokens.keyed import uniform
 from jackfield.tokens.structured import unpacked
 
@@ -80,13 +81,6 @@ def _widest(device: torch.device) -> torch.dtype:
 
 def _precise(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _one_row(found: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """What a processor returned; anything that broadcasts would otherwise become a wrong text."""
-    if found.shape != (1, scores.shape[1]):
-        raise ValueError(f"it must return [1, {scores.shape[1]}] scores, not {list(found.shape)}")
-    return found[0]
 
 
 def _impossible(best: float) -> str | None:
@@ -353,14 +347,13 @@ class Batch:
         """Apply the processors of its request to a row of `scores`; False where one fails."""
         i, depth = self.rows[row]
         sequence = self.sequences[i]
-        for processor in sequence.settings.logits_processor:
-            ids = torch.tensor([[*sequence.tokens, *self.drafts[i][:depth]]], device=self.device)
-            try:
-                scores[row] = _one_row(processor(ids, scores[row : row + 1].clone()), scores)
-            except Exception as error:  # noqa: BLE001 - a request must not harm another
-                what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self.failures[row] = f"its logits_processor failed: {what}"
-                return False
+        tokens = [*sequence.tokens, *self.drafts[i][:depth]]
+        own = sequence.settings.logits_processor
+        try:
+            scores[row] = processed(sequence.id, own, tokens, scores[row : row + 1])[0]
+        except OwnFailure as failure:
+            self.failures[row] = f"its logits_processor failed: {failure}"
+            return False
         return True
 
     def warped(self, scores: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:

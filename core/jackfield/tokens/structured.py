@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SettingsError
+from jackfield.tokens.fenced import OwnFailure, fenced
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,7 @@ class Constraint:
 
     def __init__(self, matcher: Any, forbidden: tuple[int, ...]) -> None:
         self.matcher = matcher
+        self.failure: str | None = None  # what raised, instead of saying that it is broken
         self.forbidden = forbidden  # ends that the grammar knows and the request does not
 
     def copy(self) -> Constraint:
@@ -106,6 +108,8 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why nobody knows what may follow (it costs too much to find out); None: all is well."""
+        if self.failure is not None:
+            return self.failure
         return _broken(self.matcher.get_error()) if self.matcher.is_error() else None
 
 
@@ -207,19 +211,37 @@ class Structures:
         self._many = self._many or llguidance.LLExecutor()
         starts, rows = [], 0
         for feed in feeds:
-            starts.append((_of(feed.sequence).matcher, rows, list(feed.drafts)))
+            starts.append((rows, feed))
             rows += 1 + len(feed.drafts)
         words = -(-self._width // 32)
         bits = torch.zeros(rows, words, dtype=torch.int32)  # what nobody fills in is forbidden
         where = (bits.data_ptr(), words * 4, rows)
-        if alone := [start[:2] for start in starts if not start[2]]:
-            self._many.unsafe_compute_mask_ptr(alone, *where)
-        if guessed := [start for start in starts if start[2]]:
-            self._many.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
-        for feed, (_, first, drafts) in zip(feeds, starts, strict=True):
+        try:
+            self._fill(starts, where)
+        except BaseException:  # noqa: BLE001 - a panic of llguidance is no Exception
+            for start in starts:  # so that it ends the one whose structure it is
+                self._fill_alone(start, where)
+        for first, feed in starts:
             for token in _of(feed.sequence).forbidden:
-                bits[first : first + 1 + len(drafts), token // 32] &= ~_bit(token % 32)
+                bits[first : first + 1 + len(feed.drafts), token // 32] &= ~_bit(token % 32)
         return bits
+
+    def _fill(self, starts: Seq[tuple[int, Feed]], where: tuple[int, int, int]) -> None:
+        """Have llguidance write the rows of these feeds, each from its first one on."""
+        plain = [(_of(f.sequence).matcher, row) for row, f in starts if not f.drafts]
+        if plain:
+            self._many.unsafe_compute_mask_ptr(plain, *where)
+        guessed = [(_of(f.sequence).matcher, row, list(f.drafts)) for row, f in starts if f.drafts]
+        if guessed:
+            self._many.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
+
+    def _fill_alone(self, start: tuple[int, Feed], where: tuple[int, int, int]) -> None:
+        """The same for one; where that fails, its rows stay forbidden and its request ends."""
+        sequence = start[1].sequence
+        try:
+            fenced("structure", sequence.id, lambda: self._fill([start], where))
+        except OwnFailure as failure:
+            _of(sequence).failure = str(failure)
 
 
 def _set_apart(tokenizer: Any, ends: tuple[int, ...]) -> Any:

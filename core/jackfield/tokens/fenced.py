@@ -1,0 +1,83 @@
+"""What a request brought along, run so that it can harm no request but its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from jackfield.bridge.source import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+#: thread -> what of a request it is inside of, for whoever asks why a step takes so long
+_inside: dict[int, str] = {}
+
+
+class OwnFailure(Exception):  # noqa: N818 - no error of the engine: it ends one request
+    """Something that a request brought along failed; the text says how, in one line."""
+
+
+def fenced(what: str, request: int, act: Callable[[], T]) -> T:
+    """What `act`, the `what` of a request, returns. Raises OwnFailure, whatever `act` raises.
+
+    Also SystemExit and its like: in a thread of ours they ask nobody to end but the request.
+    """
+    thread = threading.get_ident()
+    _inside[thread] = f"the {what} of request {request}"
+    try:
+        return act()
+    except BaseException as error:
+        raise OwnFailure(f"{type(error).__name__}: {first_line(error)}") from error
+    finally:
+        _inside.pop(thread, None)
+
+
+def inside(thread: int | None) -> str | None:
+    """What of a request a thread is inside of now; None: nothing."""
+    return None if thread is None else _inside.get(thread)
+
+
+def processed(
+    request: int,
+    processors: Seq[Callable[..., torch.Tensor]],
+    tokens: Seq[int],
+    scores: torch.Tensor,
+) -> torch.Tensor:
+    """`scores` (`[1, vocab]`, not modified) after the processors of a request.
+
+    Each is handed tensors of its own, so that what it writes into them is seen by nobody. Raises
+    OwnFailure, also where what comes back is no scores.
+    """
+    for processor in processors:
+        act = partial(_one_row, processor, tokens, scores)
+        scores = fenced("logits_processor", request, act)
+    return scores
+
+
+def _one_row(
+    processor: Callable[..., torch.Tensor], tokens: Seq[int], scores: torch.Tensor
+) -> torch.Tensor:
+    """What a processor makes of a row; anything that broadcasts would become a wrong text."""
+    import torch
+
+    ids = torch.tensor([tokens], device=scores.device)
+    found = processor(ids, scores.clone())
+    wanted = f"it must return [1, {scores.shape[1]}] scores"
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"{wanted}, not {type(found).__name__}")
+    if found.shape != scores.shape:
+        raise ValueError(f"{wanted}, not {list(found.shape)}")
+    if not found.is_floating_point() or found.device != scores.device:
+        raise ValueError(
+            f"{wanted} of {scores.dtype} on {scores.device}, not of {found.dtype} on {found.device}"
+        )
+    found = found.to(scores.dtype, copy=True)
+    if not bool((found < torch.inf).all()) and bool((scores < torch.inf).all()):
+        raise ValueError("the scores that it returns are not numbers")
+    return found
