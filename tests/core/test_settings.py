@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from jackfield.asking.settings import DEFAULT_MAX_NEW_TOKENS, Limits, Settings, resolve
-from jackfield.asking.vocabulary import CODE, FACTS, INERT
+from jackfield.asking.honouring import Limits
+from jackfield.asking.lengths import DEFAULT_MAX_NEW_TOKENS
+from jackfield.asking.settings import Settings, resolve
+from jackfield.asking.vocabulary import CODE, DRAFTING, FACTS, FILLED_IN, INERT
+from jackfield.asking.wishes import notice_selectors, wishes
 from jackfield.errors import PromptError, SettingsError
 from jackfield_plugins.decoding.sample import Sample
 
@@ -32,6 +35,7 @@ HONOURED = {
     "eos_token_id": [1, 2],
     "max_length": 33,
     "max_new_tokens": 7,
+    "max_time": 2.5,
     "min_length": 15,
     "min_new_tokens": 3,
     "min_p": 0.1,
@@ -57,7 +61,7 @@ UNUSUAL = {
 
 
 def ask(defaults: GenerationConfig | None = None, **asked: Any) -> Settings:
-    return resolve(defaults or GenerationConfig(), asked, PROMPT, LIMITS)
+    return resolve(wishes(asked, defaults or GenerationConfig()), PROMPT, LIMITS)
 
 
 def shown(settings: Settings) -> dict[str, Any]:
@@ -84,15 +88,26 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(name: str) -> None:
     for value in [UNUSUAL[name]] if name in UNUSUAL else values:
         assert name in refusal(**{name: value})
         assert name in refusal(generation_config=config_with(name, value))
-        if name not in CODE:
-            assert name in refusal(config_with(name, value))
+        if name not in CODE and name not in DRAFTING:
+            message = refusal(config_with(name, value))
+            assert name == "num_return_sequences" or f"lift it with {name}=None" in message
+            assert name in message
+            assert shown(ask(config_with(name, value), **{name: None})) == shown(ask())
 
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_a_field_that_is_honoured_changes_the_settings(name: str) -> None:
     changed = shown(ask(**{name: HONOURED[name]}))
     assert changed != shown(ask())
-    assert changed == shown(ask(generation_config=GenerationConfig(**{name: HONOURED[name]})))
+    config = GenerationConfig(**{name: HONOURED[name]})
+    assert shown(ask(config)) == shown(ask(generation_config=config))
+    if name in {"temperature", "top_k", "top_p", "min_p"}:  # which are nothing but `do_sample`'s
+        assert shown(ask(config)) == shown(ask())
+    elif name == "do_sample":
+        assert shown(ask(config)) == {**changed, **FILLED_IN}
+    else:
+        assert shown(ask(config)) == changed
+    assert shown(ask(config, **{name: None})) == shown(ask())
 
 
 @pytest.mark.parametrize("name", INERT)
@@ -108,8 +123,7 @@ def test_a_neutral_value_asks_for_nothing(name: str) -> None:
 def test_neutral_values_are_those_of_transformers() -> None:
     defaults = GenerationConfig()._get_default_generation_params()
     known = {k: v for k, v in defaults.items() if v is not None and k != "max_length"}
-    # transformers cuts to the 50 likeliest tokens by itself when it samples; here nothing is cut.
-    assert {k: INERT[k][0] for k in known} == {**known, "top_k": 0}
+    assert {k: FILLED_IN.get(k, INERT[k][0]) for k in known} == known
 
 
 def test_facts_about_a_model_are_no_wishes() -> None:
@@ -118,12 +132,20 @@ def test_facts_about_a_model_are_no_wishes() -> None:
     assert shown(ask(pad_token_id=3, bos_token_id=4)) == shown(ask())
 
 
-@pytest.mark.parametrize("name", sorted(CODE))
-def test_data_never_selects_code(name: str) -> None:
-    from_files = GenerationConfig()
-    setattr(from_files, name, "static")
+@pytest.mark.parametrize("name", sorted({*CODE, *DRAFTING, "custom_generate", "assistant_model"}))
+def test_data_never_selects_code(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    from_files = config_with(name, "static")
     assert shown(ask(from_files)) == shown(ask())
-    assert "jackfield.load" in refusal(**{name: "static"})
+    assert name in refusal(**{name: "static"})
+    assert name not in CODE or "jackfield.load" in refusal(**{name: "static"})
+    notice_selectors(from_files, frozenset(), "a model")
+    (record,) = caplog.records
+    assert f"ignored {name}='static'" in record.getMessage()
+    assert "generation_config.json of a model: data never selects code" in record.getMessage()
+    caplog.clear()
+    notice_selectors(GenerationConfig(num_assistant_tokens=20, use_cache=True), frozenset(), "x")
+    notice_selectors(GenerationConfig(num_assistant_tokens=3), frozenset(DRAFTING), "x")
+    assert not caplog.records
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
@@ -147,7 +169,7 @@ def test_own_settings() -> None:
     assert settings.stop_strings == ("x",)
     assert not settings.do_sample
     assert ask().logprobs is None
-    assert ask().seed != ask().seed
+    assert ask(do_sample=True).seed != ask(do_sample=True).seed
 
 
 def test_precedence_request_over_generation_config_over_model() -> None:
@@ -157,7 +179,9 @@ def test_precedence_request_over_generation_config_over_model() -> None:
     own = GenerationConfig(temperature=0.6, max_new_tokens=6)
     found = ask(model, generation_config=own, max_new_tokens=7)
     assert (found.temperature, found.top_k, found.max_new_tokens) == (0.6, 9, 7)
-    assert ask(model, temperature=None).temperature == 0.3
+    assert ask(model, temperature=None).temperature == 1.0
+    assert ask(model, do_sample=None).do_sample is False
+    assert ask(model, max_new_tokens=None).max_new_tokens == CONTEXT - PROMPT
 
 
 @pytest.mark.parametrize(
@@ -189,6 +213,8 @@ def test_the_model_may_sample_by_default_and_the_request_may_not() -> None:
     knobs_only = GenerationConfig()
     knobs_only.temperature = 0.3
     assert not ask(knobs_only).do_sample
+    assert not ask(generation_config=knobs_only).do_sample
+    assert ask(generation_config=knobs_only, do_sample=True).temperature == 0.3
 
 
 def test_a_model_that_samples_at_temperature_0_is_greedy() -> None:
@@ -209,6 +235,7 @@ def test_a_model_that_samples_at_temperature_0_is_greedy() -> None:
         ({"stop": "a", "stop_strings": ["b"]}, ("stop", "stop_strings")),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, ("min_new_tokens=9", "max_new_tokens=8")),
         ({"max_length": PROMPT}, ("max_length=10", "10 tokens")),
+        ({"max_time": 3, "deadline": 4}, ("max_time", "deadline")),
     ],
 )
 def test_contradictions(asked: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -294,20 +321,31 @@ def test_what_was_asked_must_fit_into_the_context() -> None:
     with pytest.raises(PromptError, match=f"lower max_new_tokens to {room}"):
         ask(max_new_tokens=room + 1)
     with pytest.raises(PromptError, match="at most 99 tokens"):
-        resolve(GenerationConfig(), {}, CONTEXT, LIMITS)
+        resolve(wishes({}, GenerationConfig()), CONTEXT, LIMITS)
     assert ask().max_new_tokens == room
     assert ask(GenerationConfig(max_new_tokens=5000)).max_new_tokens == room
     assert ask(GenerationConfig(max_length=30)).max_new_tokens == 30 - PROMPT
     assert ask(max_length=30).max_new_tokens == 30 - PROMPT
     assert ask(max_length=30, max_new_tokens=4).max_new_tokens == 4
+    assert ask(GenerationConfig(max_new_tokens=4), max_length=30).max_new_tokens == 30 - PROMPT
+    both = ask(
+        GenerationConfig(max_new_tokens=4), generation_config=GenerationConfig(max_length=30)
+    )
+    assert both.max_new_tokens == 4  # as in transformers
+    with pytest.raises(PromptError, match=f"lower max_new_tokens to {room}"):
+        ask(generation_config=GenerationConfig(max_new_tokens=room + 1))
     endless = Limits(VOCAB, None, LIMITS.honoured, "sample", True)
-    assert resolve(GenerationConfig(), {}, 10**6, endless).max_new_tokens == DEFAULT_MAX_NEW_TOKENS
+    assert (
+        resolve(wishes({}, GenerationConfig()), 10**6, endless).max_new_tokens
+        == DEFAULT_MAX_NEW_TOKENS
+    )
 
 
 def test_min_length_counts_the_prompt() -> None:
     assert ask(min_length=15).min_new_tokens == 5
     assert ask(min_length=5).min_new_tokens == 0
-    assert ask(min_length=15, min_new_tokens=9).min_new_tokens == 9
+    assert ask(min_length=15, min_new_tokens=3).min_new_tokens == 3  # as in transformers
+    assert ask(GenerationConfig(min_new_tokens=3), min_length=15).min_new_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -321,7 +359,8 @@ def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
     message = refusal(model)
     assert f"{name}={value}" in message
     assert "generation_config.json" in message
-    assert f"override it with {name}=" in message
+    assert f"lift it with {name}=None" in message
+    assert ask(model, **{name: None})
     assert ask(model, **{name: INERT[name][0]})
 
 
@@ -335,8 +374,8 @@ def test_a_default_of_the_model_that_is_no_token_says_where_it_comes_from() -> N
 def test_stops_need_a_tokenizer() -> None:
     bare = Limits(VOCAB, CONTEXT, LIMITS.honoured, "sample", has_tokenizer=False)
     with pytest.raises(SettingsError, match="tokenizer"):
-        resolve(GenerationConfig(), {"stop": ["x"]}, PROMPT, bare)
-    assert resolve(GenerationConfig(), {"stop": []}, PROMPT, bare).stop_strings == ()
+        resolve(wishes({"stop": ["x"]}, GenerationConfig()), PROMPT, bare)
+    assert resolve(wishes({"stop": []}, GenerationConfig()), PROMPT, bare).stop_strings == ()
 
 
 def test_a_decoding_that_honours_less_refuses_by_name() -> None:
@@ -344,4 +383,4 @@ def test_a_decoding_that_honours_less_refuses_by_name() -> None:
     for name in sorted(Sample.capabilities.settings):
         value = HONOURED.get(name, 1)
         with pytest.raises(SettingsError, match=f"'bare' does not honour {name}"):
-            resolve(GenerationConfig(), {name: value}, PROMPT, bare)
+            resolve(wishes({name: value}, GenerationConfig()), PROMPT, bare)

@@ -54,7 +54,7 @@ def assert_mistake(error: type[JackfieldError], text: str, call: Callable[[], An
         ({"num_beams": 0}, "at least 2, not 0"),
         ({"num_beams": "4"}, "whole number, not '4'"),
         ({"num_beams": 2.0}, r"whole number, not 2\.0"),
-        ({"num_beams": True}, "does not honour num_beams=True"),
+        ({"num_beams": True}, "num_beams must be a whole number, not True"),
         ({"num_beams": VOCAB + 1}, "num_beams=121 is more than the vocabulary of 120"),
         ({"num_beams": 33}, "max_batch_size=32; lower it, or load with a larger"),
         ({"num_beams": 2, "num_return_sequences": 3}, "sequences=3 is more than num_beams=2"),

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from jackfield.asking.checked_numbers import CheckedNumbers
+from jackfield.choosing.guarded import shown
 from jackfield.errors import SettingsError
-
-
-class _Numbers(Protocol):
-    def integer(self, name: str, default: int, at_least: int | None = None) -> int: ...
-
-    def real(self, name: str, default: float) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +22,7 @@ class BeamSettings:
     diversity_penalty: float | None = None
 
 
-def read(given: Mapping[str, Any], honoured: Set[str], number: _Numbers) -> BeamSettings:
+def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -> BeamSettings:
     """The fields of `given` that the strategy honours. Raises SettingsError."""
     own = given.keys() & honoured
     found: dict[str, Any] = {}
@@ -40,8 +36,10 @@ def read(given: Mapping[str, Any], honoured: Set[str], number: _Numbers) -> Beam
         found["diversity_penalty"] = number.real("diversity_penalty", 0.0)
     if "early_stopping" in own:
         value = given["early_stopping"]
-        if not (isinstance(value, bool) or value == "never"):
-            raise SettingsError(f'early_stopping must be True, False or "never", not {value!r}')
+        if not (isinstance(value, bool) or (isinstance(value, str) and value == "never")):
+            raise SettingsError(
+                f'early_stopping must be True, False or "never", not {shown(value)}'
+            )
         found["early_stopping"] = value
     return BeamSettings(**found)
 

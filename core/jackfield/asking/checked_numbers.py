@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jackfield.choosing.guarded import shown
 from jackfield.errors import SettingsError
 
 LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
+
+
+def plain(value: Any) -> Any:
+    """A number of Python's own for a scalar of numpy and a tensor without dimensions."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    try:
+        shape = getattr(value, "shape", None)
+        return value.item() if isinstance(shape, tuple) and not shape else value
+    except Exception:  # noqa: BLE001 - refused as what it is
+        return value
 
 
 class CheckedNumbers:
@@ -21,12 +33,12 @@ class CheckedNumbers:
     ) -> int:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingsError(f"{name} must be a whole number, not {value!r}")
+            raise SettingsError(f"{name} must be a whole number, not {shown(value)}")
         if at_least is not None and value < at_least:
-            raise SettingsError(f"{name} must be at least {at_least}, not {value}")
+            raise SettingsError(f"{name} must be at least {at_least}, not {shown(value)}")
         if at_most is not None and value > at_most:
-            raise SettingsError(f"{name} must be at most {at_most}, not {value}")
-        return value
+            raise SettingsError(f"{name} must be at most {at_most}, not {shown(value)}")
+        return int(value)
 
     def real(
         self,
@@ -39,9 +51,11 @@ class CheckedNumbers:
     ) -> float:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SettingsError(f"{name} must be a number, not {value!r}")
+            raise SettingsError(f"{name} must be a number, not {shown(value)}")
         if not abs(value) <= LARGEST:  # also NaN
-            raise SettingsError(f"{name} must be a finite number of ordinary size, not {value}")
+            raise SettingsError(
+                f"{name} must be a finite number of ordinary size, not {shown(value)}"
+            )
         for bound, ok, text in (
             (at_least, at_least is None or value >= at_least, "at least"),
             (above, above is None or value > above, "more than"),

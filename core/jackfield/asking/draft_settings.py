@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackfield.asking.checked_numbers import CheckedNumbers
+from jackfield.choosing.guarded import shown
 from jackfield.errors import SettingsError
 
 #: How the number of drafts of a request goes on: as it is, or longer after all were right and
@@ -38,9 +39,9 @@ def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -
     if (name := "assistant_confidence_threshold") in own:
         found[name] = number.real(name, 0.0, at_least=0, at_most=1)
     if (name := "num_assistant_tokens_schedule") in own:
-        if given[name] not in SCHEDULES:
+        if not isinstance(given[name], str) or given[name] not in SCHEDULES:
             raise SettingsError(
-                f"{name} must be one of {', '.join(SCHEDULES)}, not {given[name]!r}"
+                f"{name} must be one of {', '.join(SCHEDULES)}, not {shown(given[name])}"
             )
         found[name] = given[name]
     return DraftSettings(**found)

@@ -1,16 +1,20 @@
-"""Which generation settings there are, sorted by what they ask for."""
+"""Which generation settings there are, sorted by what they ask for.
+
+Every field of transformers' `GenerationConfig` and every argument of its `generate` stands in one
+of these tables or among the settings that a decoding honours; `docs/departures.md` shows them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: Settings that transformers has no name for.
+#: Settings that transformers has no name for, or has as arguments of `generate`.
 OWN = frozenset(
     {
         "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
-        "json_schema", "logits_processor", "logprobs", "presence_penalty", "priority", "regex",
-        "seed",
+        "json_schema", "logits_processor", "logprobs", "prefix_allowed_tokens_fn",
+        "presence_penalty", "priority", "regex", "seed", "stopping_criteria",
     }
 )  # fmt: skip
 
@@ -22,6 +26,9 @@ LOOP = frozenset(
         "stop_strings",
     }
 )  # fmt: skip
+
+#: Other names of settings.
+ALIASES: Mapping[str, str] = {"max_time": "deadline", "stop": "stop_strings"}
 
 #: Fields that ask for nothing when they have one of these values.
 INERT: Mapping[str, tuple[Any, ...]] = {
@@ -63,6 +70,9 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "use_mtp": (False,),
 }
 
+#: What transformers takes for a field that nobody sets, where it is not the neutral value.
+FILLED_IN: Mapping[str, Any] = {"top_k": 50}
+
 #: Facts about the model, not wishes of a request.
 FACTS = frozenset(
     {
@@ -71,10 +81,110 @@ FACTS = frozenset(
     }
 )  # fmt: skip
 
-#: Choices of how things run, which belong to `load` and never to a model's files.
-CODE = frozenset(
-    {
-        "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
-        "disable_compile", "use_cache",
-    }
-)  # fmt: skip
+_CACHE = "jackfield.load(cache_implementation='plugin:…') has the cache"
+_COMPILE = "jackfield.load(compile='plugin:…') compiles steps"
+
+#: Choices of how things run, which belong to `load` and never to a model's files: what to do.
+CODE: Mapping[str, str] = {
+    "cache_config": f"{_CACHE}, and its options",
+    "cache_implementation": _CACHE,
+    "compile_config": _COMPILE,
+    "continuous_batching_config": "jackfield.load(max_batch_size=…, max_batch_tokens=…) has bounds",
+    "disable_compile": f"{_COMPILE}, and nothing else does",
+    "max_cache_len": f"{_CACHE}, and its options",
+    "prefill_chunk_size": "give it to jackfield.load, for all requests",
+    "use_cache": "what jackfield.load makes always caches",
+}
+
+_ASSISTED = "jackfield.load(decoding='assisted', assistant_model=…) guesses with a small model"
+_LOOKBEHIND = "with another tokenizer, guesses go by the whole text"
+
+#: Fields that make a text faster and never another one. Where a model's file has them and the
+#: decoding no use for them, nothing is lost.
+DRAFTING: Mapping[str, str] = {
+    "assistant_confidence_threshold": _ASSISTED,
+    "assistant_early_exit": _ASSISTED,
+    "assistant_ensemble_weight": "guesses never change a text here",
+    "assistant_lookbehind": _LOOKBEHIND,
+    "is_assistant": _ASSISTED,
+    "max_matching_ngram_size": "jackfield.load(decoding='prompt_lookup') looks up",
+    "num_assistant_tokens": _ASSISTED,
+    "num_assistant_tokens_schedule": _ASSISTED,
+    "prompt_lookup_num_tokens": "jackfield.load(decoding='prompt_lookup') looks up",
+    "speculation_type": "jackfield.load(decoding=…) says how tokens are guessed",
+    "target_lookbehind": _LOOKBEHIND,
+    "use_mtp": "jackfield.load(decoding=…) says how tokens are guessed",
+}
+
+
+def _processor(name: str) -> str:
+    return f"transformers' {name} does it, given as logits_processor=[…]"
+
+
+_MOVED = "transformers has moved it out of itself"
+_SCORES = "logprobs=N gives log-probabilities, of the N likeliest tokens too"
+_INSIDE = "call the model itself to see its insides"
+
+#: Fields that nothing here honours: what to do.
+REFUSED: Mapping[str, str] = {
+    **{name: DRAFTING[name] for name in (
+        "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
+        "is_assistant", "speculation_type", "target_lookbehind", "use_mtp")},
+    "begin_suppress_tokens": _processor("SuppressTokensAtBeginLogitsProcessor"),
+    "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
+    "dola_layers": _MOVED,
+    "encoder_no_repeat_ngram_size": _processor("EncoderNoRepeatNGramLogitsProcessor"),
+    "encoder_repetition_penalty": _processor("EncoderRepetitionPenaltyLogitsProcessor"),
+    "epsilon_cutoff": _processor("EpsilonLogitsWarper"),
+    "eta_cutoff": _processor("EtaLogitsWarper"),
+    "exponential_decay_length_penalty": _processor("ExponentialDecayLengthPenalty"),
+    "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
+    "forced_bos_token_id": "put the token at the end of the prompt",
+    "forced_eos_token_id": _processor("ForcedEOSTokenLogitsProcessor"),
+    "guidance_scale": "it runs the model a second time, beside the loop",
+    "low_memory": _MOVED,
+    "no_repeat_ngram_size": _processor("NoRepeatNGramLogitsProcessor"),
+    "output_attentions": _INSIDE,
+    "output_hidden_states": _INSIDE,
+    "output_logits": _SCORES,
+    "output_scores": _SCORES,
+    "penalty_alpha": _MOVED,
+    "remove_invalid_values": "scores that are no numbers end a request with an error",
+    "renormalize_logits": _processor("LogitNormalization"),
+    "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",
+    "token_healing": "give a prompt that ends where a token does",
+    "top_h": _processor("TopHLogitsWarper"),
+    "typical_p": _processor("TypicalLogitsWarper"),
+    "watermarking_config": _processor("WatermarkLogitsProcessor"),
+}  # fmt: skip
+
+#: Arguments of `generate` that are no settings: what to do.
+ARGUMENTS: Mapping[str, str] = {
+    "assistant_model": _ASSISTED,
+    "assistant_tokenizer": "jackfield.load(assistant={'tokenizer': …}) takes it",
+    "attention_mask": "give prompts as lists of token ids, without padding",
+    "custom_generate": "jackfield.load(decoding='plugin:…') chooses how tokens are found",
+    "input_ids": "the prompts are the first argument",
+    "inputs": "the prompts are the first argument",
+    "inputs_embeds": "prompts are texts, token ids or chat messages",
+    "negative_prompt_attention_mask": "it belongs to guidance_scale, which is not honoured",
+    "negative_prompt_ids": "it belongs to guidance_scale, which is not honoured",
+    "past_key_values": "the engine has a cache, which finds prompts that begin alike",
+    "position_ids": "positions are those of the tokens in their prompt",
+    "streamer": "generate takes one for one prompt; stream and submit can be iterated over",
+    "synced_gpus": "an engine runs in one process",
+    "tokenizer": "jackfield.load(tokenizer=…) takes it",
+    "trust_remote_code": "code from a model's repository is never run",
+}
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether `value` is a neutral one of its field."""
+    return any(_same(value, inert) for inert in INERT.get(name, ()))
+
+
+def _same(value: Any, inert: Any) -> bool:
+    if isinstance(inert, bool | str):
+        return type(value) is type(inert) and bool(value == inert)
+    kinds = (int, float) if isinstance(inert, float) else (int,)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value == inert

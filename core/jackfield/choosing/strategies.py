@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from jackfield.asking.vocabulary import DRAFTING, asks_for_nothing
 from jackfield.choosing.candidates import candidates_of
+from jackfield.choosing.guarded import shown
 from jackfield.choosing.selection import AUTO, Selectable, nearest
 from jackfield.choosing.solving import Choice, judge
 from jackfield.errors import PlanError, SelectionError, SettingsError
 
 if TYPE_CHECKING:
+    from jackfield.asking.wishes import Wishes
     from jackfield.choosing.planning import Plan
     from jackfield.choosing.registry import Registry
     from jackfield.contracts import Requirements
@@ -85,27 +88,45 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
             return
 
 
-def pick(plan: Plan, settings: Mapping[str, object], num_beams: int | None = None) -> str:
+#: Settings that name a decoding by themselves, as they do in transformers.
+NAMING = ("num_beams", "prompt_lookup_num_tokens")
+
+
+def pick(plan: Plan, wishes: Wishes) -> str:
     """The name of the decoding that a request asks for, or the default. Raises SettingsError.
 
-    One that names none and asks for beams, or whose model does (`num_beams`), gets the first that
-    has them, and one for a single beam the first that has not; where there is none of the kind,
-    the default says so.
+    One that names none and asks for beams, or whose model does, gets the first that has them, one
+    for a single beam the first that has not, and one for looked up tokens the first that looks
+    them up; where there is none of the kind, the default says so.
     """
-    names, asked = list(plan.decodings), settings.get("decoding")
+    names, given = list(plan.decodings), wishes.given
+    asked = given.get("decoding")
     if asked is None:
-        several = settings.get("num_beams", num_beams or 1) != 1
-        if not (several or "num_beams" in settings):
-            return names[0]
-        fitting = (name for name in names if ("num_beams" in _honoured(plan, name)) == several)
+        wanted = {
+            name: not asks_for_nothing(name, given[name])
+            for name in NAMING
+            if name in given and not _is_default(wishes, name)
+        }
+        fitting = (
+            offered
+            for offered in names
+            if all((name in _honoured(plan, offered)) == has for name, has in wanted.items())
+        )
         return next(fitting, names[0])
     if not isinstance(asked, str) or asked not in plan.decodings:
         near = nearest(asked, names) if isinstance(asked, str) else ""
         raise SettingsError(
-            f"decoding={asked!r} is not offered by this engine, which has {', '.join(names)}{near}"
-            "; offer it with jackfield.load(decoding={'name': 'plugin:…'})"
+            f"decoding={shown(asked)} is not offered by this engine, which has {', '.join(names)}"
+            f"{near}; offer it with jackfield.load(decoding={{'name': 'plugin:…'}})"
         )
     return asked
+
+
+def _is_default(wishes: Wishes, name: str) -> bool:
+    """Whether a model's own config says it and needs no other decoding for it."""
+    return wishes.of_the_model(name) and (
+        name in DRAFTING or asks_for_nothing(name, wishes.given[name])
+    )
 
 
 def _honoured(plan: Plan, name: str) -> frozenset[str]:

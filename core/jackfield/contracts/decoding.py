@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 SAMPLER_SETTINGS = frozenset(
     {
         "bad_words_ids", "do_sample", "frequency_penalty", "logits_processor", "logprobs",
-        "min_length", "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty", "seed",
-        "sequence_bias", "suppress_tokens", "temperature", "top_k", "top_p",
+        "min_length", "min_new_tokens", "min_p", "prefix_allowed_tokens_fn", "presence_penalty",
+        "repetition_penalty", "seed", "sequence_bias", "stopping_criteria", "suppress_tokens",
+        "temperature", "top_k", "top_p",
     }
 )  # fmt: skip
 

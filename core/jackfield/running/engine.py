@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.progress import track
 
 from jackfield.asking.beam_settings import check_width
+from jackfield.asking.honouring import Limits
 from jackfield.asking.prompts import Prompt, is_batch
-from jackfield.asking.settings import Limits, normalized, resolve
+from jackfield.asking.settings import resolve
 from jackfield.asking.texts import Text, bridge
+from jackfield.asking.wishes import notice_selectors, wishes
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.planning import Plan
@@ -72,6 +74,9 @@ class Engine:
         self.model = model
         self.plan = plan
         self.tokenizer = tokenizer
+        offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
+        whose = model.name_or_path or type(model).__name__
+        notice_selectors(model.generation_config, frozenset().union(*offered), whose)
         self._ids = itertools.count()
         self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
         self._structures = Structures(tokenizer, self._text.vocab_size)
@@ -180,8 +185,8 @@ class Engine:
         own = settings or [{}] * len(batch)
         sequences = [
             sequence
-            for prompt, mine in zip(batch, own, strict=True)
-            for sequence in self._sequences(prompt, {**common, **mine}, streams=False)
+            for number, (prompt, mine) in enumerate(zip(batch, own, strict=True))
+            for sequence in self._sequences(prompt, {**common, **mine}, number, streams=False)
         ]
         pairs = [(s, Request(s.id, self._worker.cancel, streams=False)) for s in sequences]
         try:
@@ -262,14 +267,16 @@ class Engine:
             )
         return sequences[0]
 
-    def _sequences(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> list[Running]:
+    def _sequences(
+        self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
+    ) -> list[Running]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         ids = self._text.encode(prompt)
-        asked, defaults = normalized(asked), self.model.generation_config
-        decoding = pick(self.plan, asked, defaults.num_beams)
-        settings = resolve(defaults, asked, len(ids), self._limits(decoding))
-        if "decoding" in asked and (
+        wished = wishes(asked, self.model.generation_config)
+        decoding = pick(self.plan, wished)
+        settings = resolve(wished, len(ids), self._limits(decoding), number)
+        if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
         ):
             raise SettingsError(f"decoding={decoding!r}: {reason}")

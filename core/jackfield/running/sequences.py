@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield.bridge.source import first_line
 from jackfield.tokens.drafted import Drafted
+from jackfield.tokens.fenced import OwnFailure, met
 
 if TYPE_CHECKING:
     from jackfield.asking.detokenize import Detokenizer
@@ -143,9 +144,19 @@ class Sequence:
         stopped = self.detokenizer is not None and self.detokenizer.stopped
         if stopped or token in self.settings.eos_token_ids:
             self.finish_reason = "stop"
+        elif self.settings.stopping_criteria and self._meets_a_criterion():
+            self.finish_reason = "stop" if self.error is None else "error"
         elif self.num_new >= self.settings.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def _meets_a_criterion(self) -> bool:
+        """Whether one of the request's own criteria is met, or fails, which is then its error."""
+        try:
+            return met(self.id, self.settings.stopping_criteria, self.tokens)
+        except OwnFailure as failure:
+            self.error = f"its stopping_criteria failed: {failure}"
+            return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,3 +81,18 @@ def _one_row(
     if not bool((found < torch.inf).all()) and bool((scores < torch.inf).all()):
         raise ValueError("the scores that it returns are not numbers")
     return found
+
+
+def met(request: int, criteria: Seq[Callable[..., object]], tokens: Seq[int]) -> bool:
+    """Whether one of a request's criteria says that its tokens are complete. Raises OwnFailure."""
+    return any(
+        fenced("stopping_criteria", request, partial(_says, criterion, tokens))
+        for criterion in criteria
+    )
+
+
+def _says(criterion: Callable[..., object], tokens: Seq[int]) -> bool:
+    """What a criterion says of one row, whose scores it is not shown."""
+    import torch
+
+    return bool(criterion(torch.tensor([tokens]), None))

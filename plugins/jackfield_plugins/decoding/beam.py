@@ -74,7 +74,7 @@ class Beam(Decoding):
     name = "beam"
     options = BeamOptions
     capabilities = DecodingCapabilities(
-        settings=(SAMPLER_SETTINGS - {"logprobs"})
+        settings=(SAMPLER_SETTINGS - {"logprobs", "stopping_criteria"})
         | {"diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams"},
         forks=True,
     )

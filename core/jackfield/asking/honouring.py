@@ -1,0 +1,72 @@
+"""What a request asks for is honoured, asks for nothing, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jackfield.asking.vocabulary import (
+    ALIASES,
+    ARGUMENTS,
+    CODE,
+    DRAFTING,
+    FACTS,
+    LOOP,
+    OWN,
+    REFUSED,
+    asks_for_nothing,
+)
+from jackfield.asking.wishes import VOCABULARY, Wishes
+from jackfield.choosing.guarded import shown
+from jackfield.choosing.selection import nearest
+from jackfield.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What settings are checked against: the model's vocabulary and context, and the strategy.
+
+    `elsewhere` says for a setting that the strategy does not honour which one does ("": none).
+    """
+
+    vocab_size: int
+    context_length: int | None
+    honoured: frozenset[str]
+    decoding: str
+    has_tokenizer: bool
+    elsewhere: Callable[[str], str] = lambda _: ""
+
+
+def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
+    """Raise SettingsError for a name that is unknown, or a wish that would be dropped."""
+    for name in wishes.of_caller:
+        _check_known(name, limits)
+    for name, value in wishes.given.items():
+        if name in LOOP | limits.honoured | FACTS or asks_for_nothing(name, value):
+            continue
+        if wishes.of_the_model(name) and name in DRAFTING:
+            continue  # `notice_selectors` has told
+        if name in CODE:
+            raise SettingsError(f"{name} is not a setting of a request: {CODE[name]}")
+        if name in ARGUMENTS:
+            raise SettingsError(f"{name} is not a setting of a request: {ARGUMENTS[name]}")
+        lift = f"lift it with {name}=None" if wishes.of_the_model(name) else "so drop it"
+        advice = f"; {REFUSED[name]}" if name in REFUSED else ""
+        raise SettingsError(
+            f"the decoding {limits.decoding!r} does not honour {name}={shown(value)}"
+            f"{wishes.origin(name)}; it is never ignored, {lift} or choose a decoding that does"
+            f"{limits.elsewhere(name)}{advice}"
+        )
+
+
+def _check_known(name: object, limits: Limits) -> None:
+    """Whether there is such a setting; also one that is None."""
+    if not isinstance(name, str):
+        raise SettingsError(f"a setting has a name, and {shown(name)} is none")
+    if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | limits.honoured:
+        return
+    known = LOOP | limits.honoured | ALIASES.keys()
+    raise SettingsError(
+        f"there is no setting {shown(name)}{nearest(name, known)} (settings are the fields of "
+        f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"
+    )
