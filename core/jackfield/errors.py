@@ -29,6 +29,7 @@ __all__ = [
     "SelectionError",
     "SettingsError",
     "UsageError",
+    "first_line",
     "shown",
 ]
 
@@ -47,6 +48,20 @@ def shown(foreign: object, most: int = 200) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
     )
+
+
+def first_line(error: BaseException) -> str:
+    """An error's text up to the end of its first sentence, for use inside a message of ours."""
+    try:
+        text = str(error)
+    except BaseException as again:  # noqa: BLE001 - an exception of whoever it was
+        text = f"it cannot be told, since its own __str__ raises {type(again).__name__}"
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return shown(f"{lines[0]} {lines[1]}", 300)
+    if isinstance(error, LookupError):  # whose text is what was looked for
+        return shown(f"{type(error).__name__}: {''.join(lines[:1])}")
+    return shown(lines[0], 300) if lines else type(error).__name__
 
 
 class JackfieldError(Exception):

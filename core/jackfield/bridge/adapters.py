@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.bridge.source import ModelSource, first_line, quiet
-from jackfield.bridge.weights import safetensors_header
+from jackfield.bridge.headers import safetensors_header
+from jackfield.bridge.source import ModelSource, quiet
 from jackfield.choosing.adapter import Adapter, AdapterUse
 from jackfield.choosing.selection import nearest
 from jackfield.contracts.requirements import Weight
-from jackfield.errors import CheckpointError, UsageError
+from jackfield.errors import CheckpointError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,8 +23,9 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.requirements import skeleton
-from jackfield.bridge.source import config_tree, first_line, quiet
+from jackfield.bridge.source import config_tree, quiet
 from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.errors import first_line
 from jackfield.figures.memory import kv_bytes
 from jackfield.figures.reading import ExpertWeights, StepReads, Table
 

@@ -21,7 +21,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from jackfield.bridge.source import config_tree, first_line, quiet
+from jackfield.bridge.source import config_tree, quiet
+from jackfield.errors import first_line
 
 logger = logging.getLogger("jackfield")
 

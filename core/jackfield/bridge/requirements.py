@@ -39,13 +39,12 @@ from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, see
 from jackfield.bridge.source import (
     ModelSource,
     config_tree,
-    first_line,
     input_device,
     quiet,
 )
 from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
-from jackfield.errors import CheckpointError, JackfieldError, UsageError
+from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
 
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from jackfield.bridge.foreign import read_json
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError, shown
+from jackfield.errors import CheckpointError, first_line, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -31,6 +32,9 @@ SELECTORS = frozenset(
         "experts_implementation",
     }
 )
+
+#: The files of a folder that somebody may open and then wait for, if they are pipes.
+_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".txt"})
 
 
 @dataclass(frozen=True)
@@ -108,27 +112,56 @@ def _live(model: Any) -> ModelSource:
 
 def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     folder = Path(location)
-    if (folder / "adapter_config.json").is_file():
-        what = "an adapter beside a" if (folder / "config.json").is_file() else "an adapter and no"
-        raise CheckpointError(
-            f"{location} is {what} model, and which of them runs would not be said; give the model "
-            "in a folder of its own, and adapter=… that of the adapter"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{location} has no config.json, so it is not a model folder; give the folder that "
-            "save_pretrained wrote"
-        )
-    if folder.is_file() or (not folder.is_dir() and location.startswith(("/", "./", "../", "~"))):
-        raise CheckpointError(f"{location} is not a folder; give a model folder or a hub id")
+    written = _check_folder(folder, location)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location, revision=revision, trust_remote_code=False
         )
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
-    _ignore_selectors(config, location)
+    _ignore_selectors(config, written, location)
     return config
+
+
+def _check_folder(folder: Path, location: str) -> dict[str, Any]:
+    """What is in the config.json of a folder, after making sure that it is one with a model in it,
+    and nothing in it that one could wait for. An empty dict for a hub id. Raises CheckpointError.
+    """
+    if not _is_folder(folder, location):
+        return {}
+    for path in folder.iterdir():
+        if path.suffix in _SUFFIXES and not path.is_file():
+            raise CheckpointError(f"{path} is not a file, or leads nowhere; fetch it again")
+    config = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():
+        what = "an adapter beside a" if config.is_file() else "an adapter and no"
+        raise CheckpointError(
+            f"{location} is {what} model, and which of them runs would not be said; give the model "
+            "in a folder of its own, and adapter=… that of the adapter"
+        )
+    if not config.is_file():
+        raise CheckpointError(
+            f"{location} has no config.json, so it is not a model folder; give the folder that "
+            "save_pretrained wrote"
+        )
+    if (defaults := folder / "generation_config.json").is_file():
+        read_json(defaults)  # transformers would go on without a broken one, and not say so
+    return read_json(config)
+
+
+def _is_folder(folder: Path, location: str) -> bool:
+    """Whether it is one; False for what may be a hub id. Raises CheckpointError."""
+    try:
+        if folder.is_dir():
+            os.listdir(folder)
+            return True
+        is_path = os.path.lexists(folder) or location.startswith(("/", "./", "../", "~"))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{shown(location)} cannot be read ({reason})") from None
+    if is_path:
+        raise CheckpointError(f"{shown(location)} is not a folder; give a model folder or a hub id")
+    return False
 
 
 def _explain(location: str, error: Exception) -> str:
@@ -137,13 +170,11 @@ def _explain(location: str, error: Exception) -> str:
         return (
             f"{location} needs code from its own repository to run, which jackfield never executes"
         )
-    if isinstance(error, json.JSONDecodeError) or "valid JSON" in text:
-        return f"the config.json of {location} is not valid JSON; fetch the model again"
-    if Path(location).is_dir():
+    if Path(location).is_dir() or "valid JSON" in text:
         return f"cannot read the config.json of {location}: {first_line(error)}"
     return (
-        f"cannot find the model {location!r}: it is neither a folder here nor a model that the hub "
-        f"gives (no network, a private one, or a misspelling){nearest(location, ['demo'])}"
+        f"cannot find the model {shown(location)!r}: it is neither a folder here nor a model that "
+        f"the hub gives (no network, a private one, or a misspelling){nearest(location, ['demo'])}"
     )
 
 
@@ -171,25 +202,14 @@ def quiet() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
-def first_line(error: BaseException) -> str:
-    """An error's text up to the end of its first sentence, for use inside a message of ours."""
-    try:
-        text = str(error)
-    except BaseException as again:  # noqa: BLE001 - an exception of whoever it was
-        text = f"it cannot be told, since its own __str__ raises {type(again).__name__}"
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return shown(f"{lines[0]} {lines[1]}", 300)
-    return shown(lines[0], 300) if lines else type(error).__name__
-
-
-def _ignore_selectors(config: PreTrainedConfig, location: str) -> None:
+def _ignore_selectors(config: PreTrainedConfig, written: dict[str, Any], location: str) -> None:
     """Undo what config.json says about implementations: names come from the caller only."""
-    path = Path(location) / "config.json"
-    written = _selectors(json.loads(path.read_text())) if path.is_file() else {}
-    for key, value in written.items():
+    for key, value in _selectors(written).items():
         logger.warning(
-            "ignored %s=%r in the config.json of %s: data never selects code", key, value, location
+            "ignored %s=%s in the config.json of %s: data never selects code",
+            key,
+            shown(repr(value)),
+            location,
         )
     for part in config_tree(config):
         part._attn_implementation_internal = None

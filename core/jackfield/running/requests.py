@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from jackfield.bridge.source import first_line
-from jackfield.errors import ExecutionError, JackfieldError
+from jackfield.errors import ExecutionError, JackfieldError, first_line
 from jackfield.running.sequences import Completion, Delta
 
 

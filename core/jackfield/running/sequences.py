@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from jackfield.bridge.source import first_line
+from jackfield.errors import first_line
 from jackfield.tokens.drafted import Drafted
 from jackfield.tokens.fenced import OwnFailure, met
 

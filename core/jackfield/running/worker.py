@@ -11,8 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jackfield.bridge.source import first_line
-from jackfield.errors import ExecutionError, QueueFullError, UsageError
+from jackfield.errors import ExecutionError, QueueFullError, UsageError, first_line
 from jackfield.running.loop import Loop
 from jackfield.running.requests import Request
 from jackfield.running.sequences import Delta, Event, Sequence

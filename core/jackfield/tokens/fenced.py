@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from jackfield.bridge.source import first_line
+from jackfield.errors import first_line
 
 if TYPE_CHECKING:
     import torch
