@@ -59,8 +59,6 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return shown(f"{lines[0]} {lines[1]}", 300)
-    if isinstance(error, LookupError):  # whose text is what was looked for
-        return shown(f"{type(error).__name__}: {''.join(lines[:1])}")
     return shown(lines[0], 300) if lines else type(error).__name__
 
 

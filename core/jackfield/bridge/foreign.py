@@ -97,4 +97,10 @@ def named(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise CheckpointError(f"{what}: {first_line(error)}") from error
+        raise CheckpointError(f"{what}: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """Its first line; of an error that says no more than a key, also what it is."""
+    line = first_line(error)
+    return f"{type(error).__name__}: {line}" if isinstance(error, KeyError) else line
