@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.asking.surroundings import refuse_autocast
 from jackfield.bridge.weights import load_tokenizer
 from jackfield.choosing.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.choosing.deciding import Job, understand
@@ -134,7 +136,8 @@ class Prepared:
     stall_after: float
 
     def load(self) -> Engine:
-        """Read the weights and bind."""
+        """Read the weights and bind. Raises UsageError inside of `torch.autocast`."""
+        refuse_autocast(torch.device(self.plan.requirements.device or "cpu").type)
         with contextlib.ExitStack() as files:
             model = weights(self.job, self.plan, files, self.tokenizer)
             engine = Engine(

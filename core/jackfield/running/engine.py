@@ -19,6 +19,7 @@ from jackfield.asking.beam_settings import check_width
 from jackfield.asking.honouring import Limits
 from jackfield.asking.prompts import Prompt, is_batch
 from jackfield.asking.settings import resolve
+from jackfield.asking.surroundings import refuse_autocast
 from jackfield.asking.texts import Text, bridge
 from jackfield.asking.wishes import notice_selectors, wishes
 from jackfield.choosing.assistance import Assistance
@@ -272,6 +273,7 @@ class Engine:
     ) -> list[Running]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
+        refuse_autocast(self.model.device.type)
         ids = self._text.encode(prompt)
         wished = wishes(asked, self.model.generation_config)
         decoding = pick(self.plan, wished)

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, first_line
 from jackfield.running.loop import Loop
@@ -100,6 +103,7 @@ class Worker:
                 self._changed.wait_for(lambda: self.closed or self._has_room(len(pairs)))
                 self._check_open()
             self._wake()
+            self._commands.append(partial(_compute_with, torch.get_num_threads()))
             for sequence, request in pairs:
                 self._open[sequence.id] = (sequence, request)
                 self._commands.append(lambda s=sequence: self._loop.submit(s))  # type: ignore[misc]
@@ -269,6 +273,12 @@ class Worker:
     def _check_open(self) -> None:
         if self.closed:
             raise _closed()
+
+
+def _compute_with(threads: int) -> None:
+    """As many threads as the caller's has, which a thread that runs already would not hear of."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def _closed() -> UsageError:

@@ -140,7 +140,9 @@ class Batch:
         """`[sequences, 1]`, or None where none asks for anything."""
         if all(v == inert for v in values):
             return None
-        return torch.tensor(values, device=self.device)[:, None]
+        # Not torch's default dtype, which is whatever a process has set it to.
+        dtype = torch.float32 if any(isinstance(v, float) for v in values) else None
+        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
 
     def _single_token_bias(self) -> torch.Tensor | None:
         entries = [
@@ -152,8 +154,9 @@ class Batch:
         if not entries:
             return None
         at, ids, values = zip(*entries, strict=True)
-        bias = torch.zeros(len(self.sequences), self.vocab_size, device=self.device)
-        bias[list(at), list(ids)] = torch.tensor(values, device=self.device)
+        shape = (len(self.sequences), self.vocab_size)
+        bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        bias[list(at), list(ids)] = torch.tensor(values, dtype=torch.float32, device=self.device)
         return bias
 
     def _history(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -165,7 +168,7 @@ class Batch:
             for i, sequence in enumerate(self.sequences):
                 seen[i, sequence.tokens] = True
         if self.presence is not None or self.frequency is not None:
-            counts = torch.zeros(shape, device=self.device)
+            counts = torch.zeros(shape, dtype=torch.float32, device=self.device)
             for i, sequence in enumerate(self.sequences):
                 new = torch.tensor(sequence.new_tokens, dtype=torch.long, device=self.device)
                 counts[i] = torch.bincount(new, minlength=self.vocab_size)

@@ -73,7 +73,7 @@ def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _added(scores: torch.Tensor, of_beams: list[float]) -> torch.Tensor:
-    return scores + torch.tensor(of_beams, device=scores.device)[:, None]
+    return scores + torch.tensor(of_beams, dtype=scores.dtype, device=scores.device)[:, None]
 
 
 def _unless(error: str | None, decision: Decision) -> Decision:
