@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     __version__: str
     from jackfield.bridge.cache import cache
     from jackfield.bridge.generation import decoding
-    from jackfield.bridge.install import install, uninstall
+    from jackfield.bridge.install import install, report, uninstall
     from jackfield.bridge.quantization import quantization
     from jackfield.choosing.planning import Plan
     from jackfield.errors import JackfieldError
@@ -42,6 +42,7 @@ __all__ = [
     "load",
     "plan",
     "quantization",
+    "report",
     "uninstall",
 ]
 
@@ -60,6 +61,7 @@ _HOMES = {
     "load": "jackfield.front",
     "plan": "jackfield.front",
     "quantization": "jackfield.bridge.quantization",
+    "report": "jackfield.bridge.install",
     "uninstall": "jackfield.bridge.install",
 }
 

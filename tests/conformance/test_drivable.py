@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, VOCAB, build, oracle, prompts
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import jackfield
@@ -77,10 +78,59 @@ def test_an_attention_that_derives_from_a_models_own() -> None:
     ("device", "words"),
     [
         ("bogus", "is not a device"),
-        (None, "a device or a dict of module"),
+        (0.5, "a device or a dict of module"),
         ({"": "cpu"}, "a live model is used where it is"),
     ],
 )
 def test_a_device_that_is_none_is_refused(device: object, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         jackfield.plan(build("llama"), device_map=device)  # type: ignore[arg-type]
+
+
+def on_meta(name: str, config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        model: transformers.PreTrainedModel = getattr(transformers, name)(config)
+    return model
+
+
+ENCODER_DECODERS = sorted(
+    (name, model_type)
+    for model_type, names in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items()
+    for name in ([names] if isinstance(names, str) else names)
+)
+FEW = ("BartForConditionalGeneration", "MarianMTModel", "T5ForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        pytest.param(*pair, marks=() if pair[0] in FEW else pytest.mark.long)
+        for pair in ENCODER_DECODERS
+    ],
+)
+def test_every_encoder_decoder_is_refused_by_name(name: str, model_type: str) -> None:
+    config = transformers.AutoConfig.for_model(model_type)
+    if not config.is_encoder_decoder:
+        pytest.skip(f"{model_type} has no encoder by its config's defaults")
+    with pytest.raises(CheckpointError, match="is an encoder-decoder model"):
+        jackfield.plan(config)
+    try:
+        model = on_meta(name, config)
+    except Exception as error:  # noqa: BLE001 - a default config that its own class refuses
+        pytest.skip(f"{name} cannot be made: {error}")
+    for call in (jackfield.plan, jackfield.load):
+        with pytest.raises(CheckpointError, match=f"{name} .*is an encoder-decoder model"):
+            call(model)
+
+
+NO_HEADS = ("LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification",
+            "LlamaForQuestionAnswering", "GPT2Model", "GPT2ForSequenceClassification", "BertModel",
+            "BertForMaskedLM", "BertForSequenceClassification")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_HEADS)
+def test_every_class_that_makes_no_text_is_refused_by_name(name: str) -> None:
+    model = on_meta(name, getattr(transformers, name).config_class())
+    for call in (jackfield.plan, jackfield.load):
+        with pytest.raises(CheckpointError, match=f"{name} .*generates no text"):
+            call(model)

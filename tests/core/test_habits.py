@@ -28,7 +28,7 @@ import jackfield
 from jackfield.choosing import habits
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.wording import in_our_words, selected
-from jackfield.errors import UsageError
+from jackfield.errors import PlanError, UsageError
 from jackfield.front import LoadArguments, PlanArguments
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
@@ -245,3 +245,12 @@ def test_the_page_has_every_habit() -> None:
         assert not habit.ours or f"`{habit.ours}" in text, name
     values = (*habits.VALUES.values(), *habits.NAMES.values())
     assert {str(v) for table in values for v in table} - rows == set()
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_weights_that_bitsandbytes_would_leave_as_they_are_are_refused(bits: str) -> None:
+    """Before they are read: on a CPU its offload in float32 converts nothing."""
+    config = BitsAndBytesConfig(**{bits: True}, llm_int8_enable_fp32_cpu_offload=True)
+    for arguments in ({"device_map": "cpu"}, {"max_memory": {"cpu": "2MB"}}):
+        with pytest.raises(PlanError, match=r"cpu_offload=True leaves|on one device"):
+            jackfield.plan("demo", quantization=config, **arguments)

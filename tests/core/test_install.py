@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import VOCAB, WINDOW, build, oracle, prompts
 from transformers import (
     AttentionInterface,
@@ -336,3 +337,71 @@ def test_a_part_is_selected_while_a_model_loads(tmp_path: Path) -> None:
     for name in ("plugin:sdpa", {"": "plugin:sdpa"}):
         with pytest.raises(UsageError, match=r"give {'text_config': 'plugin:sdpa'}"):
             from_folder(tmp_path, name)
+
+
+FALLBACKS = [
+    ("gpt-oss", ["plugin:sdpa", "plugin:eager"], "eager"),  # which has sinks
+    ("llama", ["plugin:sdpa", "plugin:eager"], "sdpa"),
+    ("llama", ("plugin:flash_attention_3", "plugin:sdpa?kernel=math"), "sdpa"),
+]
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "set_attn_implementation"])
+@pytest.mark.parametrize(("family", "names", "wanted"), FALLBACKS)
+def test_the_first_of_a_list_that_can_serve_is_taken(
+    folders: dict[str, Path], family: str, names: Any, wanted: str, way: str
+) -> None:
+    if way == "from_pretrained":
+        model = from_folder(folders[family], names)
+    else:
+        model = build(family)
+        model.set_attn_implementation(names)
+    model(torch.tensor([[1, 2]]))
+    assert jackfield.report(model)["attention"].name == wanted
+    assert jackfield.report(model)["attention"].calls == model.config.num_hidden_layers
+
+
+def test_a_list_ends_with_transformers_own_names(folders: dict[str, Path]) -> None:
+    model = from_folder(folders["gpt-oss"], ["plugin:sdpa", "eager"])
+    assert model.config._attn_implementation == "eager"
+    model = build("gpt-oss")
+    model.set_attn_implementation(["plugin:sdpa", "eager"])
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(UsageError, match="does not run an attention plugin"):
+        jackfield.report(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "words"),
+    [
+        (["plugin:sdpa", "plugin:nope"], SelectionError, "no attention 'nope'"),
+        (["plugin:sdpa", "sdpa"], PlanError, "none of .*sinks.*'sdpa'"),
+        ([], UsageError, "an empty list"),
+        ([3], UsageError, "3 is no name"),
+    ],
+)
+def test_a_list_of_which_nothing_can_serve(
+    folders: dict[str, Path], names: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        from_folder(folders["gpt-oss"], names)
+    with pytest.raises(error, match=words):
+        build("gpt-oss").set_attn_implementation(names)
+
+
+@pytest.mark.parametrize("name", ["plugin:sdpa", "plugin:eager", ["plugin:sdpa", "plugin:eager"]])
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+def test_an_encoder_decoder_is_refused_before_weights(
+    family: str, name: Any, tmp_path: Path
+) -> None:
+    sizes = {"d_model": 16, "vocab_size": VOCAB, "decoder_start_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    cls = getattr(transformers, f"{family}ForConditionalGeneration")
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(PlanError, match="is an encoder-decoder model"):
+        cls.from_pretrained(tmp_path, attn_implementation=name, dtype=torch.float32)
+    with torch.device("meta"):
+        model = cls(config)
+    with pytest.raises(PlanError, match="is an encoder-decoder model"):
+        model.set_attn_implementation(name)

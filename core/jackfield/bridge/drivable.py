@@ -45,6 +45,8 @@ def _undrivable(
     attentions: Sequence[nn.Module],
     layer_types: Sequence[str],
 ) -> str | None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return _ENCODER_DECODER
     taken = inspect.signature(model.forward).parameters
     missing = {"past_key_values", "attention_mask"} - set(taken)
     if missing or not hasattr(text, "num_attention_heads"):
@@ -75,6 +77,22 @@ def _undrivable(
     return None
 
 
+def check_decoder(config: PreTrainedConfig) -> None:
+    """Raise CheckpointError for an encoder-decoder model, whose decoder alone is another model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"a model of type {config.model_type!r} {_ENCODER_DECODER}")
+
+
+def check_generates(model: PreTrainedModel) -> None:
+    """Raise CheckpointError for a class without a head that tells the next token."""
+    if not type(model).can_generate():
+        raise CheckpointError(
+            f"{type(model).__name__} of type {model.config.model_type!r} gives no scores of next "
+            "tokens, so it generates no text; give the class for it, e.g. by "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+
+
 def check_dtype(model: PreTrainedModel, text: PreTrainedConfig, dtype: str) -> None:
     """Raise CheckpointError where a model computes in float32 what it is given in float64."""
     if dtype == "float64" and text.model_type in _NOT_IN_FLOAT64:
@@ -84,6 +102,7 @@ def check_dtype(model: PreTrainedModel, text: PreTrainedConfig, dtype: str) -> N
         )
 
 
+_ENCODER_DECODER = "is an encoder-decoder model, and jackfield runs decoders only; give a decoder"
 _BOTH_DIRECTIONS = "reads its text in both directions, so it cannot continue it; give a decoder"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -13,13 +14,15 @@ from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
-from jackfield.bridge.source import input_device
+from jackfield.bridge.source import first_line, input_device
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.selection import PREFIX, parse
 from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext
-from jackfield.errors import PlanError, UsageError
+from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.running.report import Report, observe
+
+logger = logging.getLogger("jackfield")
 
 _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
 #: transformers' own methods, while ours stand in their place.
@@ -34,8 +37,9 @@ _names: dict[str, str] = {}
 def install() -> None:
     """Teach `from_pretrained` and `set_attn_implementation` the names ``plugin:NAME``.
 
-    Every other name goes the way it always went. A second call changes nothing. A plugin that
-    cannot serve the model raises PlanError before weights are loaded.
+    A list of names is a list of fallbacks: the first that can serve the model is taken. Every other
+    name goes the way it always went. A second call changes nothing. A plugin that cannot serve the
+    model raises PlanError before weights are loaded.
     """
     if _originals:
         return
@@ -43,14 +47,20 @@ def install() -> None:
     check, change = _originals[_CHECK], _originals[_SET]
 
     @functools.wraps(check)
-    def our_check(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
-        if _is_plugin(name):
-            return _plug_in(self, name, loading=bool(kwargs.get("is_init_check", False)))
-        return check(self, name, *args, **kwargs)
+    def our_check(self: PreTrainedModel, name: Any, *args: Any, **kwargs: Any) -> Any:
+        def one(each: str | None) -> Any:
+            if _is_plugin(each):
+                loading = bool(kwargs.get("is_init_check", False))
+                return _plug_in(self, each, loading=loading, given=name)
+            return check(self, each, *args, **kwargs)
+
+        return _first(self, name, one) if isinstance(name, list | tuple) else one(name)
 
     @functools.wraps(change)
     def our_change(self: PreTrainedModel, name: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_parts(name)
+        if isinstance(name, list | tuple):
+            name = _first(self, name, lambda each: _tried(self, each, check))
         if _is_plugin(name) and not replaceable(self):  # transformers would only warn
             name = _plug_in(self, name, loading=False)
         return change(self, name, *args, **kwargs)
@@ -70,6 +80,37 @@ def _refuse_parts(name: Any) -> None:
             f"set_attn_implementation({name!r}) selects plugins for parts of a model; select one "
             f"for all of it, set_attn_implementation({plugins[0]!r}), or load it with the dict"
         )
+
+
+def _first(model: PreTrainedModel, names: Sequence[Any], use: Callable[[str], str]) -> str:
+    """What `use` makes of the first of `names` that can serve the model. Raises PlanError."""
+    if not names:
+        raise UsageError("an empty list of fallbacks selects nothing; name an attention")
+    reasons = []
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"attn_implementation={names!r}: {name!r} is no name of an attention")
+        try:
+            found = use(name)
+        except (PlanError, ValueError, ImportError) as error:  # the latter are transformers' own
+            reasons.append(f"{name!r} ({first_line(error)})")
+            continue
+        for reason in reasons:
+            logger.info("attn_implementation passed over %s", reason)
+        return found
+    raise PlanError(
+        f"none of attn_implementation={list(names)!r} can serve {type(model).__name__}: "
+        f"{', '.join(reasons)}; add another, e.g. 'eager'"
+    )
+
+
+def _tried(model: PreTrainedModel, name: str, check: Callable[..., Any]) -> str:
+    """`name`, once it is known that the loaded `model` can have it."""
+    if _is_plugin(name):
+        _plug_in(model, name, loading=False)
+    else:
+        check(model, name)
+    return name
 
 
 def uninstall() -> None:
@@ -96,19 +137,27 @@ def report(model: PreTrainedModel) -> Report:
     return Report((observe("attention", port.registered, port.tally, port.source),))
 
 
-def _plug_in(model: PreTrainedModel, name: str, *, loading: bool) -> str:
-    """Check the backend against `model`, register it, and return its key in transformers."""
+def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = None) -> str:
+    """Check the backend against `model`, register it, and return its key in transformers.
+
+    `given` is what the caller wrote, a list with `name` in it perhaps.
+    """
     selection = parse(name)
     registered = registry().find("attention", selection)
     options = registered.options(selection.arguments)
     if loading:
         # `model` is in the middle of its own __init__: ask a finished skeleton of the same class.
-        _check_part(model, name)
-        shape = skeleton(model.config, type(model))
+        _check_part(model, name, given or name)
+        shape = _shape(model, name)
         dtype, device = torch.get_default_dtype(), None
     else:
         shape, dtype, device = model, model.dtype, input_device(model).type
-    needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
+    try:
+        needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
+    except CheckpointError as error:  # a model that no plugin serves
+        raise PlanError(
+            f"attn_implementation={name!r}: {error}; transformers' own names are for it"
+        ) from None
     if reasons := judge(registered, needs, options):
         raise PlanError(
             f"attn_implementation={name!r} cannot run {needs.architecture}: {'; '.join(reasons)}; "
@@ -145,10 +194,20 @@ def selected(model: PreTrainedModel) -> str:
     return key
 
 
-def _check_part(model: PreTrainedModel, name: str) -> None:
+def _shape(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A finished skeleton of a model that is in the middle of its own __init__."""
+    try:
+        return skeleton(model.config, type(model))
+    except CheckpointError as error:
+        raise PlanError(
+            f"attn_implementation={name!r}: {error}; transformers' own names are for it"
+        ) from None
+
+
+def _check_part(model: PreTrainedModel, name: str, given: Any) -> None:
     """A name for a whole model reaches all its parts while they load; one for a part, that part."""
     text = model.config.get_text_config(decoder=True)
-    if text is not model.config and text._attn_implementation != name:
+    if text is not model.config and text._attn_implementation != given:
         raise UsageError(
             f"attn_implementation gives {name!r} to {type(model).__name__} and "
             f"{text._attn_implementation!r} to the text model in it, which is what attends; give "

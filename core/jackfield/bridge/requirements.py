@@ -26,7 +26,13 @@ from transformers import (
     cache_utils,
 )
 
-from jackfield.bridge.drivable import check_calls, check_drivable, check_dtype
+from jackfield.bridge.drivable import (
+    check_calls,
+    check_decoder,
+    check_drivable,
+    check_dtype,
+    check_generates,
+)
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import (
     head_is_tied,
@@ -53,8 +59,11 @@ def requirements_of(
     source: ModelSource, *, dtype: str, device: str, deterministic: bool = False
 ) -> Requirements:
     """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
+    if source.live is None:
+        check_decoder(source.config)
     model = source.live if source.live is not None else skeleton(source.config)
     name = dtype_name(dtype, source)
+    check_generates(model)
     needs = describe(
         model,
         dtype=name,

@@ -46,6 +46,12 @@ class BitsAndBytes(Quantizer):
         given = isinstance(options, GivenConfig) or options != self.options()
         if requirements.stored is not None and given:
             reasons.append("the checkpoint is quantized already; leave the options out")
+        config = in_force(requirements, options) or {}
+        if config.get("llm_int8_enable_fp32_cpu_offload") and requirements.device == "cpu":
+            reasons.append(
+                "llm_int8_enable_fp32_cpu_offload=True leaves what lies on the CPU as it is, and "
+                "here that is all of it; drop it"
+            )
         if requirements.weights and not any(w.linear for w in requirements.weights):
             name = requirements.architecture
             reasons.append(f"converts nn.Linear and Conv1D, and {name} has none but its head")
