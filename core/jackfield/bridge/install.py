@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
-from jackfield.bridge.source import first_line, input_device
+from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.selection import PREFIX, parse
 from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext
-from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.errors import CheckpointError, PlanError, UsageError, first_line
 from jackfield.running.report import Report, observe
 
 logger = logging.getLogger("jackfield")
