@@ -29,13 +29,46 @@ def test_two_models_that_share_a_config_do_not_share_an_attention() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_layer_that_is_not_reached_fails_every_request(model: Any, count: int) -> None:
     with jackfield.load(model) as engine:
-        engine._bound.port.tally.prefill.update({0: -1, 1: -1})  # as if its layers had not called
-        engine._bound.port.tally.prefill.clear()
-        inner = engine._loop.forward
-        tally = engine._bound.port.tally
-        engine._loop.forward = lambda inputs: (inner(inputs), tally.prefill.clear())[0]
+        inner: Any = engine._bound._forward
+        called = engine._bound.port._called
+        engine._bound._forward = lambda inputs: (inner(inputs), called.clear())[0]
         with pytest.raises(ExecutionError, match="was not called by layers"):
             engine.generate(prompts((3,)), max_new_tokens=count)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "paged"])
+@pytest.mark.parametrize("other", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_attention_switched_while_an_engine_runs_is_told(
+    cache: str, other: str, first: bool
+) -> None:
+    model = build("llama")
+    with jackfield.load(model, cache_implementation=cache) as engine:
+        if first:
+            engine.generate(prompts((3,)), max_new_tokens=2)
+        running = engine.stream(prompts((5,))[0], max_new_tokens=100)
+        if first:
+            next(running)
+        model.set_attn_implementation(other)
+        with pytest.raises(ExecutionError, match=f"attention was switched to '{other}' while"):
+            list(running)
+        with pytest.raises(ExecutionError, match="was switched"):
+            engine.generate(prompts((3,)), max_new_tokens=1)
+    assert model.config._attn_implementation == other  # the later wish
+    with jackfield.load(model) as engine:
+        assert engine.generate(prompts((3,)), max_new_tokens=2)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "paged"])
+def test_an_attention_switched_inside_a_step_is_told(cache: str) -> None:
+    model = build("llama")
+    with jackfield.load(model, cache_implementation=cache) as engine:
+        layer = model.model.layers[1]
+        key = model.config._attn_implementation
+        layer.register_forward_pre_hook(lambda *_: model.set_attn_implementation("eager"))
+        layer.register_forward_hook(lambda *_: setattr(model.config, "_attn_implementation", key))
+        with pytest.raises(ExecutionError, match=r"not called by layers \[1\]|was switched"):
+            engine.generate(prompts((3,)), max_new_tokens=2)
 
 
 def test_a_cache_that_cannot_let_go_fails_the_waiters_at_once(

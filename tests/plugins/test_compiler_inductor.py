@@ -10,6 +10,8 @@ import gc
 import math
 import os
 import random
+import re
+import runpy
 import subprocess
 import sys
 import weakref
@@ -19,9 +21,11 @@ from typing import Any
 import pytest
 import torch
 from driven import Arrival, drive, tokens
-from families import build, config_of, prompts
+from families import build, config_of, prompts, references
 
 import jackfield
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.registry import Registered
 from jackfield.errors import ExecutionError, OptionError, PlanError
 from jackfield_plugins.compiler import inductor_lowering
 from jackfield_plugins.compiler.inductor_cache import CACHE_DIR
@@ -241,7 +245,9 @@ def test_nothing_runs_uncompiled_without_a_word(cache: str) -> None:
     with load(build("llama"), cache) as engine:
         torch.compiler.set_stance("force_eager")
         try:
-            with pytest.raises(ExecutionError, match="runs a step uncompiled that was to be"):
+            with pytest.raises(
+                ExecutionError, match="a step runs uncompiled that was to be compiled"
+            ):
                 drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=4)])
         finally:
             torch.compiler.set_stance("default")
@@ -452,3 +458,25 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     assert int(warm[2]) >= 1
     assert float(warm[1]) < float(cold[1])
     assert warm[3:] == cold[3:]
+
+
+def test_twenty_engines_with_the_compiler_of_the_guide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch gives up where one code object was compiled eight times; each engine has its own."""
+    page = Path(__file__).parents[2] / "docs" / "writing-a-plugin.md"
+    modules = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (source,) = (text for text in modules if "class Trace(" in text)
+    (tmp_path / "traced.py").write_text(source)
+    scope = runpy.run_path(str(tmp_path / "traced.py"))
+    mine = Registered(scope["jackfield_compiler"]()[0], "outside", "1.0", "ep")
+    monkeypatch.setitem(registry().backends, "compiler", [*registry().backends["compiler"], mine])
+    model = build("llama")
+    expected = references("llama", (5,), 3)
+    for _ in range(20):
+        with jackfield.load(model, compile="traced", cache_implementation="paged") as engine:
+            (found,) = engine.generate(prompts((5,)), max_new_tokens=3)
+            compiled = engine.report()["compiler"].compiled
+        assert [found.token_ids] == expected
+        assert compiled is not None
+        assert compiled.graphs >= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.choosing.guarded import fault, guarded, shown
 from jackfield.choosing.registry import Registered
 from jackfield.contracts import (
     BindContext,
@@ -36,6 +38,7 @@ PLAIN_KWARGS = frozenset(
 )
 
 LINEAR = "linear_attention"
+_CALLS = 8  # of a layer in one step, that are remembered
 KEY = "jackfield-"  # what our keys in transformers' tables begin with; means nothing to it
 _serial = itertools.count(1)
 
@@ -55,12 +58,17 @@ class AttentionPort:
     ) -> None:
         self.registered = registered
         self.tally = Tally()
+        self.inside: int | None = None  # the layer whose attention is being computed
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
         self._hooks: list[Any] = []
         kinds = dict(enumerate(context.requirements.layer_types))
         #: the layers that must have called by the end of a step
         self.expected = {i for i, _ in attention_modules(like) if kinds.get(i) != LINEAR}
+        self._once = not context.requirements.irregular
+        self._planned = sorted(self.expected)
+        self._called: deque[int] = deque(maxlen=_CALLS * len(self.expected) + _CALLS)
+        self._configs: list[PreTrainedConfig] = []  # those that name it while it is plugged in
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
             own = _model_attention(like)
@@ -72,15 +80,15 @@ class AttentionPort:
                     )
                 self._leave_to(like, bound.implementation)
                 return
-            bound, guard = own, False
+            bound, stranger = own, False
         else:
-            guard = True
+            stranger = True
         self.source = bound.source
-        forward = self._counted(bound.forward) if pages is None else self._packed(bound, pages)
-        if guard:
-            forward = self._guarded(forward)
+        forward = self._padded(bound) if pages is None else self._packed(bound, pages)
+        if stranger:
+            forward = self._declared(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
-        self.forward, mask = forward, bound.mask
+        self.forward, mask = forward, self._masking(bound.mask)
         if context.requirements.compiled:
             from jackfield.bridge.opaque import opaque, unmasked
 
@@ -104,22 +112,55 @@ class AttentionPort:
         self.key = f"{KEY}{next(_serial)}"
         AttentionMaskInterface.register(self.key, _eager_mask)
 
-    def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        count = self.tally.count
+    def _padded(self, bound: BoundAttention) -> Callable[..., Any]:
+        """Count the call, and hold what comes out of it to the contract."""
+        count, note, inner = self.tally.count, self._called.append, bound.forward
+        guard = guarded(self.registered, "forward")
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
         ) -> Any:
-            count(module.layer_idx, query.shape[2])
-            return inner(module, query, key, value, attention_mask, **kwargs)
+            self.inside = layer = module.layer_idx
+            rows, heads, length, _ = query.shape
+            count(layer, length)
+            note(layer)
+            with guard:
+                output, weights = inner(module, query, key, value, attention_mask, **kwargs)
+            self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
+            self.inside = None
+            return output, weights
 
         return forward
+
+    def _check(
+        self, what: str, output: Any, shape: tuple[int, ...], query: Any, value: Any
+    ) -> None:
+        if not isinstance(output, torch.Tensor):
+            raise fault(self.registered, f"{what} must return a tensor first, got {shown(output)}")
+        fits = output.shape == shape and output.device == query.device
+        if not fits or output.dtype not in (query.dtype, value.dtype):
+            raise fault(
+                self.registered,
+                f"{what} must return {list(shape)} in {query.dtype} on {query.device}, got "
+                f"{list(output.shape)} in {output.dtype} on {output.device}",
+            )
+
+    def _masking(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        guard = guarded(self.registered, "mask")
+
+        @functools.wraps(inner)
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            with guard:
+                return inner(*args, **kwargs)
+
+        return mask
 
     def _packed(self, bound: BoundAttention, pages: PackedKVCache) -> Callable[..., Any]:
         """Store the step's keys and values in `pages`, then attend to what is there."""
         if bound.packed is None:
-            raise PluginError(f"{self.registered} declares the packed layout but bound no `packed`")
-        count, inner = self.tally.count, bound.packed
+            raise fault(self.registered, "declares the packed layout but bound no `packed`")
+        count, note, inner = self.tally.count, self._called.append, bound.packed
+        guard = guarded(self.registered, "packed")
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -129,14 +170,22 @@ class AttentionPort:
                     f"{type(module).__name__} makes a mask of its own, which the packed layout has "
                     "no place for; choose a padded cache, e.g. 'dynamic'"
                 )
-            layer = pages.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            number = module.layer_idx
+            layer = pages.write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            self.inside = number
             for length in layer.step.query_lengths:
-                count(module.layer_idx, length)
-            return inner(module, query[0].transpose(0, 1), layer, **kwargs)[None], None
+                count(number, length)
+            note(number)
+            _, heads, tokens, _ = query.shape
+            with guard:
+                output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
+            self._check("packed", output, (tokens, heads, value.shape[3]), query, value)
+            self.inside = None
+            return output[None], None
 
         return forward
 
-    def _guarded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _declared(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """`inner`, which refuses by name what the backend does not declare; nothing is dropped."""
         declared = self.registered.backend.capabilities  # type: ignore[attr-defined]
         understood = PLAIN_KWARGS | {
@@ -169,7 +218,7 @@ class AttentionPort:
 
     def plug(self, model: PreTrainedModel) -> Callable[[], None]:
         """Make `model` call this attention. Returns the function that puts back what was there."""
-        configs = decoder_configs(model)
+        self._configs = configs = decoder_configs(model)
         before = [config._attn_implementation_internal for config in configs]
         for config in configs:
             config._attn_implementation_internal = self.key
@@ -178,21 +227,57 @@ class AttentionPort:
 
         def unplug() -> None:
             for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation_internal = implementation
+                if config._attn_implementation_internal == self.key:  # else somebody's later wish
+                    config._attn_implementation_internal = implementation
             self.remove()
 
         return unplug
 
     def _observe(self, model: PreTrainedModel) -> None:
         """Count the calls of a model's own attention, which is not looked up by key."""
-        count = self.tally.count
+        count, note = self.tally.count, self._called.append
         for layer, module in attention_modules(model):
 
             def seen(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                 states = args[0] if args else kwargs["hidden_states"]
                 count(layer, states.shape[1])
+                note(layer)
 
             self._hooks.append(module.register_forward_pre_hook(seen, with_kwargs=True))
+
+    def begin(self) -> None:
+        """A step begins: what was called before it counts no more."""
+        self._called.clear()
+        self.inside = None
+
+    def check_selected(self) -> None:
+        """Raise ExecutionError where the model names another attention than this one by now."""
+        for config in self._configs:
+            if config._attn_implementation_internal != self.key:
+                now = config._attn_implementation_internal
+                raise ExecutionError(
+                    f"the model's attention was switched to {now!r} while an engine runs it with "
+                    f"{self.registered}; close the engine first, then load the model again"
+                )
+
+    def check_called(self, by: object = "the model") -> None:
+        """Raise where a layer was not called in the step, or `by` its caller more than once.
+
+        Several calls are right only where the rehearsal saw them, or could not see anything.
+        """
+        called = list(self._called)
+        if called == self._planned:
+            return
+        if missed := sorted(self.expected - set(called)):
+            raise self._unreached(by, f"was not called by layers {missed}")
+        if again := sorted(n for n in self.expected if called.count(n) > 1) if self._once else ():
+            raise self._unreached(by, f"was called more than once a step by layers {again}")
+        self._planned = called  # in an order of the model's own
+
+    def _unreached(self, by: object, what: str) -> ExecutionError | PluginError:
+        if isinstance(by, Registered):
+            return fault(by, f"in its compiled step {self.registered} {what}")
+        return ExecutionError(f"{self.registered} {what}: {by} does not run what was chosen")
 
     def remove(self) -> None:
         """Take the key out of transformers' tables, and the hooks out of the model."""

@@ -7,6 +7,7 @@ positions and returns logits, whatever the cache and its lengths; see `opaque.py
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from transformers.masking_utils import create_masks_for_generate
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import Comparison, OpaqueStep, within
 from jackfield.bridge.requirements import attention_modules, layer_types
+from jackfield.choosing.guarded import fault, guarded, shown
 from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.bridge.opaque import Attend
+    from jackfield.choosing.registry import Registered
     from jackfield.contracts import Compilation, ModelInputs
 
 
@@ -34,7 +37,9 @@ class CompiledForward:
 
     attend: Attend
 
-    def __init__(self, model: PreTrainedModel, compilation: Compilation) -> None:
+    def __init__(
+        self, model: PreTrainedModel, compilation: Compilation, registered: Registered
+    ) -> None:
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
             raise PlanError(
@@ -43,10 +48,17 @@ class CompiledForward:
             )
         self._model = model
         self.compilation = compilation
+        self._registered = registered
+        self._guard = guarded(registered, "its compiled step")
         self._modules = dict(attention_modules(model))
         self._kinds = layer_types(model.config)
         self._uncompiled = forward_of(model)
-        self._compiled = compilation.compile(_step_of(model, "logits_to_keep" in parameters))
+        step = _step_of(model, "logits_to_keep" in parameters)
+        with guarded(registered, "compile"):
+            self._compiled = compilation.compile(step)
+        if self._compiled is step or not callable(self._compiled):
+            what = "the very step" if self._compiled is step else shown(self._compiled)
+            raise fault(registered, f"compile must return a compiled step, got {what}")
         self._compared = False
         self.steps = 0
 
@@ -60,7 +72,7 @@ class CompiledForward:
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
         step = OpaqueStep(self.attend, self._modules, rows, width, past, masks)
-        fill = self.compilation.fill
+        fill = self._fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
         ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)
         columns, keep = kwargs["logits_to_keep"], None
@@ -70,11 +82,33 @@ class CompiledForward:
             keep = pad(keep, (0, fill(len(keep)) - len(keep)))
         elif isinstance(columns, int):
             columns = slice(width - columns, width)
-        with within(step):
+        with within(step), self._guard:
             logits = self._compiled(ids, positions, keep)
         self.steps += 1
+        self._check(logits, ids, keep)
         logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
+
+    def _fill(self, count: int) -> int:
+        with self._guard:
+            found = self.compilation.fill(count)
+        if type(found) is not int or found < count:
+            raise fault(
+                self._registered, f"fill must return {count} or more for {count}, got {found!r}"
+            )
+        return found
+
+    def _check(self, logits: Any, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
+        rows, width = ids.shape
+        due = (rows, width if keep is None else len(keep))
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != due:
+            got = list(logits.shape) if isinstance(logits, torch.Tensor) else shown(logits)
+            raise fault(
+                self._registered,
+                f"its compiled step must return logits [{due[0]}, {due[1]}, vocab], got {got}",
+            )
+        if self.compilation.graphs < 1:
+            raise fault(self._registered, "ran a compiled step, and its `graphs` counts none")
 
     def _compare(self, inputs: ModelInputs) -> torch.Tensor:
         """The first step of padded rows, uncompiled: are the masks made here those of the model?"""
@@ -102,7 +136,11 @@ class CompiledForward:
 
 
 def _step_of(model: PreTrainedModel, keeps: bool) -> Callable[..., torch.Tensor]:
-    """What is compiled: from ids and positions to logits. `keeps`: the model can leave some out."""
+    """What is compiled: from ids and positions to logits. `keeps`: the model can leave some out.
+
+    It has a code object of its own, by which torch keeps graphs and counts them against a limit:
+    no engine uses up what another may compile.
+    """
 
     def step(
         input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
@@ -113,7 +151,8 @@ def _step_of(model: PreTrainedModel, keeps: bool) -> Callable[..., torch.Tensor]
         ).logits
         return logits if keeps or keep is None else logits[:, keep]
 
-    return step
+    own = step.__code__.replace()
+    return types.FunctionType(own, step.__globals__, step.__name__, None, step.__closure__)
 
 
 def _numbered(keep: int | torch.Tensor, width: int, device: torch.device) -> torch.Tensor:

@@ -125,8 +125,8 @@ def opaque(attend: Attend) -> Attend:
         step = _now.step
         if isinstance(step, OpaqueStep):
             raise ExecutionError(
-                "torch runs a step uncompiled that was to be compiled (TORCHDYNAMO_DISABLE, "
-                "torch.compiler.set_stance or disable); allow it, or load without compile"
+                "a step runs uncompiled that was to be compiled: its compiler does not compile it, "
+                "or torch is told not to (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
             )
         if step is not None:
             step.check(module.layer_idx, key, attention_mask)

@@ -10,6 +10,7 @@ cause chained.
 from __future__ import annotations
 
 import reprlib
+from threading import get_ident
 from types import TracebackType
 
 from jackfield.errors import JackfieldError, PluginError
@@ -19,6 +20,10 @@ _LONGEST = 400  # characters of a stranger's text inside a message of ours
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 12
 _short.maxstring = _short.maxother = 120
+
+
+#: thread -> the guards it is within, the innermost last
+_open: dict[int, list[guarded]] = {}
 
 
 class guarded:  # noqa: N801 - reads as a word of the language
@@ -37,7 +42,7 @@ class guarded:  # noqa: N801 - reads as a word of the language
         self.what = what
 
     def __enter__(self) -> None:
-        return
+        _open.setdefault(get_ident(), []).append(self)
 
     def __exit__(
         self,
@@ -45,6 +50,7 @@ class guarded:  # noqa: N801 - reads as a word of the language
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        _open[get_ident()].pop()
         if error is None or isinstance(error, KeyboardInterrupt):
             return
         if not isinstance(error, JackfieldError):
@@ -52,6 +58,13 @@ class guarded:  # noqa: N801 - reads as a word of the language
         if error.plugin is None:
             error.plugin = str(self.who)
             error.args = (f"{self.who}: {text(error)}",)
+
+
+def inside(thread: int | None) -> str | None:
+    """Which call into a plugin a thread is inside of now, the innermost one; None: none."""
+    guards = _open.get(thread or 0)
+    innermost = guards[-1:] if guards else ()
+    return next((f"{guard.who}: {guard.what}" for guard in innermost), None)
 
 
 def fault(who: object, what: str) -> PluginError:

@@ -20,9 +20,11 @@ from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from jackfield.bridge.compiled import CompiledForward
+    from jackfield.contracts import ModelInputs
 
 
 #: The ids of configs that an engine has changed and will give back; models may share one.
@@ -83,13 +85,34 @@ class BoundModel:
         self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
-        self.forward = self.compiled or forward_of(
+        self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
         )
         self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
         self.layers = bind_layers(
             plan.kernels, model, lambda choice: self.context("kernel", choice)
         )
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Logits `[rows, k, vocab]` of one step.
+
+        Raises ExecutionError or PluginError where the step did not run what was chosen: every
+        layer's attention once, or as often as it did in the rehearsal.
+        """
+        port, compiled = self.port, self.compiled
+        before = compiled.steps if compiled is not None else 0
+        port.begin()
+        try:
+            logits = self._forward(inputs)
+        except BaseException:
+            port.check_selected()  # which is then the cause
+            raise
+        port.check_selected()
+        if compiled is not None and compiled.steps > before:
+            port.check_called(self.plan["compiler"].registered)
+        else:
+            port.check_called()
+        return logits
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -106,7 +129,7 @@ class BoundModel:
             return None
         from jackfield.bridge.compiled import CompiledForward
 
-        return CompiledForward(self.model, compilation)
+        return CompiledForward(self.model, compilation, self.plan["compiler"].registered)
 
     def switch_adapter(self, *, on: bool) -> None:
         """Run with the adapter, or without it; nothing may be running. Raises UsageError."""

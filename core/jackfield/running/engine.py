@@ -115,7 +115,6 @@ class Engine:
         self._worker = Worker(
             self._loop,
             self._observer.delta,
-            self._observer.check_reached,
             max_waiting,
             stall_after,
         )

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from jackfield.asking.texts import Text
 from jackfield.choosing.planning import Plan
-from jackfield.errors import ExecutionError
 from jackfield.running.bound import BoundModel
 from jackfield.running.loop import Loop
 from jackfield.running.report import Compiled, Observation, Report, Speculation, observe, total
@@ -33,7 +32,6 @@ class Observer:
         self._adapter = bound.adapter
         self._layers = bound.layers
         self._draft = draft
-        self._reached = False
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
@@ -71,17 +69,6 @@ class Observer:
         registered = self._plan.decodings[name].registered
         calls = self._loop.decoding.calls[name]
         return replace(observe("decoding", registered, calls), name=name)
-
-    def check_reached(self) -> None:
-        """After the first step: a chosen attention that a layer did not call is a wrong result."""
-        if self._reached or not self._loop.steps:
-            return
-        if missed := sorted(self._port.expected - self._port.tally.layers):
-            raise ExecutionError(
-                f"{self._plan['attention'].registered} was not called by layers {missed}: the "
-                "model does not run what was chosen"
-            )
-        self._reached = True
 
     def delta(self, event: Event) -> Delta:
         sequence = event.sequence

@@ -51,22 +51,20 @@ class Health:
 class Worker:
     """Feeds requests to a loop and takes its steps in a thread of its own.
 
-    `deltas` makes what readers see of an event; `check` looks at the model after a step. Where a
-    step raises, every request fails with the cause, memory is given back, and the next request
-    finds the loop empty. Must not refer to the engine, which is collected while this runs.
+    `deltas` makes what readers see of an event. Where a step raises, every request fails with the
+    cause, memory is given back, and the next request finds the loop empty. Must not refer to the
+    engine, which is collected while this runs.
     """
 
     def __init__(
         self,
         loop: Loop,
         deltas: Callable[[Event], Delta],
-        check: Callable[[], None],
         max_waiting: int | None,
         stall_after: float,
     ) -> None:
         self._loop = loop
         self._deltas = deltas
-        self._check = check
         self._max_waiting = max_waiting
         self._stall_after = stall_after
         self._changed = threading.Condition()
@@ -160,7 +158,6 @@ class Worker:
             try:
                 if self._loop.running or self._loop.waiting:
                     events = self._loop.step()
-                    self._check()
                     self._deliver(events)
                     self._failure = None
             except BaseException as error:  # noqa: BLE001 - a waiter must never wait for ever
