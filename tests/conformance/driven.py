@@ -1,8 +1,9 @@
-"""An engine whose steps a test takes itself, so that requests arrive between steps it names."""
+"""An engine whose steps a test takes or holds itself, so that things happen at steps it names."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -11,6 +12,50 @@ from jackfield import Engine
 from jackfield.contracts import KVCache
 from jackfield.running.loop import Loop
 from jackfield.running.sequences import Sequence, Step
+
+
+class Gate:
+    """Holds every forward call of an engine until it is let through."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._entered, self._passes = threading.Semaphore(0), threading.Semaphore(0)
+        self._engine, self._open = engine, False
+        inner = engine._loop.forward
+
+        def forward(inputs: Any) -> Any:
+            self._entered.release()
+            if not self._open:
+                assert self._passes.acquire(timeout=60)
+            return inner(inputs)
+
+        engine._loop.forward = forward
+
+    def inside(self) -> None:
+        """Wait until one more step has begun."""
+        assert self._entered.acquire(timeout=60)
+
+    def let(self) -> None:
+        """Let this step end, and wait until the next has begun."""
+        self.admit()
+        self.inside()
+
+    def admit(self) -> None:
+        """Let one more step through, whenever it comes."""
+        self._passes.release()
+
+    def close(self) -> None:
+        """Close the engine in the middle of the step that is held."""
+        worker = self._engine._worker
+        closing = threading.Thread(target=self._engine.close)
+        closing.start()
+        with worker._changed:
+            assert worker._changed.wait_for(lambda: worker.closed, 60)
+        self.lift()
+        closing.join(60)
+
+    def lift(self) -> None:
+        self._open = True
+        self.admit()
 
 
 class Arrival:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from driven import Gate
 from families import build, oracle, prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, QuantoConfig
@@ -204,10 +205,12 @@ def test_switching(
             assert usage.pages_kept == 0
             assert tokens(engine) == without
             engine.enable_adapter()
-        request = engine.submit(LONG[0], max_new_tokens=50)
+        gate = Gate(engine)
+        request = engine.submit(LONG[0], max_new_tokens=6)
         with pytest.raises(UsageError, match="1 requests are open"):
             engine.disable_adapter()
-        assert request.result().token_ids[:6] == with_it[0]
+        gate.lift()
+        assert request.result().token_ids == with_it[0]
         engine.disable_adapter()
     with pytest.raises(UsageError, match="engine is closed"):
         engine.enable_adapter()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from driven import Gate
 from families import VOCAB, build, character_tokenizer, prompts
 
 import jackfield
@@ -204,9 +205,12 @@ def test_a_stream_that_is_closed_early_is_cancelled(engine) -> None:
 
 
 def test_a_stream_that_was_closed_computes_nothing_more(engine) -> None:
+    gate = Gate(engine)
     stream = engine.stream(PROMPTS[0], max_new_tokens=50)
+    gate.admit()
     next(stream)
     stream.close()
+    gate.lift()
     engine.generate(PROMPTS[1], max_new_tokens=4)
     assert engine._loop.steps < 50
     before = engine._loop.steps

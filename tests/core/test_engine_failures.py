@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from driven import Gate
 from families import build, config_of, prompts
 
 import jackfield
@@ -75,13 +76,16 @@ def test_a_cache_that_cannot_let_go_fails_the_waiters_at_once(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jackfield.load(model) as engine:
+        gate = Gate(engine)
         other = engine.stream(prompts((4,))[0], max_new_tokens=9)
+        gate.admit()
         next(other)
 
         def release(_: Any) -> None:
             raise MemoryError("no room to select rows")
 
         monkeypatch.setattr(engine._loop.cache, "release", release)
+        gate.lift()
         with pytest.raises((ExecutionError, MemoryError)):
             list(engine.stream(prompts((3,))[0], max_new_tokens=1))
         monkeypatch.undo()
@@ -93,13 +97,16 @@ def test_a_delivery_that_breaks_fails_every_request(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jackfield.load(model) as engine:
-        first = engine.stream(prompts((4,))[0], max_new_tokens=100)
+        gate = Gate(engine)
+        first = engine.stream(prompts((4,))[0], max_new_tokens=9)
+        gate.admit()
         next(first)
 
         def broken(_: Any) -> None:
             raise ValueError("no delta")
 
         monkeypatch.setattr(engine._worker, "_deltas", broken)
+        gate.lift()
         with pytest.raises(ExecutionError, match="no delta"):
             list(first)
         monkeypatch.undo()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from driven import Gate
 from families import build, oracle, prompts
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -116,10 +117,12 @@ def test_a_model_runs_in_one_engine_at_a_time() -> None:
 def test_a_closed_engine_says_so() -> None:
     model = build("llama")
     engine = jackfield.load(model)
-    stream = engine.stream(PROMPTS[0], max_new_tokens=100)
-    unread = engine.stream(PROMPTS[0], max_new_tokens=100)
+    gate = Gate(engine)
+    stream = engine.stream(PROMPTS[0], max_new_tokens=9)
+    unread = engine.stream(PROMPTS[0], max_new_tokens=9)
+    gate.admit()
     next(stream)
-    engine.close()
+    gate.close()
     for act in (
         lambda: engine.generate(PROMPTS[0]),
         lambda: engine.stream(PROMPTS[0]),
@@ -136,12 +139,16 @@ def test_a_closed_engine_says_so() -> None:
 def test_a_model_that_fails_is_an_error_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with jackfield.load(build("llama"), cache_implementation="dynamic") as engine:
         expected = [engine.generate(p, max_new_tokens=4)[0].token_ids for p in PROMPTS]
+        gate = Gate(engine)
         done = engine.stream(PROMPTS[0], max_new_tokens=9)
-        lost = engine.stream(PROMPTS[1], max_new_tokens=100)
+        lost = engine.stream(PROMPTS[1], max_new_tokens=9)
+        for _ in range(9 + 1):  # the second joins when the first one's batch has ended
+            gate.admit()
         next(done)
-        next(lost)  # joins when the first one's batch has ended
+        next(lost)
         with monkeypatch.context() as patch:
             patch.setattr(engine.model.model.layers[1].mlp, "forward", broken)
+            gate.lift()
             with pytest.raises(ExecutionError, match="RuntimeError: the kernel") as caught:
                 engine.generate(PROMPTS)
         assert isinstance(caught.value.__cause__, RuntimeError)

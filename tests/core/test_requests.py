@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import recorded
+from driven import Gate, recorded
 from families import VOCAB, build, character_tokenizer, prompts
 
 import jackfield
@@ -22,36 +22,6 @@ from jackfield.errors import ExecutionError, QueueFullError, UsageError
 PROMPTS = prompts((3, 9, 1, 6, 12, 2, 5, 8))
 COUNT = 10
 PAGED = "paged?page_size=4&num_tokens=256"
-
-
-class Gate:
-    """Holds every forward call of an engine until it is let through."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._entered, self._passes = threading.Semaphore(0), threading.Semaphore(0)
-        self._open = False
-        inner = engine._loop.forward
-
-        def forward(inputs: Any) -> torch.Tensor:
-            self._entered.release()
-            if not self._open:
-                assert self._passes.acquire(timeout=60)
-            return inner(inputs)
-
-        engine._loop.forward = forward
-
-    def inside(self) -> None:
-        """Wait until one more step has begun."""
-        assert self._entered.acquire(timeout=60)
-
-    def let(self) -> None:
-        """Let this step end, and wait until the next has begun."""
-        self._passes.release()
-        self.inside()
-
-    def lift(self) -> None:
-        self._open = True
-        self._passes.release()
 
 
 @pytest.fixture(scope="module")
@@ -346,24 +316,24 @@ def test_who_waits_for_room_hears_that_the_engine_was_closed(load: Load) -> None
 
     thread = threading.Thread(target=client)
     thread.start()
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    gate.lift()
+    gate.close()
     thread.join(60)
-    closing.join(60)
     assert len(failures) == 1
     assert "closed" in failures[0]
 
 
 @pytest.mark.parametrize("leave", ["close", "collect"])
 def test_a_reader_that_goes_away_cancels_its_request(engine: Engine, leave: str) -> None:
-    stream = engine.stream(PROMPTS[0], max_new_tokens=100)
+    gate = Gate(engine)
+    stream = engine.stream(PROMPTS[0], max_new_tokens=COUNT)
+    gate.admit()
     next(stream)
     if leave == "close":
         stream.close()
     else:
         del stream
         gc.collect()
+    gate.lift()
     settled(engine)
     assert engine.statistics().finished == {"cancelled": 1}
 
@@ -371,20 +341,22 @@ def test_a_reader_that_goes_away_cancels_its_request(engine: Engine, leave: str)
 @pytest.mark.parametrize("leave", ["break", "task"])
 def test_an_async_reader_that_goes_away_cancels_its_request(engine: Engine, leave: str) -> None:
     async def read() -> None:
-        async for _ in engine.astream(PROMPTS[0], max_new_tokens=100):
+        async for _ in engine.astream(PROMPTS[0], max_new_tokens=COUNT):
             if leave == "break":
                 break
 
     async def give_up() -> None:
         task = asyncio.create_task(read())
-        while not engine._loop.steps:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(gate.inside)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    Gate(engine).lift() if leave == "break" else None
+    gate = Gate(engine)
+    if leave == "break":
+        gate.admit()
     asyncio.run(read() if leave == "break" else give_up())
+    gate.lift()
     settled(engine)
     assert engine.statistics().finished == {"cancelled": 1}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from driven import Arrival, drive
+from driven import Arrival, Gate, drive
 from families import build, prompts
 
 import jackfield
@@ -86,9 +86,11 @@ def test_how_requests_ended_is_counted(engine: jackfield.Engine) -> None:
     (whole,) = engine.generate(text, max_new_tokens=COUNT)
     engine.generate(text, max_new_tokens=COUNT, eos_token_id=whole.token_ids[2])
     engine.generate(text, max_new_tokens=COUNT, suppress_tokens=list(range(120)))
-    request = engine.submit(text, max_new_tokens=100)
-    next(iter(request))
+    gate = Gate(engine)
+    request = engine.submit(text, max_new_tokens=COUNT)
+    gate.inside()
     request.cancel()
+    gate.lift()
     request.result(60)
     idle(engine)
     found = engine.statistics()
