@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from jackfield.asking.vocabulary import INERT
+from jackfield.asking.prefixes import AllowedByPrefix
+from jackfield.asking.streaming import check_streamer, put_tokens
+from jackfield.asking.wishes import VOCABULARY
+from jackfield.bridge.generate_call import arguments as arguments_of_generate
+from jackfield.bridge.generate_call import check_processors, refuse_lost
 from jackfield.bridge.install import selected
 from jackfield.errors import UsageError
 
-#: Processors that know which row they look at, or what all rows began with.
-_BY_ROW = (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-)
-#: Settings of beam search and contrastive search, which are no processors.
-_SEARCH = (
-    "num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty",
-    "penalty_alpha",
-)  # fmt: skip
-#: What the loop does by itself; any other criterion would be lost.
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+    from jackfield.running.engine import Engine
+    from jackfield.running.sequences import Completion
+
+#: What the loop does by itself; it asks every other criterion after each token.
 _UNDERSTOOD = (EosTokenCriteria, MaxLengthCriteria)
 
 PLACES = 32  # sequences that run together, so that a search has places for its beams
@@ -40,10 +34,11 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
 
     `arguments` are those of `jackfield.load`, such as `assistant_model` or `cache_implementation`;
     the attention is the model's own choice unless it is among them. What `generate` prepares from
-    its settings and is given (`logits_processor`) is applied as it is. Stopping criteria of a
-    caller's own, `num_beams` and its like (``beam?num_beams=4`` asks for beams), a filled cache and
-    dictionaries as results raise UsageError. `generate` itself does not hand on a streamer. Models
-    are planned and bound anew in each call.
+    its settings and is given (`logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`,
+    `streamer`) is applied as it is, to each row by itself. Whatever would be lost raises
+    UsageError by name: `num_beams` and its like (``beam?num_beams=4`` asks for beams), a cache,
+    dictionaries as results, arguments for the model's forward. Models are planned and bound anew
+    in each call.
     """
 
     def custom_generate(
@@ -56,101 +51,92 @@ def decoding(selection: str, **arguments: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         from jackfield.front import load
 
-        _check(stopping_criteria, generation_config, model_kwargs)
+        given = arguments_of_generate(input_ids)
+        refuse_lost(model, generation_config, given, model_kwargs)
         prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
-        _check_rows(logits_processor, len(prompts))
-        longest, ends = _limits(stopping_criteria)
-        padding = _padding(generation_config)
+        check_processors(logits_processor, len(prompts), packed=False)
+        if (streamer := given.get("streamer")) is not None:
+            check_streamer(streamer, len(prompts))
         own = {
             "attn_implementation": selected(model),
             "max_batch_size": max(PLACES, len(prompts)),
             **arguments,
         }
+        padding = _padding(generation_config)
+        settings = _settings(input_ids, prompts, logits_processor, stopping_criteria, padding)
+        common = _common(input_ids, stopping_criteria, generation_config)
         with load(model, decoding=selection, **own) as engine:
-            found = engine.generate(
-                prompts,
-                settings=[
-                    {"seed": seed, "logits_processor": _as_padded(logits_processor, gap, padding)}
-                    for seed, gap in zip(
-                        _seeds(len(prompts)),
-                        (input_ids.shape[1] - len(prompt) for prompt in prompts),
-                        strict=True,
-                    )
-                ],
-                generation_config=GenerationConfig(eos_token_id=ends or None),
-                max_new_tokens=longest - input_ids.shape[1],
-                do_sample=bool(generation_config.do_sample),
-            )
+            packed = engine.plan.requirements.layout == "packed"
+            check_processors(logits_processor, len(prompts), packed=packed)
+            found = _run(engine, prompts, settings, common, streamer)
         for completion in found:
             if completion.error is not None:
                 raise UsageError(f"generate with {selection!r}: {completion.error}")
+        if streamer is not None:  # which hears of no end where something failed, as in transformers
+            streamer.end()
         return _joined(input_ids, [c.token_ids for c in found], padding)
 
     return custom_generate
 
 
-def _check(criteria: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse what would be lost."""
-    lost = [type(c).__name__ for c in criteria if not isinstance(c, _UNDERSTOOD)]
-    past = model_kwargs.get("past_key_values")
-    for stray, what in (
-        (lost, f"the stopping criteria {', '.join(lost)}"),
-        (_searches(config), ", ".join(_searches(config))),
-        (config.return_dict_in_generate, "return_dict_in_generate=True"),
-        (past is not None and past.get_seq_length() > 0, "past_key_values that hold tokens"),
-        (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds"),
-        (config.cache_implementation, f"cache_implementation={config.cache_implementation!r}"),
-        (config.use_cache is False, "use_cache=False"),
-    ):
-        if stray:
-            raise UsageError(
-                f"custom_generate=jackfield.decoding(…) does not take {what}; drop it, or use "
-                "jackfield.load"
-            )
+def _run(
+    engine: Engine,
+    prompts: list[list[int]],
+    settings: list[dict[str, Any]],
+    common: dict[str, Any],
+    streamer: Any,
+) -> list[Completion]:
+    if streamer is None:
+        return engine.generate(prompts, settings=settings, **common)
+    return [put_tokens(streamer, engine.submit(prompts[0], **settings[0], **common))]
 
 
-def _searches(config: GenerationConfig) -> list[str]:
-    """What asks for a search of `generate`'s own."""
-    values = {name: getattr(config, name, None) for name in _SEARCH}
-    return [
-        f"{name}={value}"
-        for name, value in values.items()
-        if value is not None and value not in INERT.get(name, ())
-    ]
-
-
-def _check_rows(processors: Any, count: int) -> None:
-    """Refuse processors that look at all rows together; each row is processed by itself."""
-    stray = [type(p).__name__ for p in processors if isinstance(p, _BY_ROW)]
-    if stray and count > 1:
-        raise UsageError(
-            f"custom_generate=jackfield.decoding(…) takes {stray[0]} for one prompt at a time; "
-            "generate the prompts one by one"
-        )
-
-
-def _limits(criteria: Any) -> tuple[int, list[int]]:
-    """The length, prompt included, and the tokens at which the criteria end a text."""
+def _common(input_ids: torch.Tensor, criteria: Any, config: GenerationConfig) -> dict[str, Any]:
+    """The settings of all rows. What the model's own config says is in the processors already."""
     lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     ends = [c.eos_token_id.flatten().tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
-    return min(lengths), sorted({token for several in ends for token in several})
+    return {
+        **dict.fromkeys(VOCABULARY),
+        "eos_token_id": sorted({token for several in ends for token in several}),
+        "max_new_tokens": min(lengths) - input_ids.shape[1],
+        "do_sample": bool(config.do_sample),
+    }
 
 
-def _as_padded(processors: Any, gap: int, padding: int) -> list[Callable[..., torch.Tensor]]:
-    """The processors, which are shown a row as it was given, with `gap` tokens of padding."""
+def _settings(
+    input_ids: torch.Tensor,
+    prompts: list[list[int]],
+    processors: Any,
+    criteria: Any,
+    padding: int,
+) -> list[dict[str, Any]]:
+    """The settings of each row: what looks at it is shown it as it was given, with its padding."""
+    own = [criterion for criterion in criteria if not isinstance(criterion, _UNDERSTOOD)]
+    found = []
+    for row, prompt in enumerate(prompts):
+        gap = input_ids.shape[1] - len(prompt)
+        asked = {
+            "logits_processor": [_as_padded(_of_row(p, row), gap, padding) for p in processors],
+            "stopping_criteria": [_as_padded(criterion, gap, padding) for criterion in own],
+        }
+        found.append({name: functions for name, functions in asked.items() if functions})
+    return found
 
-    def shown(processor: Any) -> Callable[..., torch.Tensor]:
-        def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return processor(torch.cat([ids.new_full((1, gap), padding), ids], 1), scores)  # type: ignore[no-any-return]
 
-        return process
+def _of_row(processor: Any, row: int) -> Any:
+    """The processor, for one row. One that counts the rows that it sees would count none."""
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return AllowedByPrefix(processor._prefix_allowed_tokens_fn, row)
+    return processor
 
-    return [shown(processor) for processor in processors]
 
+def _as_padded(function: Any, gap: int, padding: int) -> Callable[..., Any]:
+    """A processor or a criterion, with `gap` tokens of padding before what it is shown."""
 
-def _seeds(count: int) -> list[int]:
-    """From torch's generator, so that `torch.manual_seed` decides."""
-    return torch.randint(1 << 62, (count,)).tolist()
+    def shown(ids: torch.Tensor, scores: torch.Tensor | None) -> Any:
+        return function(torch.cat([ids.new_full((1, gap), padding), ids], 1), scores)
+
+    return shown
 
 
 def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

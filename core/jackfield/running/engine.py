@@ -19,6 +19,7 @@ from jackfield.asking.beam_settings import check_width
 from jackfield.asking.honouring import Limits
 from jackfield.asking.prompts import Prompt, is_batch
 from jackfield.asking.settings import resolve
+from jackfield.asking.streaming import check_streamer, tell
 from jackfield.asking.surroundings import refuse_autocast
 from jackfield.asking.texts import Text, bridge
 from jackfield.asking.wishes import notice_selectors, wishes
@@ -167,6 +168,7 @@ class Engine:
         *,
         settings: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
+        streamer: Any = None,
         **common: Any,
     ) -> list[Completion]:
         """Complete every prompt; results in the order of the prompts.
@@ -177,18 +179,22 @@ class Engine:
         the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`. Sampling is
         on when `do_sample`, `temperature`, `top_k`, `top_p` or `min_p` asks for it. The
         `num_return_sequences` completions of a prompt stand together. `progress` shows a bar on
-        standard error. Raises SettingsError or PromptError before anything is computed.
+        standard error. A `streamer` of transformers is put the prompt and each token, for one text.
+        Raises SettingsError or PromptError before anything is computed.
         """
         batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
         own = settings or [{}] * len(batch)
+        streams = streamer is not None
         sequences = [
             sequence
             for number, (prompt, mine) in enumerate(zip(batch, own, strict=True))
-            for sequence in self._sequences(prompt, {**common, **mine}, number, streams=False)
+            for sequence in self._sequences(prompt, {**common, **mine}, number, streams=streams)
         ]
-        pairs = [(s, Request(s.id, self._worker.cancel, streams=False)) for s in sequences]
+        if streams:
+            check_streamer(streamer, len(sequences))
+        pairs = [(s, Request(s.id, self._worker.cancel, streams=streams)) for s in sequences]
         try:
             size = max(1, self._max_waiting or len(pairs))
             for start in range(0, len(pairs), size):
@@ -196,6 +202,8 @@ class Engine:
             shown: Iterable[tuple[Running, Request]] = pairs
             if progress:
                 shown = track(pairs, "Generating", console=Console(stderr=True))
+            if streams:
+                return [tell(streamer, *pairs[0])]
             return [request.result() for _, request in shown]
         finally:
             for _, request in pairs:
