@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import jackfield
 from jackfield.choosing.registry import PluginRecord
 from jackfield.choosing.selection import parse
 from jackfield.errors import SelectionError
@@ -159,35 +160,67 @@ def test_one_distribution_twice_on_the_path(site: Site, monkeypatch: pytest.Monk
     assert site.record(site.look(), "twice").version == "2.0"
 
 
-def test_two_distributions_claim_one_name(site: Site) -> None:
-    """Both are told, whichever sorts first; only a qualified name selects either."""
-    site.add("aaa", site.attention("sdpa"), version="0.1")
-    site.add("zzz", site.attention("sdpa"), version="0.2")
+def test_two_strangers_claim_one_name(site: Site) -> None:
+    """Both are told; only a qualified name selects either."""
+    site.add("aaa", site.attention("mine"), version="0.1")
+    site.add("zzz", site.attention("mine"), version="0.2")
     found = site.look()
-    ours = importlib.metadata.version("jackfield")
-    own = f"jackfield {ours} (attention-sdpa)"
-    (sdpa,) = (p for p in found.plugins if p.entry_point == "attention-sdpa")
-    assert [
-        site.record(found, "aaa").problems,
-        sdpa.problems,
-        site.record(found, "zzz").problems,
-    ] == [
-        (f"attention 'sdpa' is also claimed by {own}, zzz 0.2 (zzz-ep)",),
-        ("attention 'sdpa' is also claimed by aaa 0.1 (aaa-ep), zzz 0.2 (zzz-ep)",),
-        (f"attention 'sdpa' is also claimed by aaa 0.1 (aaa-ep), {own}",),
+    assert [site.record(found, "aaa").problems, site.record(found, "zzz").problems] == [
+        ("attention 'mine' is also claimed by zzz 0.2 (zzz-ep): write 'plugin:aaa/mine'",),
+        ("attention 'mine' is also claimed by aaa 0.1 (aaa-ep): write 'plugin:zzz/mine'",),
     ]
     with pytest.raises(SelectionError) as caught:
-        found.find("attention", parse("sdpa"))
-    for name in ("aaa", "jackfield", "zzz"):
-        assert f"'plugin:{name}/sdpa'" in str(caught.value)
-        assert found.find("attention", parse(f"plugin:{name}/sdpa")).distribution == name
+        found.find("attention", parse("mine"))
+    for name in ("aaa", "zzz"):
+        assert f"'plugin:{name}/mine'" in str(caught.value)
+        assert found.find("attention", parse(f"plugin:{name}/mine")).distribution == name
     site.assert_built_ins_work(found)
+
+
+@pytest.mark.parametrize(("name", "own"), [("sdpa", "sdpa"), ("cpu-decode", "cpu_decode"),
+                                           ("flash.attention-2", "flash_attention_2")])  # fmt: skip
+def test_a_stranger_does_not_get_a_name_of_our_own(
+    site: Site, name: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not one that only looks like it, not from `auto`, and not beside another stranger."""
+    eager = site.attention(name).replace("# more", "auto_rank = 10**6")
+    for distribution in ("aaa", "zzz"):
+        site.add(distribution, eager)
+    found = site.look()
+    for distribution in ("aaa", "zzz"):
+        address = f"'plugin:{distribution}/{name}'"
+        (problem,) = site.record(found, distribution).problems
+        assert (
+            problem
+            == f"attention {name!r} is a name of jackfield's own: only {address} is this one"
+        )
+        theirs = found.find("attention", parse(f"{distribution}/{name}"))
+        assert (theirs.distribution, theirs.bare) == (distribution, False)
+        assert found.address(theirs) == f"plugin:{distribution}/{name}"
+    ours = found.find("attention", parse(own))
+    assert ours.distribution == "jackfield"
+    assert found.address(ours) == own
+    assert not any(p.problems for p in found.plugins if p.distribution == "jackfield")
+    monkeypatch.setattr("jackfield.front.registry", lambda: found)
+    assert jackfield.plan("demo")["attention"].registered.distribution == "jackfield"
+
+
+@pytest.mark.parametrize("variable", ["JACKFIELD_DISABLE", "JACKFIELD_PLUGINS"])
+def test_a_name_of_our_own_that_is_left_out_is_nobody_elses(site: Site, variable: str) -> None:
+    site.add("aaa", site.attention("sdpa"))
+    found = site.look(
+        **{variable: {"JACKFIELD_DISABLE": "attention-sdpa", "JACKFIELD_PLUGINS": "aaa"}[variable]}
+    )
+    with pytest.raises(SelectionError, match=r"nobody else's stands in for it.*'plugin:aaa/sdpa'"):
+        found.find("attention", parse("sdpa"))
+    assert found.find("attention", parse("aaa/sdpa")).distribution == "aaa"
 
 
 def test_a_strangers_entry_point_on_our_module_takes_nothing_away(site: Site) -> None:
     site.add("aaa", "", entry_points={"thief": "jackfield_plugins.attention.sdpa"})
     found = site.look()
-    assert "also claimed by" in site.record(found, "aaa").problems[0]
+    assert "a name of jackfield's own" in site.record(found, "aaa").problems[0]
+    assert found.find("attention", parse("sdpa")).distribution == "jackfield"
     site.assert_built_ins_work(found)
 
 

@@ -11,6 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from jackfield.choosing.discovery import discover
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ENTRY_POINTS: dict[str, str] = PROJECT["entry-points"]["jackfield"]
@@ -51,6 +53,17 @@ def test_backend_module_exists(name: str) -> None:
 def test_entry_point_is_named_after_its_module(name: str) -> None:
     package, kind, backend = ENTRY_POINTS[name].split(".")
     assert (package, name) == ("jackfield_plugins", f"{kind}-{backend.replace('_', '-')}")
+
+
+def test_own_names_are_those_of_the_entry_points() -> None:
+    """So they are known also where one was left out, and nobody else gets them."""
+    own = distribution("jackfield").entry_points.select(group="jackfield")
+    names = {p.entry_point: p.backends for p in discover(own, {}).plugins}
+    assert names.pop("attention-flex") == ("attention:flex_attention",)  # the exceptions
+    assert names.pop("attention-paged-triton") == ("attention:triton",)
+    assert names.pop("kernel-hub") == ("kernel:hub-layer",)
+    for entry_point, backends in names.items():
+        assert [canonicalize_name(b.replace(":", "-", 1)) for b in backends] == [entry_point]
 
 
 def test_installed_metadata_is_fresh() -> None:

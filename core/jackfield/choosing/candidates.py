@@ -58,7 +58,7 @@ def _reader(registry: Registry, config: Any, needs: Requirements) -> Candidate:
 
 
 def _automatic(registry: Registry, kind: str, needs: Requirements) -> Iterator[Candidate]:
-    ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind)]
+    ranks = [(_rank(r, needs), r) for r in registry.of_kind(kind) if r.bare]
     for _, r in sorted(
         ((rank, r) for rank, r in ranks if rank is not None), key=lambda pair: -pair[0]
     ):

@@ -139,30 +139,56 @@ class _Gate:
 def _register(claims: list[tuple[PluginRecord, list[Offer]]], warnings: list[str]) -> Registry:
     """Add the backends; a name that is taken stays usable only with its distribution in front.
 
-    Inside one distribution that is no way out, so there the first claim is the only one.
+    jackfield's own names are its own: who else claims one does not take it away from anybody.
+    Inside one distribution a prefix is no way out, so there the first claim is the only one.
     """
+    own = set().union(*(_own_names(record, offers) for record, offers in claims))
     claimants: defaultdict[tuple[str, str], list[PluginRecord]] = defaultdict(list)
     for record, offers in claims:
-        for kind, backend in offers:
-            claimants[kind, backend.name].append(record)
+        for kind, name, _ in offers:
+            if _ours(record) or (kind, canonicalize_name(name)) not in own:
+                claimants[kind, canonicalize_name(name)].append(record)
     result = Registry(warnings=warnings)
     for record, offers in claims:
         problems, names = [], []
-        for kind, backend in offers:
-            if rivals := _rivals(claimants[kind, backend.name], record):
-                problems.append(f"{kind} {backend.name!r} is also claimed by {rivals}")
+        for kind, name, backend in offers:
+            where = f"'plugin:{record.distribution}/{name}'"
+            if not (bare := _ours(record) or (kind, canonicalize_name(name)) not in own):
+                problems.append(
+                    f"{kind} {name!r} is a name of jackfield's own: only {where} is this one"
+                )
+            elif rivals := _rivals(claimants[kind, canonicalize_name(name)], record):
+                problems.append(f"{kind} {name!r} is also claimed by {rivals}: write {where}")
             if any(
-                r.name == backend.name and r.distribution == record.distribution
+                r.name == name and r.distribution == record.distribution
                 for r in result.of_kind(kind)
             ):
-                problems.append(f"the second {kind} {backend.name!r} of one distribution is unused")
+                problems.append(f"the second {kind} {name!r} of one distribution is unused")
                 continue
             result.backends[kind].append(
-                Registered(backend, record.distribution, record.version, record.entry_point)
+                Registered(
+                    backend, record.distribution, record.version, record.entry_point, name, bare
+                )
             )
-            names.append(f"{kind}:{backend.name}")
+            names.append(f"{kind}:{name}")
+        problems = [*record.problems, *problems]
         result.plugins.append(replace(record, problems=tuple(problems), backends=tuple(names)))
     return result
+
+
+def _ours(record: PluginRecord) -> bool:
+    return canonicalize_name(record.distribution) == DISTRIBUTION
+
+
+def _own_names(record: PluginRecord, offers: list[Offer]) -> set[tuple[str, str]]:
+    """What jackfield's own distribution offers, as names that '-', '_' and '.' do not tell apart.
+
+    Its entry points are called kind-name, so this holds where one was left out or failed, too.
+    """
+    if not _ours(record):
+        return set()
+    kind, _, name = record.entry_point.partition("-")
+    return {(kind, name), *((o.kind, canonicalize_name(o.name)) for o in offers)}
 
 
 def _rivals(claimants: list[PluginRecord], own: PluginRecord) -> str:

@@ -115,7 +115,10 @@ def _plugin(record: PluginRecord) -> Finding:
         )
         return Finding("plugins", subject, "problem", f"failed: {record.cause}", advice)
     if record.problems:
-        advice = "select it with its distribution in front: 'plugin:distribution/name'"
+        advice = (
+            f"tell the authors of {record.distribution}, or leave it out with "
+            f"JACKFIELD_DISABLE={record.entry_point}"
+        )
         return Finding("plugins", subject, "warning", "; ".join(record.problems), advice)
     return Finding("plugins", subject, "ok", f"offers {', '.join(record.backends)}")
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 from packaging.requirements import Requirement
@@ -20,13 +20,19 @@ from jackfield import hookspecs
 from jackfield.choosing.guarded import shown, told
 from jackfield.choosing.selection import nearest
 from jackfield.contracts import CONTRACTS, Backend
+from jackfield.contracts.backend import NAME
 from jackfield.errors import PluginError
 from jackfield.hookspecs import HOOKS
 
 DISTRIBUTION = "jackfield"
 
-#: A backend and the kind for which it was offered.
-Offer = tuple[str, Backend]
+
+class Offer(NamedTuple):
+    """A backend, and what it said of itself when it was asked: once, as it may say two things."""
+
+    kind: str
+    name: str
+    backend: Backend
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ def _collect(module: Any, source: Source) -> list[Offer]:
             f"{source.entry_point.value} implements no hook: none of {', '.join(HOOKS.values())} "
             "is there and marked with @jackfield.hookimpl"
         )
-    offers = [(kind, backend) for kind, hook in hooks.items() for backend in _ask(hook, kind)]
+    offers = [offer for kind, hook in hooks.items() for offer in _ask(hook, kind)]
     if not offers:
         raise PluginError(
             f"{', '.join(HOOKS[kind] for kind in hooks)} of {source.entry_point.value} returned no "
@@ -164,7 +170,7 @@ def _misspelt(manager: pluggy.PluginManager, module: Any) -> str | None:
     return None
 
 
-def _ask(hook: Callable[[], Any], kind: str) -> list[Backend]:
+def _ask(hook: Callable[[], Any], kind: str) -> list[Offer]:
     name, contract = HOOKS[kind], CONTRACTS[kind]
     try:
         backends = hook()
@@ -172,6 +178,7 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Backend]:
         raise PluginError(f"hook {name} raised {told(error)}") from error
     if not isinstance(backends, list | tuple):
         raise PluginError(f"hook {name} must return a list of backends, got {shown(backends)}")
+    offers = []
     for backend in backends:
         if not isinstance(backend, contract):
             raise PluginError(
@@ -180,4 +187,12 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Backend]:
         flaws = [] if backend.kind == kind else [f"`kind` is {kind!r}, not {backend.kind!r}"]
         if flaws := flaws + backend.flaws():
             raise PluginError(f"{type(backend).__name__} from hook {name}: {'; '.join(flaws)}")
-    return list(backends)
+        offers.append(Offer(kind, _plain(backend.name), backend))
+    return offers
+
+
+def _plain(name: Any) -> str:
+    """A name that was found right, as it is now. PluginError where it says something else."""
+    if type(name) is not str or not NAME.fullmatch(name):
+        raise PluginError(f"`name` must stay the plain string that it was, not {shown(name)}")
+    return name

@@ -53,20 +53,26 @@ class PluginRecord:
 
 @dataclass(frozen=True)
 class Registered:
-    """A backend and where it came from."""
+    """A backend and where it came from.
+
+    `name` is what the backend said when it was loaded. `bare`: it may be had by that name alone,
+    which a stranger's backend that is called like one of jackfield's own may not.
+    """
 
     backend: Backend
     distribution: str
     version: str
     entry_point: str
+    name: str = ""
+    bare: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.backend.name)
 
     @property
     def kind(self) -> str:
         return self.backend.kind
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """What the backend's own method `what` returns. Raises PluginError where it breaks."""
@@ -127,6 +133,8 @@ class Registry:
     def find(self, kind: str, selection: Selection) -> Registered:
         """The one backend that `selection` names; SelectionError where there is none, or two."""
         named = [r for r in self._within(kind, selection) if r.name == selection.name]
+        if selection.distribution is None:
+            named = [r for r in named if r.bare]
         if len(named) == 1:
             return named[0]
         if named:
@@ -137,8 +145,8 @@ class Registry:
 
     def address(self, registered: Registered) -> str:
         """The shortest selection that means `registered` and no other."""
-        rivals = [r for r in self.of_kind(registered.kind) if r.name == registered.name]
-        where = f"{registered.distribution}/" if len(rivals) > 1 else ""
+        same = [r for r in self.of_kind(registered.kind) if r.name == registered.name and r.bare]
+        where = "" if same == [registered] else f"{registered.distribution}/"
         return f"{PREFIX if where else ''}{where}{registered.name}"
 
     def _within(self, kind: str, selection: Selection) -> list[Registered]:
@@ -161,6 +169,13 @@ class Registry:
             return (
                 f"no distribution {where!r} offers any {kind} (those that do: "
                 f"{', '.join(owners)}){nearest(where, owners)}"
+            )
+        named = [r for r in self._within(kind, selection) if r.name == selection.name]
+        if named:  # only those that are not to be had by their name alone
+            how = " or ".join(f"'{PREFIX}{r.distribution}/{r.name}'" for r in named)
+            return (
+                f"the {kind} {selection.name!r} of jackfield is not there (see `jackfield "
+                f"plugins`), and nobody else's stands in for it; another of that name is {how}"
             )
         source = f" in distribution {where!r}" if where else ""
         message = f"there is no {kind} {selection.name!r}{source} (known: {', '.join(known)})"
