@@ -96,16 +96,21 @@ def loaded_bytes(model: PreTrainedModel) -> int:
 
 def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
     for module in model.modules():
-        passing = {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in passing:
-                yield from _parts(tensor)
-        # bitsandbytes' scales of 8 bits, once a layer has run
-        yield from _held(getattr(module, "state", None))
+        yield from tensors_of(module)
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What a module itself, and none inside of it, holds in memory of its weights."""
+    passing = {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and id(tensor) not in passing:
+            yield from _parts(tensor)
+    # bitsandbytes' scales of 8 bits, once a layer has run
+    yield from _held(getattr(module, "state", None))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is made of: one that is a class of its own holds its numbers in others."""
+    """What a tensor is made of, and has beside it: one of a class of its own holds others."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))

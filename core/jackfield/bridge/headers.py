@@ -13,9 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jackfield.bridge.foreign import MEBIBYTE, opened, parsed, read_json
+from jackfield.contracts import StoredTensor
 from jackfield.errors import CheckpointError, shown
-
-Shape = tuple[int, ...]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -31,8 +30,8 @@ BITS = {
 }  # fmt: skip
 
 
-def check_files(folder: Path, named: object = None) -> dict[str, Shape]:
-    """The shape of every tensor that transformers reads from `folder`, from its files' headers.
+def check_files(folder: Path, named: object = None) -> dict[str, StoredTensor]:
+    """Every tensor that transformers reads from `folder`, from its files' headers.
 
     `named` is the file that the config names (`transformers_weights`), if it does. Refuse a folder
     whose weights are missing, incomplete, or only in pickles. Raises CheckpointError.
@@ -49,16 +48,16 @@ def check_files(folder: Path, named: object = None) -> dict[str, Shape]:
             else f"there are no weights in {folder}: expected {WHOLE}"
         )
     if not first.name.endswith(".index.json"):
-        return _shapes(first)
-    found: dict[str, Shape] = {}
+        return _tensors(first)
+    found: dict[str, StoredTensor] = {}
     places = _weight_map(first)
     for name in sorted(set(places.values())):
-        for tensor, shape in _shapes(folder / name).items():
+        for tensor, stored in _tensors(folder / name).items():
             if places.get(tensor, name) != name or tensor in found:
                 raise CheckpointError(
                     f"{folder / name} has {shown(tensor)}, which {first} places in another file"
                 )
-            found[tensor] = shape
+            found[tensor] = stored
     for tensor, name in places.items():
         if tensor not in found:
             raise CheckpointError(
@@ -101,8 +100,11 @@ def _inside(name: object, origin: Path) -> str:
     raise CheckpointError(f"{origin} names the weights {shown(name)!r}, which {complaint}")
 
 
-def _shapes(file: Path) -> dict[str, Shape]:
-    return {name: tuple(entry["shape"]) for name, entry in safetensors_header(file).items()}
+def _tensors(file: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(str(entry.get("dtype")), tuple(entry["shape"]), file)
+        for name, entry in safetensors_header(file).items()
+    }
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:

@@ -14,15 +14,23 @@ from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.foreign import named, read_json
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.placement import check_placed, native, no_notes
+from jackfield.bridge.read_back import check_shapes
 from jackfield.bridge.source import ModelSource, quiet
 from jackfield.choosing.placement import Placement
-from jackfield.contracts import Quantization, Requirements
+from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.errors import CheckpointError, shown
 
 logger = logging.getLogger("jackfield")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def tensors_in(source: ModelSource) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's files, by their headers; of a hub id, none."""
+    if source.folder is None:
+        return {}
+    return check_files(source.folder, getattr(source.config, "transformers_weights", None))
 
 
 def load_model(
@@ -38,10 +46,11 @@ def load_model(
     it in another form. A weight that the checkpoint lacks is an error, not a random number.
     """
     if source.folder is not None:
-        weights = getattr(source.config, "transformers_weights", None)
-        reasons = quantization.misfits(check_files(source.folder, weights))
-        if reasons:
+        tensors = tensors_in(source)
+        if reasons := quantization.misfits(tensors):
             raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
+        if needs.stored is not None or quantization.config is not None:
+            check_shapes(source.config, tensors)
     stored = stored_quantization(source.config) is not None
     # A quantizer puts weights where they belong as it makes them.
     device = torch.device(where.device)

@@ -16,6 +16,7 @@ from jackfield.contracts.cache import (
     PackedKVCache,
     TransformersCache,
 )
+from jackfield.contracts.checkpoint import StoredTensor
 from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabilities, Uncompiled
 from jackfield.contracts.decoding import (
     SAMPLER_SETTINGS,
@@ -81,6 +82,7 @@ __all__ = [
     "Scheduler",
     "Search",
     "Span",
+    "StoredTensor",
     "Strategy",
     "TransformersCache",
     "Uncompiled",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.checkpoint import Tensors
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def _as_it_is(model: PreTrainedModel) -> None:
     del model
 
 
-def _anything(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    del shapes
+def _anything(tensors: Tensors) -> list[str]:
+    del tensors
     return []
 
 
@@ -71,14 +72,14 @@ class Quantization:
     """How `from_pretrained` is to store a model's weights.
 
     `config` is handed to it; None: weights are read as the checkpoint has them. `misfits` is asked
-    first, with the shape of every tensor in a folder's files, why these are not what the config
-    says. Weights are read within `reading()`, the place for what a library prints or fetches
+    first, with the `StoredTensor` of every name in a folder's files, why these are not what the
+    config says. Weights are read within `reading()`, the place for what a library prints or fetches
     meanwhile. `finish` is called once with the model that was read, in whose class, config and
     layers it may set right what the library left.
     """
 
     config: QuantizationConfigMixin | None
-    misfits: Callable[[Mapping[str, tuple[int, ...]]], list[str]] = _anything
+    misfits: Callable[[Tensors], list[str]] = _anything
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     finish: Callable[[PreTrainedModel], None] = _as_it_is
 

@@ -12,7 +12,8 @@ from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.placement import folder_for
-from jackfield.bridge.weights import load_model
+from jackfield.bridge.read_back import check_read
+from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.choosing.deciding import Job
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.solving import Choice
@@ -50,6 +51,8 @@ def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> Pr
         )
         bound = choice.registered.bind(context)
         model = load_model(source, plan.requirements, plan.placement, bound, folder)
+        if plan.requirements.stored is not None or bound.config is not None:
+            check_read(model, choice, plan.requirements, tensors_in(source))
         return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(

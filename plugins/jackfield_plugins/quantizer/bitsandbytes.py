@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,12 +16,16 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
+from jackfield.contracts.checkpoint import Tensors
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes, missing
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
+
+
+OFFLOAD = "llm_int8_enable_fp32_cpu_offload"
 
 
 class BitsAndBytes(Quantizer):
@@ -32,8 +37,6 @@ class BitsAndBytes(Quantizer):
     #: the field of a `BitsAndBytesConfig` that chooses this one of the two
     chosen_by: ClassVar[str]
     layer: ClassVar[str]
-    #: the tensor of scales beside a layer's weight in a file
-    scales: ClassVar[str]
 
     def available(self) -> list[str]:
         return missing("bnb", "bitsandbytes", "accelerate")
@@ -60,21 +63,22 @@ class BitsAndBytes(Quantizer):
     def bind(self, context: BindContext) -> Quantization:
         import_bitsandbytes()
         needs: Requirements | None = context.requirements
-        return Quantization(
-            self.config_of(context), lambda shapes: self.misfits(needs, shapes), finish=self.finish
-        )
+        misfits = functools.partial(self.misfits, needs)
+        return Quantization(self.config_of(context), misfits, finish=self.finish)
 
-    def misfits(
-        self, needs: Requirements | None, shapes: Mapping[str, tuple[int, ...]]
-    ) -> list[str]:
-        """The first layer that a checkpoint's config says is quantized, and that has no scales."""
-        if needs is None or needs.stored is None or needs.stored.get("llm_int8_skip_modules"):
+    def misfits(self, needs: Requirements | None, tensors: Tensors) -> list[str]:
+        """Why a checkpoint's files are not what its config says; nothing for one that is whole."""
+        stored = None if needs is None else needs.stored
+        if needs is None or stored is None:
             return []
-        for weight in needs.weights:
-            scales = f"{weight.name.removesuffix('weight')}{self.scales}"
-            if weight.linear is not None and weight.name in shapes and scales not in shapes:
-                return [f"its config says that {self.name} quantized it, and it has no {scales}"]
-        return []
+        if stored.get(OFFLOAD) and needs.device == "cpu":
+            return [f"its config says {OFFLOAD}, which keeps all that is on the CPU whole"]
+        return self.in_files(needs, stored, tensors)
+
+    @abstractmethod
+    def in_files(
+        self, needs: Requirements, stored: Mapping[str, Any], tensors: Tensors
+    ) -> list[str]: ...
 
     def finish(self, model: PreTrainedModel) -> None:
         del model

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Quantizer, Requirements, Weight
+from jackfield.contracts.checkpoint import Tensors
 from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
+from jackfield_plugins.quantizer.bnb_files import four_bits
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -39,7 +41,6 @@ class Bnb4bit(BitsAndBytes):
     options = Options
     chosen_by = "load_in_4bit"
     layer = "Linear4bit"
-    scales = "weight.absmax"
 
     def make_config(self, context: BindContext) -> BitsAndBytesConfig:
         from transformers import BitsAndBytesConfig
@@ -53,6 +54,11 @@ class Bnb4bit(BitsAndBytes):
             bnb_4bit_use_double_quant=options.double_quantization,
             bnb_4bit_compute_dtype=options.compute_dtype or own,
         )
+
+    def in_files(
+        self, needs: Requirements, stored: Mapping[str, Any], tensors: Tensors
+    ) -> list[str]:
+        return four_bits(needs, stored, tensors)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Keep bitsandbytes from repacking layers, which its flag for AVX512-BF16 stands for.

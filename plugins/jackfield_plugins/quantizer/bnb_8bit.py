@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, Quantization, Quantizer, Weight
+from jackfield.contracts import BindContext, Quantization, Quantizer, Requirements, Weight
+from jackfield.contracts.checkpoint import Tensors
 from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
+from jackfield_plugins.quantizer.bnb_files import eight_bits
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +43,17 @@ class Bnb8bit(BitsAndBytes):
     options = Options
     chosen_by = "load_in_8bit"
     layer = "Linear8bitLt"
-    scales = "SCB"
 
     def bind(self, context: BindContext) -> Quantization:
         bound = super().bind(context)
         # It says so of every layer in every step; here it stands in the documentation.
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_of_casts)
         return bound
+
+    def in_files(
+        self, needs: Requirements, stored: Mapping[str, Any], tensors: Tensors
+    ) -> list[str]:
+        return eight_bits(needs, stored, tensors)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Give layers their inputs row by row, whatever their shape.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
+from jackfield.contracts.checkpoint import Tensors
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.errors import UsageError
 from jackfield_plugins.quantizer.calibration import plain_texts, windows
+from jackfield_plugins.quantizer.gptq_files import layer_forms, misfits
 from jackfield_plugins.quantizer.libraries import missing
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ class Gptq(Quantizer):
         stored = None if needs is None else needs.stored
         if needs is not None and stored is not None and config is None and needs.device == "cpu":
             config = _on_cpu(stored)
-        return Quantization(config, _Shapes(needs, stored), reading, finish)
+        return Quantization(config, functools.partial(_misfits_of, needs), reading, finish)
 
     def make_config(self, context: BindContext) -> GPTQConfig:
         from transformers import GPTQConfig
@@ -205,47 +208,20 @@ def _misfits(requirements: Requirements, options: Options) -> list[str]:
     return []
 
 
-def _shapes(weight: Weight, told: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer: packed int32, float16 scales, and the group of each column."""
-    (out_features, in_features), (bits, group_size) = weight.linear or (0, 0), told
-    groups = 1 if group_size == -1 else math.ceil(in_features / group_size)
-    return {
-        "qweight": (in_features * bits // 32, out_features),
-        "qzeros": (groups, out_features * bits // 32),
-        "scales": (groups, out_features),
-        "g_idx": (in_features,),
-    }
-
-
 def _bytes(weight: Weight, told: tuple[int, int]) -> int:
-    shapes = _shapes(weight, told)
-    return sum(math.prod(s) * (2 if name == "scales" else 4) for name, s in shapes.items())
+    forms = layer_forms(weight.linear or (0, 0), *told)
+    return sum(math.prod(f.shape) * (2 if name == "scales" else 4) for name, f in forms.items())
 
 
-@dataclass(frozen=True)
-class _Shapes:
+def _misfits_of(needs: Requirements | None, tensors: Tensors) -> list[str]:
     """Compares the headers of a checkpoint's files with what its config says."""
-
-    requirements: Requirements | None
-    stored: Mapping[str, Any] | None
-
-    def __call__(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        needs, stored = self.requirements, self.stored
-        told = None if needs is None or stored is None else _format(stored, None)
-        if needs is None or told is None:
-            return []
-        bits, group_size = told
-        if not any(name.endswith(".qweight") for name in shapes):
-            return ["its config says that gptq quantized it, and it has no qweight"]
-        for weight in filter(_converts, needs.weights):
-            path = weight.name.removesuffix(".weight")
-            for own, expected in _shapes(weight, told).items():
-                found = shapes.get(f"{path}.{own}", expected)
-                if found != expected:
-                    says = f"its config says bits={bits} and group_size={group_size}"
-                    so = f"so {path}.{own} would be {expected}, and it is {found}"
-                    return [f"{says}, {so}; the config.json does not fit the weights"]
+    if needs is None or needs.stored is None:
         return []
+    layers = {
+        weight.name.removesuffix(".weight"): weight.linear or (0, 0)
+        for weight in filter(_converts, needs.weights)
+    }
+    return misfits(layers, _format(needs.stored, None), tensors)
 
 
 @hookimpl

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jackfield.quieting import TORCHAO, quieted
+from jackfield_plugins.quantizer.gptq_files import check_groups
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def reading() -> Iterator[None]:
 
 def finish(model: PreTrainedModel) -> None:
     """Leave out of the config what was needed only once, and of the layers what they compile."""
+    check_groups(model)
     config: Any = model.config.quantization_config
     config.dataset = config.tokenizer = None
     for module in model.modules():

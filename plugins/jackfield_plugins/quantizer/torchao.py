@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.contracts.requirements import BYTES
 from jackfield.quieting import TORCHAO, quieted
 from jackfield_plugins.quantizer.libraries import missing
+from jackfield_plugins.quantizer.torchao_files import misfits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +125,7 @@ class TorchAo(Quantizer):
     def bind(self, context: BindContext) -> Quantization:
         needs: Requirements | None = context.requirements
         with quieted(*TORCHAO):
-            return Quantization(self.config_of(context), lambda shapes: _unpacked(needs, shapes))
+            return Quantization(self.config_of(context), functools.partial(misfits, needs))
 
     def make_config(self, context: BindContext) -> TorchAoConfig:
         from transformers import TorchAoConfig
@@ -153,13 +155,6 @@ def _beside(stored: Mapping[str, Any], options: Any) -> list[str]:
     if not isinstance(told, dict) or not isinstance(told.get("default"), dict):
         reasons.append("the checkpoint's quantization_config has no quant_type")
     return reasons
-
-
-def _unpacked(needs: Requirements | None, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Why the tensors of a checkpoint's files are not those of torchao."""
-    if needs is None or needs.stored is None or any(n.endswith("_qdata") for n in shapes):
-        return []
-    return ["its config says that torchao quantized it, and its weights are as they always were"]
 
 
 def _device() -> str:

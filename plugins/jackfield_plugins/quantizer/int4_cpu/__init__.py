@@ -18,6 +18,7 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
+from jackfield.contracts.checkpoint import Form, Tensors, first, paths, unlike
 from jackfield.contracts.quantizing import in_force, method, mixed_bytes
 
 if TYPE_CHECKING:
@@ -114,13 +115,11 @@ class Int4Cpu(Quantizer):
         return total + head - _plain_head(requirements)
 
     def bind(self, context: BindContext) -> Quantization:
-        from jackfield_plugins.quantizer.int4_cpu.loading import flaws
-
         needs: Requirements | None = context.requirements
         bound, meant = super().bind(context), _meant(needs, context.options)
         if needs is None or not needs.stored:
             return bound
-        return replace(bound, misfits=lambda shapes: flaws(shapes, meant))
+        return replace(bound, misfits=lambda tensors: _misfits(needs, meant, tensors))
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin:
         from jackfield_plugins.quantizer.int4_cpu.loading import Int4CpuConfig, register
@@ -143,6 +142,32 @@ def _no_layers(requirements: Requirements, meant: Mapping[str, Any]) -> list[str
     if not layers:
         return [f"converts nn.Linear and Conv1D, and {name} has none but its head"]
     return [f"groups of {group} divide the inputs of no linear layer of {name}, its head aside"]
+
+
+def _misfits(needs: Requirements, meant: Mapping[str, Any], tensors: Tensors) -> list[str]:
+    """Why the tensors of a checkpoint's files are not what its config says; the first reason."""
+    found = paths(tensors, ".qweight", ".scales")
+    if not found:
+        return ["its config says int4-cpu, and none of its weights is quantized"]
+    known = {w.name.removesuffix(".weight"): w.linear for w in needs.weights if w.linear}
+    group, head = int(meant["group_size"]), int(meant["head"] or 4)
+    says = f"its config says group_size={group} and head={meant['head']}"
+    reasons = first(
+        unlike(tensors, _forms(path, known.get(path), group, head, needs)) for path in found
+    )
+    return [f"{says}: {reasons[0]}"] if reasons else []
+
+
+def _forms(
+    path: str, linear: tuple[int, int] | None, group: int, head: int, needs: Requirements
+) -> dict[str, Form]:
+    """The canonical form of one layer; one that is not among the linear layers is the head."""
+    rows, columns = linear or needs.head or (0, 0)
+    packed = columns * (4 if linear else head) // 8
+    return {
+        f"{path}.qweight": Form(("U8",), (rows, packed)),
+        f"{path}.scales": Form(("BF16",), (rows, columns // group)),
+    }
 
 
 def _meant(requirements: Requirements | None, options: Any) -> dict[str, Any]:

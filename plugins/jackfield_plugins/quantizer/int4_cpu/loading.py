@@ -6,7 +6,6 @@ what was read of the file is given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,24 +222,6 @@ def store_head(model: PreTrainedModel) -> None:
     model.set_output_embeddings(made)
     model.config.tie_word_embeddings = False
     forget_files()
-
-
-def flaws(shapes: Mapping[str, tuple[int, ...]], meant: Mapping[str, Any]) -> list[str]:
-    """What does not fit in a quantized checkpoint, by the shapes of its tensors."""
-    found = []
-    for key, (_, columns) in ((k, s) for k, s in shapes.items() if k.endswith(".qweight")):
-        path = key.removesuffix(".qweight")
-        groups = shapes.get(f"{path}.scales")
-        if groups is None:
-            found.append(f"{path} has no scales")
-            continue
-        inputs = groups[1] * meant["group_size"]
-        if inputs != columns * 2 and not (meant.get("head") == 8 and inputs == columns):
-            size = columns * 2 // groups[1]
-            found.append(f"{path} has groups of {size}, and its config says {meant['group_size']}")
-    if not any(key.endswith(".qweight") for key in shapes):
-        found.append("its config says int4-cpu, and none of its weights is quantized")
-    return [f"{found[0]} ({len(found)} layers in all)"] if len(found) > 1 else found
 
 
 def register() -> None:
