@@ -2,9 +2,9 @@
 
     python tests/plugins/quantized_mutants.py SELECTION…  [--all]
 
-A mutant is *caught* (an error of ours, before the first step, on one line, that blames no plugin), or
-*harmless* (the same logits as plain transformers computes from the same files). Anything else is
-*wrong*. `--all` damages the tensors of every layer, and not of one only.
+A mutant is *caught* (an error of ours, before the first step, on one line, that blames no
+plugin), or *harmless* (the same logits as plain transformers computes from the same files).
+Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SELECTIONS = (
 )
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 ODD: tuple[Any, ...] = (
-    None, "4", "x", 0, -5, 3, 1.5, True, [], ["x"], {}, {"bits": [1]}, 10**12, "\x1b[31m\n" + "y" * 500,
+    None, "4", "x", 0, -5, 3, 1.5, True, [], ["x"], {}, {"bits": [1]}, 10**12,
+    "\x1b[31m\n" + "y" * 500,
 )  # fmt: skip
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int32, torch.uint8)
 
@@ -272,7 +273,7 @@ def sweep(selection: str, *, everything: bool = False) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as made:
         whole = save(selection, Path(made))
         for mutant in mutants(whole, everything=everything):
-            print(mutant.label[:200], file=sys.stderr, flush=True)  # the last one, if it crashes
+            sys.stderr.write(f"{mutant.label[:200]}\n")  # the last one, if it crashes
             yield outcome(mutant, whole, Path(made) / "mutant")
 
 
@@ -285,12 +286,10 @@ def main(arguments: list[str]) -> None:
             for one in sweep(selection, everything=everything):
                 found[one.kind] += 1
                 if one.kind == "wrong":
-                    print(
-                        f"WRONG {selection}: {one.label[:150]}: {one.said[:300]!r}",
-                        file=sys.__stdout__,
-                    )
+                    said = f"WRONG {selection}: {one.label[:150]}: {one.said[:300]!r}"
+                    sys.__stdout__.write(said + "\n")
         counts = " | ".join(str(found[kind]) for kind in ("caught", "harmless", "wrong"))
-        print(f"| `{selection}` | {found.total()} | {counts} |", flush=True)
+        sys.stdout.write(f"| `{selection}` | {found.total()} | {counts} |\n")
 
 
 if __name__ == "__main__":

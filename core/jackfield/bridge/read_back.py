@@ -17,12 +17,12 @@ from torch import nn
 
 from jackfield.bridge.footprint import tensors_of
 from jackfield.bridge.requirements import skeleton
+from jackfield.choosing.guarded import fault
 from jackfield.choosing.registry import Registered
 from jackfield.contracts import Requirements, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes
-from jackfield.errors import CheckpointError, PluginError
-from jackfield.figures.backend_sizes import told
+from jackfield.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -72,7 +72,7 @@ def check_read(
     """
     reader = _Reader(model, choice.registered, needs, tensors)
     stored = {w.name for w in needs.weights if _is_stored(w, choice, needs)}
-    converted = {p for p, m in model.named_modules() if choice.backend.converted(m)}
+    converted = {p for p, m in model.named_modules() if choice.registered.ask("converted", m)}
     with reader:
         for path in sorted(converted):
             reader.layer(path)
@@ -93,7 +93,7 @@ def _is_stored(weight: Weight, choice: Choice, needs: Requirements) -> bool:
     if weight.linear is None:
         return False
     alone = replace(needs, weights=(weight,), head=None)
-    size = told(choice.backend.weight_bytes, alone, choice.options)
+    size = choice.registered.size("weight_bytes", alone, choice.options)
     return size is not None and size != plain_bytes(alone)
 
 
@@ -119,7 +119,7 @@ class _Reader(ExitStack):
         self._other: list[str] = []  # whole weights that are of another dtype than planned
 
     def fail(self, path: str, what: str) -> None:
-        raise PluginError(f"{self.quantizer} did not store {path} rightly: {what}")
+        raise fault(self.quantizer, f"did not store {path} rightly: {what}")
 
     def layer(self, path: str) -> None:
         """A layer of the quantizer's, asked for products that the file knows too."""
@@ -139,9 +139,7 @@ class _Reader(ExitStack):
         except Exception as error:
             said = f"it raised {type(error).__name__}: {shown(str(error))}"
             if self.needs.stored is None:
-                raise PluginError(
-                    f"{self.quantizer} did not store {path} rightly: {said}"
-                ) from error
+                raise fault(self.quantizer, f"did not store {path} rightly: {said}") from error
             raise CheckpointError(
                 f"{path} is not what its quantization_config says{self._where(path)}: {said}"
             ) from error
@@ -157,7 +155,8 @@ class _Reader(ExitStack):
 
     def _linear(self, path: str, module: Any) -> Weight | None:
         """The matrix that a layer stands for: as it was planned, or as the layer itself says."""
-        if (found := self._planned.get(f"{path}.weight")) is not None:
+        found = self._planned.get(f"{path}.weight")
+        if found is not None and found.linear is not None:
             return found
         sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
         if not all(isinstance(size, int) for size in sizes):

@@ -18,6 +18,7 @@ from jackfield.choosing.planning import Plan, decide
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Quantizable
 from jackfield.choosing.solving import judge
+from jackfield.choosing.stored import check_stored
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import JackfieldError, PlanError, UsageError
@@ -44,6 +45,7 @@ class Job:
         Places depend on the quantizer's bytes, and what fits depends on the places: where weights
         do not go to the one device that was assumed, it is decided again.
         """
+        check_stored(registry, self.source, self.needs)
         needs, plan, tried = self.needs, decide(registry, self.needs, selections), []
         while (where := self._placed(registry, plan)).spread:
             quantizer = plan["quantizer"].registered

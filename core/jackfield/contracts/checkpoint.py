@@ -65,18 +65,16 @@ class Field:
 
     allows: Callable[[Any], bool]
     words: str
+    needed: bool = False
 
 
-def one_of(*values: Any) -> Field:
+def one_of(*values: Any, needed: bool = False) -> Field:
     """Exactly one of these; ``True`` is not 1."""
     return Field(
         lambda given: any(type(given) is type(value) and given == value for value in values),
         " or ".join(map(repr, values)),
+        needed,
     )
-
-
-def of_type(*types: type, words: str) -> Field:
-    return Field(lambda given: type(given) in types, words)
 
 
 FLAG = one_of(True, False)
@@ -89,11 +87,12 @@ NAMES = Field(
 
 
 def odd_fields(stored: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """Each field of `stored` that has a value which `fields` does not allow."""
+    """Each field of `stored` that has a value which `fields` does not allow, or is lacking."""
     return [
-        f"{name} is {shown(stored[name])}, and has to be {field.words}"
+        f"{name} is {shown(stored[name]) if name in stored else 'not there'}, and has to be "
+        f"{field.words}"
         for name, field in fields.items()
-        if name in stored and not field.allows(stored[name])
+        if (not field.allows(stored[name]) if name in stored else field.needed)
     ]
 
 

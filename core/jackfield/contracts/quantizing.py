@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.checkpoint import Tensors
+from jackfield.contracts.checkpoint import Field, Tensors
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
@@ -96,6 +96,9 @@ class Quantizer(Backend):
     capabilities: ClassVar[QuantizerCapabilities]
     #: whether weights that are not quantized yet can be
     quantizes: ClassVar[bool] = True
+    #: what fields of a checkpoint's `quantization_config` may be, of one that it reads; any other
+    #: value is told as the file's fault
+    fields: ClassVar[Mapping[str, Field]] = {}
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
         """Whether a checkpoint, or a config object, with this `quantization_config` is its own.

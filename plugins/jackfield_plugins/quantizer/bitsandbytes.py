@@ -16,8 +16,9 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
-from jackfield.contracts.checkpoint import Tensors
+from jackfield.contracts.checkpoint import FLAG, NAMES, Field, Tensors, one_of
 from jackfield.contracts.quantizing import in_force, mixed_bytes
+from jackfield_plugins.quantizer.bnb_files import STORAGES
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes, missing
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 
 OFFLOAD = "llm_int8_enable_fp32_cpu_offload"
+
+
+def _is_threshold(given: Any) -> bool:
+    return type(given) in (int, float) and 0 <= given < float("inf")
 
 
 class BitsAndBytes(Quantizer):
@@ -37,6 +42,18 @@ class BitsAndBytes(Quantizer):
     #: the field of a `BitsAndBytesConfig` that chooses this one of the two
     chosen_by: ClassVar[str]
     layer: ClassVar[str]
+    fields: ClassVar[Mapping[str, Field]] = {
+        "load_in_4bit": FLAG,
+        "load_in_8bit": FLAG,
+        "llm_int8_threshold": Field(_is_threshold, "a number of 0 or more"),
+        "llm_int8_skip_modules": NAMES,
+        OFFLOAD: FLAG,
+        "llm_int8_has_fp16_weight": FLAG,
+        "bnb_4bit_compute_dtype": one_of(None, "bfloat16", "float16", "float32"),
+        "bnb_4bit_quant_type": one_of("fp4", "nf4"),
+        "bnb_4bit_use_double_quant": FLAG,
+        "bnb_4bit_quant_storage": one_of(None, *STORAGES),
+    }
 
     def available(self) -> list[str]:
         return missing("bnb", "bitsandbytes", "accelerate")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -19,11 +19,11 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
-from jackfield.contracts.checkpoint import Tensors
+from jackfield.contracts.checkpoint import FLAG, Field, Tensors, one_of
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.errors import UsageError
 from jackfield_plugins.quantizer.calibration import plain_texts, windows
-from jackfield_plugins.quantizer.gptq_files import layer_forms, misfits
+from jackfield_plugins.quantizer.gptq_files import BITS, layer_forms, misfits
 from jackfield_plugins.quantizer.libraries import missing
 
 if TYPE_CHECKING:
@@ -82,6 +82,18 @@ class Gptq(Quantizer):
 
     name = "gptq"
     options = Options
+    fields: ClassVar[Mapping[str, Field]] = {
+        "bits": one_of(*BITS, needed=True),
+        "group_size": Field(
+            lambda size: type(size) is int and (size > 0 or size == -1), "-1 or a number above 0"
+        ),
+        "desc_act": FLAG,
+        "sym": FLAG,
+        "dynamic": Field(lambda given: given is None or isinstance(given, dict), "an object"),
+        "modules_in_block_to_quantize": Field(
+            lambda given: given is None or isinstance(given, list), "a list"
+        ),
+    }
     capabilities = QuantizerCapabilities(
         dtypes=frozenset({"bfloat16", "float16", "float32"}), devices=frozenset({"cpu", "cuda"})
     )
@@ -94,9 +106,7 @@ class Gptq(Quantizer):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        if requirements.stored is not None:
-            return [*reasons, *_nonsense(requirements.stored)]
-        if isinstance(options, GivenConfig):
+        if requirements.stored is not None or isinstance(options, GivenConfig):
             return reasons
         return [*reasons, *_misfits(requirements, options)]
 
@@ -166,14 +176,6 @@ def _on_cpu(stored: Mapping[str, Any]) -> GPTQConfig:
     from transformers import GPTQConfig
 
     return GPTQConfig(bits=stored["bits"], backend=CPU_KERNEL)
-
-
-def _nonsense(stored: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a config.json that somebody wrote."""
-    bits, size = stored.get("bits"), stored.get("group_size", 128)
-    if bits in (2, 3, 4, 8) and type(size) is int and (size > 0 or size == -1):
-        return []
-    return [f"the checkpoint says bits={bits!r} and group_size={size!r}, which is no GPTQ"]
 
 
 def _format(config: Mapping[str, Any] | None, options: Any) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -18,6 +18,7 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
+from jackfield.contracts.checkpoint import FLAG, NAMES, Field
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.contracts.requirements import BYTES
 from jackfield.quieting import TORCHAO, quieted
@@ -83,6 +84,27 @@ class _Format:
         return cls(options.type, GROUP_SIZE if size is None and options.type == INT4 else size)
 
 
+def _is_type(given: Any) -> bool:
+    told = given.get("default") if isinstance(given, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("_type"), str):
+        return False
+    data = told.get("_data", {})
+    if not isinstance(data, dict) or not _is_size(data.get("group_size")):
+        return False
+    kind = data.get("granularity")
+    if not isinstance(kind, dict):
+        return kind is None or isinstance(kind, list)  # of activations and of weights
+    rows = kind.get("_data")
+    return (isinstance(kind.get("_type"), str) and isinstance(rows, dict)) and (
+        kind["_type"] != "PerGroup"
+        or (type(rows.get("group_size")) is int and rows["group_size"] > 0)
+    )
+
+
+def _is_size(given: Any) -> bool:
+    return given is None or (type(given) is int and given > 0)
+
+
 class TorchAo(Quantizer):
     """Affine quantization by rows or groups, as torchao does it.
 
@@ -92,6 +114,14 @@ class TorchAo(Quantizer):
 
     name = "torchao"
     options = Options
+    fields: ClassVar[Mapping[str, Field]] = {
+        "quant_type": Field(
+            _is_type, "an object with 'default', an object with _type and _data", needed=True
+        ),
+        "modules_to_not_convert": NAMES,
+        "include_input_output_embeddings": FLAG,
+        "untie_embedding_weights": FLAG,
+    }
     capabilities = QuantizerCapabilities(
         dtypes=frozenset({"bfloat16", "float16", "float32"}), devices=frozenset({"cpu", "cuda"})
     )
@@ -151,9 +181,6 @@ def _beside(stored: Mapping[str, Any], options: Any) -> list[str]:
     reasons = []
     if isinstance(options, GivenConfig) or options != Options():
         reasons.append("the checkpoint is quantized already; leave the options out")
-    told = stored.get("quant_type")
-    if not isinstance(told, dict) or not isinstance(told.get("default"), dict):
-        reasons.append("the checkpoint's quantization_config has no quant_type")
     return reasons
 
 

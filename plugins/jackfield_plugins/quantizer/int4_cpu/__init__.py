@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -18,7 +18,7 @@ from jackfield.contracts import (
     Requirements,
     Weight,
 )
-from jackfield.contracts.checkpoint import Form, Tensors, first, paths, unlike
+from jackfield.contracts.checkpoint import NAMES, Field, Form, Tensors, first, one_of, paths, unlike
 from jackfield.contracts.quantizing import in_force, method, mixed_bytes
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ class Int4Cpu(Quantizer):
 
     name = "int4-cpu"
     options = Int4CpuOptions
+    fields: ClassVar[Mapping[str, Field]] = {
+        "group_size": one_of(32, 64, 128),
+        "head": one_of(None, 4, 8),
+        "modules_to_not_convert": NAMES,
+    }
     capabilities = QuantizerCapabilities(
         dtypes=frozenset({"bfloat16"}),
         devices=frozenset({"cpu"}),
@@ -152,20 +157,31 @@ def _misfits(needs: Requirements, meant: Mapping[str, Any], tensors: Tensors) ->
     known = {w.name.removesuffix(".weight"): w.linear for w in needs.weights if w.linear}
     group, head = int(meant["group_size"]), int(meant["head"] or 4)
     says = f"its config says group_size={group} and head={meant['head']}"
-    reasons = first(
-        unlike(tensors, _forms(path, known.get(path), group, head, needs)) for path in found
-    )
+    reasons = first(_unlike(path, known.get(path), group, head, tensors) for path in found)
     return [f"{says}: {reasons[0]}"] if reasons else []
 
 
-def _forms(
-    path: str, linear: tuple[int, int] | None, group: int, head: int, needs: Requirements
-) -> dict[str, Form]:
-    """The canonical form of one layer; one that is not among the linear layers is the head."""
-    rows, columns = linear or needs.head or (0, 0)
-    packed = columns * (4 if linear else head) // 8
+def _unlike(
+    path: str, linear: tuple[int, int] | None, group: int, head: int, tensors: Tensors
+) -> list[str]:
+    """What of one layer is not in canonical form.
+
+    One that is not among the linear layers is the head, or has another name in the model.
+    """
+    if linear is not None:
+        return unlike(tensors, _forms(path, linear, group, 4))
+    packed = tensors.get(f"{path}.qweight")
+    rows, filled = packed.shape if packed is not None and len(packed.shape) == 2 else (0, 0)
+    tried = [
+        unlike(tensors, _forms(path, (rows, filled * 8 // bits), group, bits)) for bits in (4, head)
+    ]
+    return [] if [] in tried else tried[0]
+
+
+def _forms(path: str, linear: tuple[int, int], group: int, bits: int) -> dict[str, Form]:
+    rows, columns = linear
     return {
-        f"{path}.qweight": Form(("U8",), (rows, packed)),
+        f"{path}.qweight": Form(("U8",), (rows, columns * bits // 8)),
         f"{path}.scales": Form(("BF16",), (rows, columns // group)),
     }
 
