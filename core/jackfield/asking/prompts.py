@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jackfield.errors import PromptError
 
-#: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}).
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+#: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
+#: tokenizer of transformers returns is one too, or several.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _BYTES = bytes | bytearray | memoryview
+_NO_LOCK = contextlib.nullcontext()
+_IDS = "input_ids"
+_MASK = "attention_mask"
+
+#: Text that is this many times longer than the context is looked at piece by piece, …
+_LONG = 16  # characters a token
+_SURE = 2  # … and refused where a beginning has this many times too many tokens
 
 
-def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
-    """Token ids of `prompt`. Raises PromptError."""
+def encode(
+    prompt: Prompt,
+    tokenizer: Any | None,
+    vocab_size: int,
+    most: int | None = None,
+    lock: contextlib.AbstractContextManager[Any] = _NO_LOCK,
+) -> list[int]:
+    """Token ids of `prompt`. Raises PromptError, early where there are far more than `most`.
+
+    `lock` is held while `tokenizer` is called, and not while its chat template is at work.
+    """
+
+    def read(text: str, **how: bool) -> list[int]:
+        with lock:
+            return list(_need(tokenizer)(text, **how)["input_ids"])
+
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
-        ids = list(_need(tokenizer)(prompt)["input_ids"])
+        ids = _read(prompt, read, vocab_size, most)
         if not ids:
-            raise PromptError(f"the prompt {prompt!r} gives no token; give more text")
-        return _check_tokenizer(ids, vocab_size)
+            raise PromptError(f"the prompt {prompt[:100]!r} gives no token; give more text")
+        return ids
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
     if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
@@ -32,7 +56,15 @@ def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int) -> list[int]:
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token or message")
     if isinstance(prompt[0], Mapping):
-        return _check_tokenizer(_chat(prompt, _need(tokenizer)), vocab_size)
+        ids = _read(
+            _chat(prompt, _need(tokenizer)),
+            partial(read, add_special_tokens=False),
+            vocab_size,
+            most,
+        )
+        if not ids:
+            raise PromptError("the chat template makes no token of these messages; give plain text")
+        return ids
     return _check_ids(prompt, vocab_size)
 
 
@@ -41,6 +73,71 @@ def is_batch(prompts: Any) -> bool:
     if isinstance(prompts, str | _BYTES) or not isinstance(prompts, Sequence):
         return False
     return not prompts or not isinstance(prompts[0], int | Mapping)
+
+
+def taken(prompts: Any, settings: dict[str, Any]) -> Any:
+    """`prompts` as strings, lists of ids and messages, also where they come as transformers' own.
+
+    That is a tensor or an array with a row for each prompt, or what a tokenizer returns: a mapping
+    with `input_ids` and an `attention_mask`, which may also be among the `settings`, out of which
+    it is taken. Rows are cut by the mask, which must be padding at the left. Raises PromptError.
+    """
+    given = {k: settings.pop(k) for k in (_IDS, _MASK, "token_type_ids") if k in settings}
+    if isinstance(prompts, Mapping):
+        if _IDS not in prompts:
+            raise PromptError(
+                f"a prompt that is a {type(prompts).__name__} has input_ids, as a tokenizer "
+                "returns it; a chat is a list of messages"
+            )
+        given, prompts = {**prompts, **given}, None
+    ids = given.pop(_IDS, None)
+    if prompts is not None and ids is not None:
+        raise PromptError("there is a prompt and input_ids beside it; give one of the two")
+    kinds = given.pop("token_type_ids", None)
+    if kinds is not None and any(_flat(kinds)):
+        raise PromptError("nothing here reads token_type_ids; drop them")
+    mask = given.pop(_MASK, None)
+    if given:
+        raise PromptError(f"nothing here reads {', '.join(map(repr, given))} of a prompt; drop it")
+    prompts = _listed(prompts if ids is None else ids)
+    return prompts if mask is None else _cut(prompts, _listed(mask))
+
+
+def _listed(value: Any) -> Any:
+    """A tensor or an array as lists; a row of one that was a batch stays a row."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, _BYTES) else value
+
+
+def _flat(value: Any) -> list[Any]:
+    rows = _listed(value)
+    return [x for row in rows for x in (_listed(row) if isinstance(_listed(row), list) else [row])]
+
+
+def _cut(prompts: Any, mask: Any) -> Any:
+    """Rows without what the mask says is padding."""
+    if not is_batch(prompts):
+        return _row(0, prompts, mask)
+    if not isinstance(mask, Sequence) or len(mask) != len(prompts):
+        raise PromptError(f"attention_mask must have {len(prompts)} rows, as input_ids has")
+    pairs = zip(prompts, mask, strict=True)
+    return [_row(n, _listed(row), _listed(own)) for n, (row, own) in enumerate(pairs)]
+
+
+def _row(number: int, ids: Any, mask: Any) -> list[Any]:
+    if isinstance(ids, str) or not isinstance(mask, Sequence) or len(mask) != len(ids):
+        raise PromptError(f"row {number}: attention_mask must have as many columns as input_ids")
+    if any(bit not in (0, 1) for bit in mask):
+        raise PromptError(f"row {number}: attention_mask must be of 0 and 1")
+    start = next((at for at, bit in enumerate(mask) if bit), len(mask))
+    if start == len(mask):
+        raise PromptError(f"row {number}: attention_mask leaves no token of it")
+    if not all(mask[start:]):
+        where = "holes" if mask[-1] else "padding at the right"
+        raise PromptError(
+            f"row {number}: attention_mask has {where}; tokenize with padding_side='left', or give "
+            "lists of token ids without padding"
+        )
+    return list(ids[start:])
 
 
 def _need(tokenizer: Any | None) -> Any:
@@ -52,20 +149,33 @@ def _need(tokenizer: Any | None) -> Any:
     return tokenizer
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any) -> list[int]:
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise PromptError(f"a chat message needs 'role' and 'content', got {message!r}")
+def _chat(messages: Sequence[Any], tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; give plain text instead")
+    from jackfield.asking.chats import text_of  # jinja is read where there is a chat
+    from jackfield.bridge.chat_templates import ChatTemplate
+
+    return text_of(messages, ChatTemplate(tokenizer))
+
+
+def _read(
+    text: str, read: Callable[[str], list[int]], vocab_size: int, most: int | None
+) -> list[int]:
+    """The tokens of a text. Raises PromptError."""
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise PromptError(f"the chat template refuses these messages: {said}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt has half a character in it: {error.reason}") from None
+    end = _LONG * (most or len(text))
+    while most is not None and end < len(text):
+        count = len(read(text[:end]))
+        if count > _SURE * most:
+            raise PromptError(
+                f"the first {end} of the prompt's {len(text)} characters are {count} tokens, the "
+                f"model's context is {most}: shorten the prompt to at most {most - 1} tokens"
+            )
+        end *= 4
+    return _check_tokenizer(read(text), vocab_size)
 
 
 def _check_tokenizer(ids: list[int], vocab_size: int) -> list[int]:

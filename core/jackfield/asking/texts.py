@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
@@ -12,6 +13,8 @@ from jackfield.asking.detokenize import Detokenizer, opening
 from jackfield.asking.prompts import Prompt, encode
 from jackfield.running.sequences import Sequence
 
+Lock = contextlib.AbstractContextManager[Any]
+
 
 class Text:
     """A tokenizer that several threads may use; None: there is none."""
@@ -19,14 +22,21 @@ class Text:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self._lock = threading.Lock()  # a fast tokenizer refuses to be used by two at a time
+        # What is written in Rust may be used by many at a time, as long as nobody changes its
+        # padding; of what is written in Python nobody knows. Reading a long prompt never holds up
+        # the streams, whose text is made at the same time.
+        shared = getattr(tokenizer, "is_fast", False)
+        if shared:
+            tokenizer("")  # type: ignore[misc] # takes off the padding that its file asks for
+        self._reading: Lock = contextlib.nullcontext() if shared else threading.Lock()
+        self._spelling: Lock = contextlib.nullcontext() if shared else threading.Lock()
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        with self._lock:
-            return encode(prompt, self.tokenizer, self.vocab_size)
+    def encode(self, prompt: Prompt, most: int | None = None) -> list[int]:
+        """Token ids of a prompt. Raises PromptError, early where it has far more than `most`."""
+        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading)
 
     def decode(self, ids: list[int]) -> str:
-        with self._lock:
+        with self._spelling:
             text: str = self.tokenizer.decode(  # type: ignore[union-attr]
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
@@ -43,7 +53,7 @@ class Text:
 
     def spell(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens and all."""
-        with self._lock:
+        with self._spelling:
             text: str = self.tokenizer.decode(  # type: ignore[union-attr]
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
@@ -51,7 +61,7 @@ class Text:
 
     def read(self, text: str) -> list[int]:
         """The ids of `text`, and nothing that a tokenizer would add at its ends."""
-        with self._lock:
+        with self._reading:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
         return ids
 

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from jackfield.asking.beam_settings import check_width
 from jackfield.asking.honouring import Limits
-from jackfield.asking.prompts import Prompt, is_batch
+from jackfield.asking.prompts import Prompt, is_batch, taken
 from jackfield.asking.settings import resolve
 from jackfield.asking.streaming import check_streamer, tell
 from jackfield.asking.surroundings import refuse_autocast
@@ -54,6 +54,15 @@ def _give_back(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
     worker.close(timeout=STOP_WITHIN)
     for act in acts:
         act()
+
+
+def _one(prompt: Any, otherwise: str) -> Any:
+    """The one prompt, also where it is the only row of a batch. Raises UsageError."""
+    if not is_batch(prompt):
+        return prompt
+    if len(prompt) != 1:
+        raise UsageError(otherwise)
+    return prompt[0]
 
 
 class Engine:
@@ -164,7 +173,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         *,
         settings: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
@@ -173,6 +182,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; results in the order of the prompts.
 
+        Prompts may also be what a tokenizer returns, as one argument or as `input_ids` and
+        `attention_mask`: tensors or lists, with a row for each prompt, padded at the left.
         `common` settings hold for all prompts, `settings[i]` overrides them for prompt i. They
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
         `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` (one of those that
@@ -182,7 +193,8 @@ class Engine:
         standard error. A `streamer` of transformers is put the prompt and each token, for one text.
         Raises SettingsError or PromptError before anything is computed.
         """
-        batch: Sequence[Any] = prompts if is_batch(prompts) else [prompts]
+        found: Any = taken(prompts, common)
+        batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
         own = settings or [{}] * len(batch)
@@ -209,23 +221,25 @@ class Engine:
             for _, request in pairs:
                 request.cancel()
 
-    def submit(self, prompt: Prompt, **settings: Any) -> Request:
+    def submit(self, prompt: Prompt | None = None, **settings: Any) -> Request:
         """Start one request and return at once; the result is waited for on what is returned.
 
         Raises SettingsError or PromptError, QueueFullError where `max_waiting` requests wait.
         """
-        if is_batch(prompt):
-            raise UsageError("submit takes one prompt; call it once for each prompt")
+        prompt = _one(
+            taken(prompt, settings), "submit takes one prompt; call it once for each prompt"
+        )
         return self._start(self._sequence(prompt, settings, streams=True))
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt | None = None, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
 
         The request is checked at once and starts with the first `next`; closing the iterator
         cancels it.
         """
-        if is_batch(prompt):
-            raise UsageError("stream takes one prompt; use generate for a list of prompts")
+        prompt = _one(
+            taken(prompt, settings), "stream takes one prompt; use generate for a list of prompts"
+        )
         return self._stream(self._sequence(prompt, settings, streams=True))
 
     def _stream(self, sequence: Running) -> Iterator[Delta]:
@@ -235,10 +249,11 @@ class Engine:
         finally:
             request.cancel()
 
-    def astream(self, prompt: Prompt, **settings: Any) -> AsyncIterator[Delta]:
+    def astream(self, prompt: Prompt | None = None, **settings: Any) -> AsyncIterator[Delta]:
         """`stream` for an event loop: the same, to be read with ``async for``."""
-        if is_batch(prompt):
-            raise UsageError("astream takes one prompt; call it once for each prompt")
+        prompt = _one(
+            taken(prompt, settings), "astream takes one prompt; call it once for each prompt"
+        )
         return self._astream(self._sequence(prompt, settings, streams=True))
 
     async def _astream(self, sequence: Running) -> AsyncIterator[Delta]:
@@ -281,7 +296,7 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         refuse_autocast(self.model.device.type)
-        ids = self._text.encode(prompt)
+        ids = self._text.encode(prompt, self.plan.requirements.context_length)
         wished = wishes(asked, self.model.generation_config)
         decoding = pick(self.plan, wished)
         settings = resolve(wished, len(ids), self._limits(decoding), number)

@@ -1,0 +1,205 @@
+"""From chat messages to the text that a model reads; whatever would be dropped is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jackfield.bridge.chat_templates import ChatTemplate
+from jackfield.errors import PromptError
+
+_Message = dict[str, Any]
+
+#: Templates may leave out what an assistant thought in turns that are over.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+#: What says which call a result answers, which the order of the messages says too.
+_LINKS = ("tool_call_id",)
+
+
+def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
+    """The text of a chat. Raises PromptError, also where the template would leave out a part."""
+    chat = [_plain(at, message) for at, message in enumerate(messages)]
+    chat = _without_content(chat, template)
+    try:
+        found, lost = _tried(chat, template)
+    except PromptError:
+        if (parted := _parted(chat, template)) is None:
+            raise
+        return parted
+    if lost is None:
+        _check_keys(chat, found, template)
+        return found
+    if (parted := _parted(chat, template)) is None:
+        raise PromptError(
+            f"message {lost} (role {chat[lost]['role']!r}): the chat template leaves out its text; "
+            "drop the message, or give plain text"
+        )
+    return parted
+
+
+def _parted(chat: list[_Message], template: ChatTemplate) -> str | None:
+    """The text by a template that reads lists of parts and no strings; None: it does not."""
+    whole = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if m["content"] else m
+        for m in chat
+    ]
+    try:
+        found, lost = _tried(whole, template)
+    except PromptError:
+        return None
+    if lost is not None:
+        return None
+    _check_keys(whole, found, template)
+    return found
+
+
+def _plain(at: int, message: Any) -> _Message:
+    """A message as plain JSON, its `content` a string or None."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(
+            f"a chat message needs 'role' and 'content', got {_short(message)} as message {at}"
+        )
+    try:
+        plain: _Message = json.loads(json.dumps(dict(message)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"message {at} of the chat is not JSON: {error}") from None
+    content = plain.get("content")
+    if isinstance(content, list):
+        content = "".join(_text(at, n, part) for n, part in enumerate(content))
+    elif content is None and not _may_be_silent(plain):
+        raise PromptError(
+            f"a chat message needs 'role' and 'content', got {_short(message)} as message {at}"
+        )
+    elif not (content is None or isinstance(content, str)):
+        raise PromptError(
+            f"message {at}: 'content' must be a string or a list of parts, not {_short(content)}"
+        )
+    return {**plain, "content": content}
+
+
+def _may_be_silent(message: _Message) -> bool:
+    """Whether a message may have no content: a call, what came of it, or a thought."""
+    role = message["role"]
+    if role in ("tool", "function", "ipython"):
+        return True
+    said = ("tool_calls", "function_call", *_REASONING)
+    return role == "assistant" and any(message.get(key) for key in said)
+
+
+def _text(at: int, n: int, part: Any) -> str:
+    where = f"message {at}, part {n}"
+    if not isinstance(part, dict) or "type" not in part:
+        raise PromptError(
+            f"{where}: a part is like {{'type': 'text', 'text': …}}, not {_short(part)}"
+        )
+    if part["type"] != "text":
+        raise PromptError(f"{where}: nothing here reads a part of type {part['type']!r}; drop it")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PromptError(f"{where}: 'text' must be a string, not {_short(text)}")
+    if others := sorted(part.keys() - {"type", "text"}):
+        raise PromptError(f"{where}: nothing here reads {', '.join(map(repr, others))}; drop it")
+    return text
+
+
+def _without_content(chat: list[_Message], template: ChatTemplate) -> list[_Message]:
+    """The same, where no template writes "None" for a message without content.
+
+    Some branch on None and others join it to texts, so it is None where that makes a difference
+    that the word "None" does not make.
+    """
+    if all(message["content"] is not None for message in chat):
+        return chat
+
+    def instead(text: str) -> list[_Message]:
+        return [{**m, "content": text} if m["content"] is None else m for m in chat]
+
+    try:
+        found = template.render(chat)
+    except PromptError:
+        return instead("")
+    return instead("") if found == template.render(instead("None")) else chat
+
+
+def _tried(chat: list[_Message], template: ChatTemplate) -> tuple[str, int | None]:
+    """The text of a chat, and the first message whose own text is not in it; None: all are.
+
+    Found out with other texts in their places, so that it is the template that is looked at: it may
+    do with a text what it wants, but not without it.
+    """
+    found = template.render(chat)
+    told = {at: _of(m["content"]) for at, m in enumerate(chat) if _of(m["content"]).strip()}
+    probes = {at: f"Zq{at}qZ" for at in told}
+    probed = [{**m, "content": _like(m["content"], probes.get(at))} for at, m in enumerate(chat)]
+    try:
+        seen = template.render(probed)
+    except PromptError:  # it looks into texts; then they are looked for themselves
+        seen, probes = found, {at: text.strip() for at, text in told.items()}
+    return found, next((at for at, probe in probes.items() if probe not in seen), None)
+
+
+def _of(content: Any) -> str:
+    return content[0]["text"] if isinstance(content, list) else content or ""
+
+
+def _like(content: Any, probe: str | None) -> Any:
+    """The probe in the form of `content`."""
+    if probe is None:
+        return content
+    return [{"type": "text", "text": probe}] if isinstance(content, list) else probe
+
+
+def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> None:
+    """Raise PromptError where a message has a key that makes no difference."""
+    own = [(at, key) for at, message in enumerate(chat) for key in _more(message, template)]
+    for at, key in _unseen(chat, own, template) if own else ():
+        without = {k: v for k, v in chat[at].items() if k != key}
+        try:
+            dropped = template.render([*chat[:at], without, *chat[at + 1 :]]) == found
+        except PromptError:  # so it is read
+            continue
+        if dropped:
+            raise PromptError(
+                f"message {at} (role {chat[at]['role']!r}): the chat template does not read "
+                f"{key!r}; drop it"
+            )
+
+
+def _more(message: _Message, template: ChatTemplate) -> list[str]:
+    """The keys that say something beside who says what."""
+    return [
+        key
+        for key, value in message.items()
+        if key not in ("role", "content", *_LINKS)
+        and value not in (None, "", [], {}, False)
+        and not (key in _REASONING and template.reads(key))
+    ]
+
+
+def _unseen(
+    chat: list[_Message], own: list[tuple[int, str]], template: ChatTemplate
+) -> list[tuple[int, str]]:
+    """Those whose strings are not in the text; one rendering clears most of them."""
+    probed = [dict(message) for message in chat]
+    for n, (at, key) in enumerate(own):
+        probed[at][key] = _filled(chat[at][key], f"Zk{n}kZ")
+    try:
+        seen = template.render(probed)
+    except PromptError:
+        return own
+    return [pair for n, pair in enumerate(own) if f"Zk{n}kZ" not in seen]
+
+
+def _filled(value: Any, probe: str) -> Any:
+    """The same with `probe` for every string."""
+    if isinstance(value, list):
+        return [_filled(item, probe) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, probe) for key, item in value.items()}
+    return probe if isinstance(value, str) else value
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 200 else f"{said[:200]}…"

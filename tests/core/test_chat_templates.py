@@ -1,0 +1,275 @@
+"""Chat templates say what transformers says, within bounds; nothing of a chat is dropped."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from families import character_tokenizer
+from transformers import AutoTokenizer
+
+from jackfield.asking.chats import text_of
+from jackfield.bridge import chat_templates
+from jackfield.bridge.chat_templates import ChatTemplate
+from jackfield.demo import MODEL_PATH
+from jackfield.errors import PromptError
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+JOINED = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+#: In the manner of those of published models: namespaces, macros, tools, what was thought.
+AGENT = """
+{%- macro call(one) %}<call>{{ one.function.name -}}
+  ({{ one.function.arguments | tojson(indent=2) }}){% endmacro %}
+{%- set ns = namespace(last=0, seen=[]) %}
+{%- for m in messages[::-1] %}
+  {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% break %}{% endif %}{% endfor %}
+{%- for m in messages %}
+  {%- set ns.seen = ns.seen + [m.role ~ loop.index] %}
+  {%- if m.role == 'assistant' %}
+    {%- set said = (m.content or '').split('</think>')[-1].strip() | replace('\\t', '    ') %}
+    {{- '<a>' + said + ('%s|%02d' % ('x', loop.index0 % 3)) }}
+    {%- if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content }}{% endif %}
+    {%- for one in m.tool_calls or [] %}{{ call(one) }}{% endfor %}
+  {%- elif m.role == 'tool' %}{{ '<result>' ~ (m.content or 'none') }}
+  {%- elif m.role in ('system', 'user') %}{{ '<' ~ m.role ~ '>' ~ m.content | trim }}
+  {%- else %}{{ raise_exception('no such role: ' ~ m.role) }}{% endif %}
+{%- endfor %}
+{{- ns.seen | join(',') }}{{ {'a': [1, 2.5, none, true]} | tojson }}{{ 'ab' * 3 }}{{ 2 ** 5 }}
+{{- '{:>5}'.format('x') }}{{ messages | map(attribute='role') | join(' ') }}{{ bos_token }}
+{%- if add_generation_prompt %}<a>{% endif %}"""
+
+USER, SYSTEM = {"role": "user", "content": "How are\n you? "}, {"role": "system", "content": "Be."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"é": [1, "<"]}}}],
+}
+CHATS: list[list[dict[str, Any]]] = [
+    [USER],
+    [SYSTEM, USER, {"role": "assistant", "content": "<think>hm</think>Fine,\tthanks."}, USER],
+]
+
+
+def tokenizer(template: str) -> Any:
+    made = character_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def asked(template: str, messages: list[Any]) -> str:
+    return text_of(messages, ChatTemplate(tokenizer(template)))
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=["one", "four"])
+@pytest.mark.parametrize("template", [PLAIN, JOINED, BOTH, AGENT, "demo"])
+def test_a_chat_is_what_transformers_makes_of_it(template: str, chat: list[Any]) -> None:
+    made = AutoTokenizer.from_pretrained(MODEL_PATH) if template == "demo" else tokenizer(template)
+    expected = made.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text_of(chat, ChatTemplate(made)) == expected
+
+
+def test_calls_and_thoughts_arrive_as_transformers_says_them() -> None:
+    thought = {"role": "assistant", "content": "Done.", "reasoning_content": "Because."}
+    for chat in ([USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "1"}, thought],
+                 [USER, thought, USER]):  # fmt: skip
+        expected = tokenizer(AGENT).apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        assert asked(AGENT, chat) == expected
+
+
+@pytest.mark.parametrize("template", [PLAIN, JOINED, PARTS, BOTH])
+def test_text_parts_are_text(template: str) -> None:
+    """Also for a template that reads lists alone, and a string for one that reads no lists."""
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " there"}]
+    said = asked(template, [{"role": "user", "content": parts}])
+    assert said == asked(template, [{"role": "user", "content": "Hello there"}])
+    assert "<user>Hello there" in said
+    assert "type" not in said
+
+
+@pytest.mark.parametrize("template", [PLAIN, PARTS, BOTH])
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image", "image": "x.png"}, "message 1, part 1: .*part of type 'image'"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "part of type 'image_url'"),
+        ({"type": "input_audio"}, "part of type 'input_audio'"),
+        ({"type": "file"}, "part of type 'file'"),
+        ({"type": 3}, "part of type 3"),
+        ({"type": "text", "text": "a", "cache_control": {}}, "part 1: .*'cache_control'"),
+        ({"type": "text", "text": None}, "part 1: 'text' must be a string"),
+        ({"type": "text"}, "part 1: 'text' must be a string"),
+        ({"text": "a"}, "part 1: a part is like"),
+        ("a", "part 1: a part is like"),
+        (None, "part 1: a part is like"),
+    ],
+)
+def test_a_part_that_nothing_reads_is_named(template: str, part: Any, why: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    with pytest.raises(PromptError, match=why):
+        asked(template, [USER, {"role": "user", "content": content}])
+
+
+DROPPING = {
+    "a role": ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", 0,
+               "system"),
+    "all but the last": ("{{ messages[-1].content }}", 0, "system"),
+    "all but the first": ("{{ messages[0].content }}", 1, "user"),
+    "every text": ("<assistant>", 0, "system"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DROPPING)
+def test_a_message_that_a_template_drops_is_named(what: str) -> None:
+    template, at, role = DROPPING[what]
+    with pytest.raises(PromptError, match=rf"message {at} \(role '{role}'\): .* leaves out its"):
+        asked(template, [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"name": "Ann"}, "name"),
+        ({"tool_calls": CALL["tool_calls"]}, "tool_calls"),
+        ({"weight": 0.5}, "weight"),
+        ({"reasoning_content": "hm"}, "reasoning_content"),
+    ],
+)
+def test_a_key_that_a_template_does_not_read_is_named(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(PromptError, match=rf"message 1 \(role 'assistant'\): .* read '{key}'"):
+        asked(PLAIN, [USER, {"role": "assistant", "content": "a", **more}])
+
+
+def test_keys_that_say_nothing_harm_nobody() -> None:
+    empty = {"tool_calls": [], "name": None, "refusal": None, "audio": None}
+    assert asked(PLAIN, [{**USER, **empty}]) == asked(PLAIN, [USER])
+
+
+@pytest.mark.parametrize("silent", [{}, {"content": None}])
+@pytest.mark.parametrize("role", ["tool", "assistant"])
+def test_no_content_is_no_text(role: str, silent: dict[str, Any]) -> None:
+    message = {"role": role, **silent}
+    if role == "assistant":
+        message["tool_calls"] = CALL["tool_calls"]
+    template = PLAIN + "{% for m in messages %}{{ (m.tool_calls or [1])[0] }}{% endfor %}"
+    said = asked(template, [USER, message, USER])
+    assert f"<{role}><" in said
+    assert "None" not in said
+
+
+def test_a_template_that_asks_for_none_is_told_none() -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is none %}"
+        "<calls>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert "<calls>f" in asked(template, [USER, CALL])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"}, {"role": "user", "content": None}, {"role": "assistant"},
+        {"role": "assistant", "content": None, "tool_calls": []}, {"content": "a"}, {}, "a", 3,
+        None,
+        {"role": None, "content": "a"}, {"role": "user", "content": 3},
+        {"role": "user", "content": {"text": "a"}}, {"role": "user", "content": b"a"},
+        {"role": "user", "content": "a", "more": {1, 2}},
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_named(message: Any) -> None:
+    with pytest.raises(PromptError, match="message"):
+        asked(PLAIN, [USER, message])
+
+
+def test_a_chat_that_is_too_deep_is_told() -> None:
+    deep: Any = "a"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(PromptError, match="message 0 of the chat is not JSON"):
+        asked(PLAIN, [{**USER, "more": deep}])
+
+
+GREEDY = {
+    "a product": "{{ 'a' * 10 ** 10 }}",
+    "a product of lists": "{{ ([messages] * 10 ** 10) | length }}",
+    "a product the other way": "{{ 10 ** 10 * 'a' }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "powers of powers": "{% set n = namespace(x=10) %}{% for i in range(99) %}"
+                        "{% set n.x = n.x * n.x %}{% endfor %}",
+    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by sums": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                        "{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling by blocks": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                          "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "doubling by replacing": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                             "{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+    "doubling by joining": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                           "{% set n.x = n.x.join(['a', n.x]) %}{% endfor %}",
+    "lists in lists": "{% set n = namespace(x=['ab']) %}{% for i in range(99) %}"
+                      "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "dicts in dicts": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+                      "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x | tojson }}",
+    "made dicts": "{% set n = namespace(x='ab') %}{% for i in range(40) %}"
+                  "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x | tojson }}",
+    "a width": "{{ 'a'.center(10000000000) }}", "a filter's width": "{{ 'a' | center(10 ** 10) }}",
+    "a constant width": "{{ 'a' | center(10000000000) }}",
+    "justified": "{{ 'a'.ljust(10 ** 10) }}", "zeros": "{{ 'a'.zfill(10 ** 10) }}",
+    "tabs": "{{ '\\t'.expandtabs(10 ** 10) }}",
+    "a format": "{{ '%10000000000d' % 1 }}", "a star": "{{ '%*d' % (10 ** 10, 1) }}",
+    "a format's filter": "{{ '%10000000000d' | format(1) }}",
+    "a method's format": "{{ '{:10000000000}'.format(1) }}",
+    "a nested format": "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "a width in a list": "{{ '{0[0]:{0[1]}}'.format([1, 10 ** 10]) }}",
+    "a width in a dict": "{{ '{a:{b}}'.format_map({'a': 1, 'b': 10 ** 10}) }}",
+    "an indent": "{{ 'a' | indent(10 ** 10, true) }}",
+    "an indent of JSON": "{{ messages | tojson(indent=10 ** 10) }}",
+    "batches": "{{ messages | batch(10 ** 10, 'x') | list }}",
+    "many filters": "{{ ['a'] | map('center', 10 ** 10) | join }}",
+    "bytes": "{{ (1).to_bytes(10 ** 10, 'big') }}",
+    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "endless and quiet": "{% for a in range(99999) %}{% for b in range(99999) %}"
+                         "{% if a == b %}{% endif %}{% endfor %}{% endfor %}",
+    "endless talk": "{% for a in range(99999) %}{% for b in range(99999) %}a"
+                    "{% endfor %}{% endfor %}",
+    "a long talk": "{% set x = 'a' * 999999 %}{% for b in range(99999) %}{{ x }}{% endfor %}",
+    "a talk in a block": "{% set x = 'a' * 999999 %}{% set y %}{% for b in range(99999) %}{{ x }}"
+                         "{% endfor %}{% endset %}",
+    "a call of itself": "{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}",
+    "lipsum": "{{ lipsum(n=10 ** 7) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", GREEDY)
+def test_a_template_that_takes_too_much_is_stopped(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(PromptError, match="the chat template"):
+        asked(PLAIN + GREEDY[what], [USER])
+    assert time.monotonic() - began < 60  # and not for ever
+    assert asked(PLAIN, [USER])
+
+
+def test_a_long_chat_is_within_the_bounds() -> None:
+    """A thousand messages, and one of a million words."""
+    many = [{"role": ("user", "assistant")[n % 2], "content": f"word {n} "} for n in range(1000)]
+    assert asked(AGENT, many).count("word") == 1000
+    long = "word and\t" * 500_000
+    assert asked(AGENT, [USER, {"role": "assistant", "content": long}]).count("word") == 500_000
+    call = json.loads(json.dumps(CALL))
+    call["tool_calls"][0]["function"]["arguments"] = {f"key {n}": [n] * 9 for n in range(5000)}
+    assert asked(AGENT, [USER, call]).count("key") == 5000
