@@ -115,7 +115,10 @@ def safetensors_header(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"the shard {file} is missing; fetch the model again")
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
+        start = stream.read(8)
+        if len(start) < 8:
+            raise _broken(file, f"it has {size} bytes")
+        (length,) = struct.unpack("<Q", start)
         if length > min(size, _HEADER):
             raise _broken(file, f"a header of {length:,} bytes in a file of {size:,}")
         content = stream.read(length)

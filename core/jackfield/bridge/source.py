@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from jackfield.bridge.foreign import read_json
+from jackfield.bridge.foreign import read_json, told
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError, first_line, shown
+from jackfield.errors import CheckpointError, JackfieldError, first_line, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -147,6 +147,27 @@ def _check_folder(folder: Path, location: str) -> dict[str, Any]:
     if (defaults := folder / "generation_config.json").is_file():
         read_json(defaults)  # transformers would go on without a broken one, and not say so
     return read_json(config)
+
+
+@contextlib.contextmanager
+def blamed(source: ModelSource) -> Iterator[None]:
+    """Tell what a config makes of a model's code as a CheckpointError that says whose config it is.
+
+    Of a live model nothing is told: its code ran before.
+    """
+    origin = "the config" if source.location is None else f"the config.json of {source.location}"
+    try:
+        yield
+    except CheckpointError as error:
+        if source.location is None or source.location in str(error):
+            raise
+        raise CheckpointError(f"{source.location}: {error}") from error
+    except JackfieldError:
+        raise
+    except Exception as error:
+        if source.live is not None:
+            raise
+        raise CheckpointError(f"{origin} gives no model that runs: {told(error)}") from error
 
 
 def _is_folder(folder: Path, location: str) -> bool:

@@ -123,6 +123,13 @@ def load_tokenizer(source: ModelSource) -> Any | None:
             if (file := source.folder / name).is_file():
                 read_json(file)
     with named(f"cannot load the tokenizer of {source.location}"):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source.location, revision=source.revision, trust_remote_code=False
         )
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise CheckpointError(
+            f"the tokenizer_config.json of {source.location}: model_max_length is {shown(longest)}"
+            ", which is no number"
+        )
+    return tokenizer

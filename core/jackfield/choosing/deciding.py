@@ -12,7 +12,7 @@ from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import first_device, place, placed_live, too_large
 from jackfield.bridge.requirements import requirements_of, skeleton
-from jackfield.bridge.source import ModelSource, find
+from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.choosing.placement import Asked, Placement, asked
 from jackfield.choosing.planning import Plan, decide
 from jackfield.choosing.registry import Registered, Registry
@@ -183,7 +183,8 @@ def understand(
     device = str(first_device(said, source))
     if source.live is not None:
         device = AUTO
-    needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
+    with blamed(source):
+        needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
     if isinstance(said.device_map, Mapping):
         where = Placement(device, said.device_map, {})
         needs = spread_over(needs, where) if where.spread else needs
