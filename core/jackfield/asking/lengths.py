@@ -9,6 +9,7 @@ from typing import Any
 from jackfield.asking.checked_numbers import CheckedNumbers
 from jackfield.asking.honouring import Limits
 from jackfield.asking.wishes import Wishes
+from jackfield.choosing.guarded import shown
 from jackfield.errors import PromptError, SettingsError
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -27,9 +28,10 @@ def max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:
         if name := _length_in(layer):
             wanted = _wanted(layer, name, wishes.origin(name), prompt_length)
             if wanted > room and not wishes.of_the_model(name):
+                most = room if name == "max_new_tokens" else context
                 raise PromptError(
-                    f"a prompt of {prompt_length} tokens and max_new_tokens={wanted} do not fit "
-                    f"into the model's context of {context}; lower max_new_tokens to {room}"
+                    f"a prompt of {prompt_length} tokens and {name}={shown(layer[name])} do not "
+                    f"fit into the model's context of {context}; lower {name} to {most}"
                 )
             return int(min(wanted, room))
     return int(min(DEFAULT_MAX_NEW_TOKENS, room))
@@ -61,3 +63,14 @@ def min_new_tokens(wishes: Wishes, prompt_length: int) -> int:
         if "min_new_tokens" in layer:
             found = number.integer("min_new_tokens", 0, at_least=0)
     return found
+
+
+def check_both(wishes: Wishes, least: int, most: int) -> None:
+    """Raise SettingsError where more new tokens are asked for at least than at most."""
+    if least > most:
+        asked = f"min_new_tokens={shown(least)}"
+        if "min_new_tokens" not in wishes.given:
+            asked = f"min_length, which leaves {asked},"
+        raise SettingsError(
+            f"{asked} is more than max_new_tokens={shown(most)}; lower the one or raise the other"
+        )

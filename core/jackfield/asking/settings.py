@@ -104,6 +104,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
         seed=drawing.seed(wishes, draws=drawn["do_sample"]),
     )
+    lengths.check_both(wishes, settings.min_new_tokens, settings.max_new_tokens)
     _check_together(settings, limits)
     return settings
 
@@ -138,9 +139,4 @@ def _check_together(settings: Settings, limits: Limits) -> None:
         raise SettingsError(
             f"num_return_sequences={settings.num_return_sequences} without sampling would be the "
             "same text again and again; set do_sample=True or temperature, or num_beams"
-        )
-    if settings.min_new_tokens > settings.max_new_tokens:
-        raise SettingsError(
-            f"min_new_tokens={settings.min_new_tokens} is more than "
-            f"max_new_tokens={settings.max_new_tokens}; lower the one or raise the other"
         )

@@ -26,7 +26,7 @@ def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
             raise SettingsError(
                 f"{name} holds {shown(token)}, which is no token id (0 to {vocab_size - 1})"
             )
-    return ids
+    return tuple(map(int, ids))
 
 
 def biases(
@@ -119,4 +119,4 @@ def stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
             "stop_strings need a tokenizer, which this model has not; stop on token ids with "
             "eos_token_id=[…]"
         )
-    return tuple(strings)
+    return tuple(map(str, strings))

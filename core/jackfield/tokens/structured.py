@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jackfield.choosing.guarded import shown
 from jackfield.errors import SettingsError
 from jackfield.tokens.fenced import OwnFailure, fenced
 
@@ -65,7 +66,7 @@ def _source(kind: str, value: Any) -> str:
     if kind == "choices":
         strings = isinstance(value, list | tuple) and all(isinstance(v, str) and v for v in value)
         if not (strings and value):
-            raise SettingsError(f"choices must be a list of texts, none empty, not {value!r}")
+            raise SettingsError(f"choices must be a list of texts, none empty, not {shown(value)}")
         return json.dumps(list(dict.fromkeys(value)))
     if kind == "json_schema":
         try:
@@ -74,10 +75,10 @@ def _source(kind: str, value: Any) -> str:
         except (TypeError, ValueError) as error:
             raise SettingsError(f"json_schema is not JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise SettingsError(f"json_schema must be an object, not {value!r}")
+            raise SettingsError(f"json_schema must be an object, not {shown(value)}")
         return text
     if not isinstance(value, str) or not value:
-        raise SettingsError(f"{kind} must be a text, not {value!r}")
+        raise SettingsError(f"{kind} must be a text, not {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
