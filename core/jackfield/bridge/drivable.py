@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.rehearsal import Call
 
-#: What transformers itself gets wrong for the shorter rows of a padded batch, by model type.
-_NOT_IN_BATCHES = {
-    "git": "widens the padding mask of a step by image tokens, which a text does not have",
-    "minimax_m3_vl_text": "counts its blocks of keys from the first column, padding included",
-}
-#: Model types that mask with float64's lowest number and then take a softmax in float32, where it
-#: is minus infinity: the rows of padding are not numbers, and spread.
-_NOT_IN_FLOAT64 = frozenset({"axk2", "dbrx", "deepseek_v32", "doge", "glm_moe_dsa", "mpt", "xglm"})
 _NUMBERED = re.compile(r"Position(al)?Embedding")
 
 
@@ -64,15 +56,15 @@ def _undrivable(
             "keeps what it has read in its modules and not in a cache, so requests would share it; "
             "give a model that keeps it in its cache"
         )
+    if not _counts_tokens(model):
+        return (
+            "has no layer that attends, by which transformers counts what a cache holds; give a "
+            "model with one"
+        )
     if "position_ids" not in taken and _numbers_columns(model, text):
         return (
             "takes no position_ids and numbers tokens by their column, so prompts of different "
             "lengths would be read wrongly together; give a decoder that takes positions"
-        )
-    if reason := _NOT_IN_BATCHES.get(text.model_type):
-        return (
-            f"{reason}, so prompts of different lengths would be read wrongly together; give "
-            "another model"
         )
     return None
 
@@ -93,13 +85,15 @@ def check_generates(model: PreTrainedModel) -> None:
         )
 
 
-def check_dtype(model: PreTrainedModel, text: PreTrainedConfig, dtype: str) -> None:
-    """Raise CheckpointError where a model computes in float32 what it is given in float64."""
-    if dtype == "float64" and text.model_type in _NOT_IN_FLOAT64:
-        raise CheckpointError(
-            f"{type(model).__name__} of type {text.model_type!r} masks in {dtype} what it then "
-            "computes in float32, so padding would become NaN; load it in another dtype"
-        )
+def _counts_tokens(model: PreTrainedModel) -> bool:
+    """Whether transformers can tell how many tokens its cache for `model` holds."""
+    from transformers import DynamicCache
+
+    try:
+        DynamicCache(config=model.config).get_seq_length()
+    except ValueError:
+        return False
+    return True
 
 
 _ENCODER_DECODER = "is an encoder-decoder model, and jackfield runs decoders only; give a decoder"
@@ -111,6 +105,15 @@ def _numbers_columns(model: PreTrainedModel, text: PreTrainedConfig) -> bool:
     if getattr(text, "rotary_value", None) is not None:  # RoFormer, whose table is rotated in
         return False
     return any(_NUMBERED.search(type(module).__name__) for module in model.modules())
+
+
+def is_prefix_model(model: PreTrainedModel) -> bool:
+    """Whether a prompt's tokens are to see one another in both directions.
+
+    Such a model is told by token types which tokens these are (HRM-Text).
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return bool(getattr(model.config, "prefix_lm", False)) and "token_type_ids" in parameters
 
 
 def check_calls(model: PreTrainedModel, calls: Sequence[Call]) -> None:

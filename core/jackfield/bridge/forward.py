@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from jackfield.bridge.drivable import is_prefix_model
 from jackfield.bridge.fixed_shapes import with_fixed_shapes
-from jackfield.bridge.requirements import is_prefix_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,6 +14,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from jackfield.bridge.drivable import (
     check_calls,
     check_decoder,
     check_drivable,
-    check_dtype,
     check_generates,
+    is_prefix_model,
 )
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import (
@@ -48,6 +49,7 @@ from jackfield.bridge.source import (
     input_device,
     quiet,
 )
+from jackfield.bridge.trial import tried
 from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
@@ -71,7 +73,27 @@ def requirements_of(
         batch_invariant=deterministic,
         dtype_named=dtype != AUTO,
     )
+    needs = _tried(model, needs)
     return needs if source.live is None else with_experts(source.live, needs)
+
+
+def _tried(model: PreTrainedModel, needs: Requirements) -> Requirements:
+    """`needs` with what a trial in small shows. Raises CheckpointError where nothing is right."""
+    # In float64 our own masks are right; a model's own may not be.
+    own = {"own_attention", "own_mask"} & needs.features.keys()
+    dtype = torch.float64 if own and needs.dtype == "float64" else torch.float32
+    found = tried(model.config, type(model), dtype)
+    if found.failed and dtype == torch.float64:
+        raise CheckpointError(
+            f"{needs.architecture} does not run in float64 ({found.failed}); load it in another "
+            "dtype"
+        )
+    if found.batch:
+        raise CheckpointError(
+            f"{needs.architecture}: {found.batch}, so requests would change one another; give "
+            "another model"
+        )
+    return replace(needs, ragged=found.ragged, pieces=found.pieces, holes=found.holes)
 
 
 def describe(
@@ -90,7 +112,6 @@ def describe(
     layers = list(attention_modules(model))
     types = layer_types(config)
     check_drivable(model, text, [module for _, module in layers], types)
-    check_dtype(model, text, dtype)
     seen = _rehearsed(model)
     calls = seen.calls
     check_calls(model, calls)
@@ -269,15 +290,6 @@ def _features(
             else f"{name} does not use transformers' AttentionInterface"
         )
     return found
-
-
-def is_prefix_model(model: PreTrainedModel) -> bool:
-    """Whether a prompt's tokens are to see one another in both directions.
-
-    Such a model is told by token types which tokens these are (HRM-Text).
-    """
-    parameters = inspect.signature(model.forward).parameters
-    return bool(getattr(model.config, "prefix_lm", False)) and "token_type_ids" in parameters
 
 
 def replaceable(model: PreTrainedModel) -> bool:

@@ -77,6 +77,9 @@ class CacheCapabilities:
     def _stuck(self, requirements: Requirements) -> str | None:
         if not self.rollback:
             return "cannot take back tokens (rollback)"
+        wrong = requirements.pieces or requirements.ragged or requirements.holes
+        if wrong and self.layout == "padded":
+            return f"cannot take back tokens (rollback) of this model ({wrong})"
         stuck = sorted(set(requirements.layer_types) & self.layer_types - self.rollback)
         return f"cannot take back tokens of {', '.join(stuck)} layers (rollback)" if stuck else None
 
@@ -317,4 +320,5 @@ class TransformersCache(Cache):
             context.device,
             max_cache_len=self.max_cache_len(context.options),
             static=self.capabilities.static_shapes,
+            equal_lengths=context.requirements.ragged is not None,
         )

@@ -73,6 +73,9 @@ class Requirements:
     `irregular` is the evidence where an attention module is not one cached layer, called once a
     step (layers that share keys and values, or run in cycles). `experts_implementation` is how
     mixture-of-experts layers have to be computed, where transformers' default does not do.
+    `ragged` is the evidence that rows of several lengths would be wrong in one padded batch: then
+    only rows of one length run together. `pieces` is the same for a prompt that is read in several
+    steps, `holes` for a token that is masked out once it was read.
     `compiled`: steps are compiled, around the attention and what the cache does.
     `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
@@ -107,6 +110,9 @@ class Requirements:
     live: bool = False
     dtype_named: bool = False
     irregular: str | None = None
+    ragged: str | None = None
+    pieces: str | None = None
+    holes: str | None = None
     experts_implementation: str | None = None
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
@@ -129,7 +135,7 @@ class Requirements:
         """Why a prompt cannot be fed in several steps; None: it can."""
         if "linear_attention" in self.layer_types:
             return "linear-attention layers"
-        return self.features.get("bidirectional_prefix")
+        return self.features.get("bidirectional_prefix") or self.pieces
 
     @property
     def no_grouped_experts(self) -> str:

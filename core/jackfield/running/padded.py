@@ -28,7 +28,8 @@ class PaddedKVCache(KVCache):
 
     `make` gets the number of columns that the batch can come to need. `max_cache_len` is how many
     there can be at most. With `static` no shape changes while a batch runs: rows that finished
-    stay and are fed token 0, which they alone see.
+    stay and are fed token 0, which they alone see. With `equal_lengths` only rows that are equally
+    long enter together, so that there is no padding.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class PaddedKVCache(KVCache):
         *,
         max_cache_len: int | None = None,
         static: bool = False,
+        equal_lengths: bool = False,
     ) -> None:
         self._make = make
         self._device = device
         self._max_cache_len = max_cache_len
         self._static = static
+        self._equal_lengths = equal_lengths
         self._forget()
 
     def _forget(self) -> None:
@@ -57,6 +60,8 @@ class PaddedKVCache(KVCache):
         if self._rows:
             return False
         longest, new = self._size if self._joining else (0, 0)
+        if self._equal_lengths and self._joining and len(sequence.tokens) != longest:
+            return False
         size = (max(longest, len(sequence.tokens)), max(new, _still_new(sequence)))
         too_long = self._max_cache_len is not None and sum(size) - 1 > self._max_cache_len
         if too_long and self._joining:  # by itself it is let in, and fails in `prepare`, by name

@@ -1,0 +1,136 @@
+"""A config made small: the same classes and kinds of layers, few of them, and narrow.
+
+What a model sees (windows, how many keys a sparse attention keeps, blocks of keys) is made smaller
+than a prompt of a few tokens, so that it shows in one. Such sizes are found by what they do: they
+are whole numbers that change the shape of no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jackfield.bridge.source import config_tree
+
+VOCAB = 97
+_SEEN = 4  # what a window or a sparse attention is made
+_LAYERS = 8  # of at most as many different kinds
+_SMALL = 400_000  # parameters of a model that need not be narrower
+_TOO_LARGE = 30_000_000
+_WIDTHS = 64
+_HEADS = 4
+
+#: Fields that say how wide weights are; all else is asked what it does.
+_WIDE = re.compile(
+    r"hidden|intermediate|head|vocab|layer|expert|rank|embd|embed|token|position|dim|inner|ffn"
+    r"|d_model|ctx|id$|groups?$"
+)
+_WIDTH = re.compile(r"^hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank")
+
+
+def build(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> PreTrainedModel:
+    """The model of `config` where torch makes tensors now."""
+    make = AutoModelForCausalLM.from_config if cls is None else cls
+    model: PreTrainedModel = make(config)
+    return model
+
+
+def shrunk(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None
+) -> Iterator[PreTrainedConfig]:
+    """Small configs like `config`, of which `cls` can be built, the best ones first."""
+    fewer = copy.deepcopy(config)
+    for part in config_tree(fewer):
+        _fewer(part)
+    narrow = copy.deepcopy(fewer)
+    for part in config_tree(narrow):
+        _narrow(part)
+    for attempt, limit in ((config, _SMALL), (narrow, _TOO_LARGE), (fewer, _TOO_LARGE)):
+        plain = _without_names(attempt)
+        shapes = _shapes(plain, cls)
+        if shapes is not None and sum(shape.numel() for shape in shapes.values()) <= limit:
+            yield _seeing_less(plain, cls, shapes)
+            yield plain
+
+
+def _without_names(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy with few tokens, none of them special that it does not have."""
+    found = copy.deepcopy(config)
+    for part in config_tree(found):
+        vocab = getattr(part, "vocab_size", None)
+        if isinstance(vocab, int):
+            part.vocab_size = min(vocab, VOCAB)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if isinstance(getattr(part, name, None), int) and getattr(part, name) >= VOCAB:
+                setattr(part, name, None)
+    return found
+
+
+def _numbers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    yield from ((name, value) for name, value in vars(config).items() if type(value) is int)
+
+
+def _fewer(config: PreTrainedConfig) -> None:
+    """One layer of each kind, by what the config says of each; two at least."""
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or count <= 2:
+        return
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == count}
+    kinds: dict[str, int] = {}
+    for index in range(count):
+        kinds.setdefault(repr([values[index] for values in lists.values()]), index)
+    keep = sorted(kinds.values())[:_LAYERS]
+    if len(keep) == 1:
+        keep = [0, 1]
+    for name, values in lists.items():
+        setattr(config, name, [values[index] for index in keep])
+    config.num_hidden_layers = len(keep)
+    if getattr(config, "first_k_dense_replace", 0) > 1:
+        config.first_k_dense_replace = 1
+
+
+def _narrow(config: PreTrainedConfig) -> None:
+    """`_HEADS` heads that share keys and values as they did, in layers of `_WIDTHS` numbers."""
+    for name, value in _numbers(config):
+        if _WIDTH.search(name) and value > _WIDTHS:
+            setattr(config, name, _WIDTHS)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads <= _HEADS:
+        return
+    groups = getattr(config, "num_key_value_heads", None)
+    config.num_attention_heads = _HEADS
+    if isinstance(groups, int):
+        shared = 1 if groups == 1 else _HEADS if groups == heads else 2
+        config.num_key_value_heads = shared
+
+
+def _shapes(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None
+) -> dict[str, torch.Size] | None:
+    """The shape of each parameter; None where no model can be built."""
+    try:
+        with torch.device("meta"):
+            model = build(copy.deepcopy(config), cls)
+    except Exception:  # noqa: BLE001 - any model's code
+        return None
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _seeing_less(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None, shapes: dict[str, torch.Size]
+) -> PreTrainedConfig:
+    """A copy where each whole number above `_SEEN` that shapes no weight is `_SEEN`."""
+    config = copy.deepcopy(config)
+    for index, part in enumerate(config_tree(config)):
+        for name, value in list(_numbers(part)):
+            if value <= _SEEN or name.startswith("_") or _WIDE.search(name):
+                continue
+            changed = copy.deepcopy(config)
+            setattr(list(config_tree(changed))[index], name, _SEEN)
+            if _shapes(changed, cls) == shapes:
+                setattr(part, name, _SEEN)
+    return config

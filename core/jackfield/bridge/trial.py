@@ -1,0 +1,177 @@
+"""A small model of a kind, tried on the CPU: does a row say in a batch what it says alone?
+
+Whatever a model does over its columns (the best of all keys, means over time, experts with so many
+places, blocks of keys, positions counted from a mask) may take padding for tokens, and no config
+says so. So a model of the same classes with few, narrow layers and random weights reads rows of
+padded columns as `PaddedKVCache` would lay them out, and its logits are compared with those of each
+row alone. What has not been shown to be right is not done.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from jackfield.bridge.forward import forward_of
+from jackfield.bridge.shrinking import VOCAB, build, shrunk
+from jackfield.bridge.source import config_tree, quiet
+from jackfield.contracts import ModelInputs
+from jackfield.errors import first_line
+
+logger = logging.getLogger("jackfield")
+
+_LONG, _SHORT, _NEW = 24, 19, 3  # tokens of the two prompts, and after them
+_PIECE = 7
+_SEED = 5
+#: How far logits of the same row may lie apart, as a share of how far they spread.
+_BOUND = 1e-3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What goes wrong, as evidence; None where it was right.
+
+    `failed`: nothing was seen. `batch`: rows of one length in a batch. `ragged`: rows of several,
+    padded at the left. `pieces`: prompts that are read in several steps. `holes`: columns that are
+    masked out after they were read.
+    """
+
+    failed: str | None = None
+    batch: str | None = None
+    ragged: str | None = None
+    pieces: str | None = None
+    holes: str | None = None
+
+
+def tried(config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
+    """The trial of models of `config`, once for all that are alike."""
+    key = json.dumps(config.to_dict(), default=str, sort_keys=True)
+    return _tried(_Asked(key, config), cls, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A config by its text."""
+
+    key: str
+    config: PreTrainedConfig
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=256)
+def _tried(asked: _Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
+    why = "none can be built"
+    with quiet(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
+        for small in shrunk(asked.config, cls):
+            torch.manual_seed(_SEED)
+            try:
+                return _Bench(_drawn(small, cls, dtype)).trial()
+            except Exception as error:  # noqa: BLE001 - any model's code
+                why = first_line(error)
+                logger.debug("no trial of %s: %s", asked.config.model_type, why)
+    reason = f"a small model of its kind could not be tried: {why}"
+    return Trial(failed=why, ragged=reason, holes=reason)
+
+
+def _drawn(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model with weights that make what it says depend on all that it has read."""
+    for part in config_tree(config):
+        part._attn_implementation_internal = "eager"
+        part._experts_implementation_internal = "eager"
+    model = build(config, cls).to(dtype).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+class _Bench:
+    """Rows of a model, read in steps of its dynamic cache as `PaddedKVCache` lays them out."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._forward = forward_of(model)
+        vocab = min(VOCAB, model.config.get_text_config(decoder=True).vocab_size)
+        self._rows = [torch.randint(4, vocab, (n + _NEW,)).tolist() for n in (_LONG, _LONG, _SHORT)]
+        # What padding is must not matter, so here it is anything.
+        self._padding = torch.randint(0, vocab, (_LONG,)).tolist()
+
+    def trial(self) -> Trial:
+        first, second, short = self._rows
+        self._alone = {id(row): self._read([row]) for row in self._rows}
+        batch = self._differs([first, second]) and "a row says something else beside another one"
+        ragged = self._differs([first, short, short]) and "a row padded at the left says something else"
+        holes = self._differs([short], hole=True) and "a token that is masked out is still seen"
+        pieces = self._pieces(first) and "a prompt read in pieces says something else"
+        if not (ragged or pieces) and self._pieces(first, short):
+            ragged = "a row that waits for a longer one says something else"
+        return Trial(None, batch or None, ragged or None, pieces or None, holes or None)
+
+    def _pieces(self, *rows: list[int]) -> bool:
+        try:
+            return self._differs(rows, piece=_PIECE)
+        except Exception:  # noqa: BLE001 - any model's code; linear layers may not go on
+            return True
+
+    def _differs(self, rows: Seq[list[int]], **how: Any) -> bool:
+        """Whether any of the rows says something else than alone; a NaN is something else."""
+        alone = torch.cat([self._alone[id(row)] for row in rows])
+        apart = (self._read(rows, **how) - alone).abs().max()
+        return not bool(apart <= _BOUND * alone.std())
+
+    def _read(
+        self, rows: Seq[list[int]], *, piece: int = _LONG, hole: bool = False
+    ) -> torch.Tensor:
+        """The logits of each row's last prompt token and of what follows: `[rows, 1 + new, vocab]`.
+
+        The prompts are read `piece` columns at a time. With `hole`, they are followed by a token
+        that is masked out.
+        """
+        longest = max(map(len, rows))
+        gaps = [longest - len(row) for row in rows]
+        padding = [self._padding[at : at + gap] for at, gap in enumerate(gaps)]
+        ids = torch.tensor([gap + row for gap, row in zip(padding, rows, strict=True)])
+        valid = torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps])
+        positions = (valid.cumsum(1) - 1).clamp(min=0)
+        prompt = longest - _NEW
+        ends = [*range(piece, prompt, piece), *range(prompt, longest + 1)]
+        if hole:
+            ids, valid, positions = (
+                torch.cat([part[:, :prompt], part[:, at : at + 1], part[:, prompt:]], 1)
+                for part, at in ((ids, 0), (valid, prompt - 1), (positions, prompt))
+            )
+            ends.append(longest + 1)
+        past, said, begin = DynamicCache(config=self._model.config), [], 0
+        for end in ends:
+            if hole and end == prompt + 2:
+                valid[:, prompt] = 0
+            whole = bool(valid[:, :end].all())
+            kwargs = {
+                "input_ids": ids[:, begin:end],
+                "position_ids": positions[:, begin:end],
+                "attention_mask": None if whole else valid[:, :end],
+                "past_key_values": past,
+                "use_cache": True,
+                "logits_to_keep": 1,
+            }
+            logits = self._forward(ModelInputs(kwargs, len(rows)))[:, -1:]
+            if end >= prompt and not (hole and end == prompt + 1):
+                said.append(logits)
+            begin = end
+        return torch.cat(said, 1)
