@@ -67,7 +67,7 @@ def test_a_mask_of_the_models_own() -> None:
 def test_positions_that_are_columns_are_refused(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4,
-        decoder_ffn_dim=48, pad_token_id=0,
+        decoder_ffn_dim=48, pad_token_id=0, is_encoder_decoder=False,
     )  # fmt: skip
     with pytest.raises(CheckpointError, match="numbers tokens by their column") as caught:
         jackfield.plan(config)

@@ -77,11 +77,13 @@ class CacheCapabilities:
     def _stuck(self, requirements: Requirements) -> str | None:
         if not self.rollback:
             return "cannot take back tokens (rollback)"
-        wrong = requirements.pieces or requirements.ragged or requirements.holes
+        stuck = sorted(set(requirements.layer_types) & self.layer_types - self.rollback)
+        if stuck:
+            return f"cannot take back tokens of {', '.join(stuck)} layers (rollback)"
+        wrong = requirements.pieces or requirements.holes
         if wrong and self.layout == "padded":
             return f"cannot take back tokens (rollback) of this model ({wrong})"
-        stuck = sorted(set(requirements.layer_types) & self.layer_types - self.rollback)
-        return f"cannot take back tokens of {', '.join(stuck)} layers (rollback)" if stuck else None
+        return None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ def not_packed(requirements: Requirements) -> list[str]:
             "stores one layer's keys and values for each call of an attention, and here "
             f"{r.irregular}"
         )
+    if evidence := r.ragged or r.pieces:
+        reasons.append(f"has the tokens of other requests in a model's columns ({evidence})")
     return reasons
 
 
