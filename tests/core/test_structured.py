@@ -218,9 +218,13 @@ def test_what_cannot_be_is_refused(engine: Any, asked: dict[str, Any], words: st
 
 
 def test_a_grammar_that_costs_too_much_ends_its_own_request(engine: Any) -> None:
-    found = engine.generate([PROMPT] * 2, settings=[{"regex": "(a{1000}){1000}"}, {}])
+    late = r"[a-z]\d{40}(a{1000}){1000}"
+    found = engine.generate([PROMPT] * 2, settings=[{"regex": late}, {}], max_new_tokens=60)
     assert [c.finish_reason for c in found] == ["error", "stop"]
     assert "cannot be followed" in found[0].error
+    assert len(found[0].token_ids) >= 40
+    with pytest.raises(SettingsError, match="too many expressions"):
+        engine.generate(PROMPT, regex="(a{1000}){1000}")
 
 
 def test_a_model_without_a_tokenizer_has_no_text() -> None:
@@ -265,3 +269,78 @@ def test_closing_ends_the_thread() -> None:
         (thread,) = engine._structures._thread._threads
     thread.join(5)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [{"regex": "the end"}, {"choices": ["the end", "the other"]},
+     {"json_schema": {"const": "the end"}}, {"grammar": 'start: "the" " end"'}],
+    ids=lambda s: next(iter(s)),
+)  # fmt: skip
+def test_an_end_that_is_text_of_the_structure_is_said_by_other_tokens(
+    engine: Any, structure: dict[str, Any]
+) -> None:
+    """One after the other, each token of the text is an end of the request."""
+    own = engine._text.read("the end")
+    for end in own[1:]:
+        found = engine.generate(PROMPT, eos_token_id=[end], max_new_tokens=30, **structure)[0]
+        assert (found.finish_reason, found.error) == ("stop", None)
+        said = found.token_ids[:-1] if found.token_ids[-1] == end else found.token_ids
+        text = engine.tokenizer.decode(said)
+        assert end not in said
+        wanted = structure.get("choices", [json.dumps("the end") if "json_schema" in structure
+                                           else "the end"])  # fmt: skip
+        assert text in wanted
+    with pytest.raises(SettingsError, match="none but an EOS token can follow"):
+        engine.generate(PROMPT, eos_token_id=own[:1], **structure)
+
+
+@pytest.mark.parametrize("regex", ["", "()", "a{0}", "(|)"])
+def test_a_structure_of_the_empty_text(engine: Any, regex: str) -> None:
+    found = engine.generate(PROMPT, regex=regex)[0]
+    assert (found.text, found.finish_reason) == ("", "stop")
+    with pytest.raises(SettingsError, match="regex is met by the empty text alone"):
+        engine.generate(PROMPT, regex=regex, eos_token_id=[])
+
+
+def wide(count: int, key: str = "properties", *, depth: int = 0) -> dict[str, Any]:
+    ways: Any = {f"p{n}": {"type": "string"} for n in range(count)}
+    schema = {key: ways if key == "properties" else [{"const": n} for n in range(count)]}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}, "required": ["a"]}
+    return {"type": "object", "additionalProperties": False, **schema}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "5,000 properties": ({"json_schema": wide(5000)}, "5000 optional properties"),
+    "inside": ({"json_schema": wide(600, depth=4)}, "600 optional properties"),
+    "ways": ({"json_schema": wide(600, "anyOf")}, "600 ways in one anyOf"),
+    "deep": ({"json_schema": nested(5000)}, "nested too deeply"),
+    "deep text": ({"json_schema": '{"a":' * 100_000}, "nested too deeply|not JSON"),
+    "a long constant": ({"json_schema": {"const": "x" * 1_000_000}}, "200000 are the most"),
+    "many choices": ({"choices": [f"number {n}" for n in range(100_000)]}, "200000 are the most"),
+    "half a character": ({"json_schema": {"enum": ["\ud800"]}}, "json_schema"),
+    "half a choice": ({"choices": ["\ud800"]}, "choices"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_fail_in_mid_text_is_refused(engine: Any, what: str) -> None:
+    structure, why = REFUSED[what]
+    with pytest.raises(SettingsError, match=why):
+        engine.generate(PROMPT, **structure)
+
+
+def test_as_many_properties_as_there_may_be(engine: Any) -> None:
+    found = engine.generate(PROMPT, json_schema=wide(450), max_new_tokens=60)[0]
+    assert found.error is None
+    needed = wide(2000)
+    needed["required"] = list(needed["properties"])
+    assert engine.generate(PROMPT, json_schema=needed, max_new_tokens=20)[0].error is None

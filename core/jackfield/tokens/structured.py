@@ -35,6 +35,11 @@ KINDS = ("choices", "grammar", "json_schema", "regex")
 #: Of llguidance's unit of work: a fifth of its default, which lets a grammar take five seconds.
 _MOST_WORK = 200_000
 _KEPT = 128  # compiled grammars
+_LONGEST = 200_000  # characters of a structure; of more, some take minutes or fail in mid-text
+_WIDEST = (
+    450  # ways to go on in one place; llguidance has room for four items each in a row of 2000
+)
+_REHEARSED = 16  # tokens
 
 _NO_END = "<|jackfield: no end|>"
 
@@ -59,7 +64,34 @@ def read(given: Mapping[str, Any], *, has_tokenizer: bool) -> Structure | None:
         raise SettingsError(f"{kind} is about text, and this model has no tokenizer")
     if importlib.util.find_spec("llguidance") is None:
         raise SettingsError(f"{kind} needs llguidance: `pip install jackfield[structured]`")
-    return Structure(kind, _source(kind, given[kind]))
+    source = _source(kind, given[kind])
+    if len(source) > _LONGEST:
+        raise SettingsError(
+            f"{kind} has {len(source)} characters, and {_LONGEST} are the most; make it shorter"
+        )
+    return Structure(kind, source)
+
+
+def _check_width(schema: Any) -> None:
+    """Raise SettingsError where llguidance would give up in the middle of a text."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            for key, what in (("properties", "optional properties"), ("anyOf", "ways"),
+                              ("oneOf", "ways")):  # fmt: skip
+                own = part.get(key)
+                ways = len(own) if isinstance(own, dict | list) else 0
+                needed = part.get("required") if key == "properties" else None
+                ways -= len(needed) if isinstance(needed, list) else 0
+                if ways > _WIDEST:
+                    raise SettingsError(
+                        f"json_schema: {ways} {what} in one {key}, and {_WIDEST} are the most; "
+                        "require them, or take fewer"
+                    )
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
 
 
 def _source(kind: str, value: Any) -> str:
@@ -74,9 +106,14 @@ def _source(kind: str, value: Any) -> str:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"json_schema is not JSON: {error}") from None
+        except RecursionError:
+            raise SettingsError("json_schema is nested too deeply; make it flatter") from None
         if not isinstance(schema, dict):
             raise SettingsError(f"json_schema must be an object, not {shown(value)}")
+        _check_width(schema)
         return text
+    if value == "" and kind == "regex":  # the empty text, which llguidance wants to be told so
+        return "()"
     if not isinstance(value, str) or not value:
         raise SettingsError(f"{kind} must be a text, not {shown(value)}")
     try:
@@ -136,11 +173,28 @@ class Structures:
         if structure is None:
             return None
         own = ends or (self._with_end.eos_token_id,)
-        matcher = self._compiled(structure, own).deep_copy()
-        return Constraint(matcher, () if ends else own)
+        constraint = Constraint(self._compiled(structure, own).deep_copy(), () if ends else own)
+        if not ends and not self._goes_on(constraint):
+            raise SettingsError(
+                f"{structure.kind} is met by the empty text alone, and the request has no "
+                "eos_token_id to end it with; set one, or change it"
+            )
+        return constraint
+
+    def _goes_on(self, constraint: Constraint) -> bool:
+        """Whether a text begins with any token that is no end."""
+        return not set(self._next(constraint.matcher)) <= set(constraint.forbidden)
+
+    def _next(self, matcher: Any) -> list[int]:
+        """The tokens that may follow."""
+        import torch
+
+        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        found: list[int] = unpacked(bits[None], self._width)[0].nonzero()[:, 0].tolist()
+        return found
 
     def _compile(self, structure: Structure, ends: tuple[int, ...]) -> Any:
-        """A matcher to copy from; its first step is taken, where most costs arise."""
+        """A matcher to copy from. It tries some tokens first: most costs are at the beginning."""
         import llguidance
         from llguidance._lib import LLParserLimits
 
@@ -149,14 +203,30 @@ class Structures:
             grammar = _grammar(structure)
         except ValueError as error:
             raise SettingsError(f"{structure.kind} cannot be read: {error}") from None
-        made = llguidance.LLMatcher(self._vocabulary(ends), grammar, log_level=0, limits=limits)
-        if not made.is_error():
-            made.compute_bitmask()
-        if made.is_error():
-            raise SettingsError(
-                f"{structure.kind} cannot be met: {_broken(made.get_error())}; change it"
-            )
+        vocabulary, apart = self._vocabulary(ends)
+        if apart:
+            grammar = _unforced(grammar)
+        made = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        if (cause := self._flaw(made, ends)) is not None:
+            raise SettingsError(f"{structure.kind} cannot be met: {cause}; change it")
         return made
+
+    def _flaw(self, made: Any, ends: tuple[int, ...]) -> str | None:
+        """Why a text of some tokens cannot be made; None: it can."""
+        tried, forced = (made if made.is_error() else made.deep_copy()), True
+        for step in range(_REHEARSED):
+            if tried.is_error() or tried.is_stopped():
+                break
+            following = [token for token in self._next(tried) if token not in ends]
+            if not following:
+                break
+            forced &= len(following) == 1
+            tried.consume_token(following[7919 * step % len(following)])
+        if not tried.is_error():
+            return None
+        if "NoExtension" not in tried.get_error():
+            return _broken(tried.get_error())
+        return "none but an EOS token can follow its beginning" if forced else None
 
     @functools.cached_property
     def _with_end(self) -> Any:
@@ -176,16 +246,18 @@ class Structures:
         added = self._with_end is not self._tokenizer
         return max(self._vocab_size, self._with_end.eos_token_id + 1 if added else 0)
 
-    def _read_vocabulary(self, ends: tuple[int, ...]) -> Any:
+    def _read_vocabulary(self, ends: tuple[int, ...]) -> tuple[Any, bool]:
+        """What llguidance knows of the tokens, and whether some of `ends` are otherwise text."""
         from llguidance.hf import from_tokenizer
 
         try:
             tokenizer = _set_apart(self._with_end, ends)
-            return from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
+            found = from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
         except Exception as error:
             raise SettingsError(
                 f"structured output does not work with this tokenizer: {error}"
             ) from error
+        return found, tokenizer is not self._with_end
 
     def close(self) -> None:
         """End the thread, if there is one."""
@@ -296,6 +368,17 @@ def _grammar(structure: Structure) -> str:
     if structure.kind == "choices":
         source = "start: " + " | ".join(json.dumps(choice) for choice in json.loads(source))
     return LLMatcher.grammar_from_lark(source)
+
+
+def _unforced(grammar: str) -> str:
+    """The same, where llguidance takes no token because nothing else is left.
+
+    It would look for it in the tokenizer's own way to cut the text, which may have an end in it.
+    """
+    raw = not grammar.startswith('{"grammars"')
+    (inner,) = [{"lark_grammar": grammar}] if raw else json.loads(grammar)["grammars"]
+    outer = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @inner', "name": "outer"}
+    return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
 
 
 def _broken(error: str) -> str:
