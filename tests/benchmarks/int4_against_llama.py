@@ -1,11 +1,13 @@
 """int4-cpu against llama.cpp and transformers, one set of weights, in turn in one process.
 
     python tests/benchmarks/int4_against_llama.py [--threads 2] [--head 8] [--transformers]
+    python tests/benchmarks/int4_against_llama.py --limit [--head 8]
 
 `--head 8` stores the output head in 8 bits (8.5 with scales), which is also what llama.cpp takes
 for it (Q8_0, since the width of 896 does not suit Q6_K); `--head 4` has all of both in 4 bits. The
 embeddings of the model are tied: the head is a copy, and rows of the input are read from bfloat16.
-Prints each engine's median tokens a second and the median over the rounds of the ratios: of the
+`--limit` prints what a step reads, how fast memory is, and the steps a second that this allows, and
+no more. Prints each engine's median tokens a second and the median over the rounds of the ratios: of the
 time, and of the processor time of all threads, which other programs disturb less; it says something
 with `--threads 1`, since threads that wait are busy too.
 """
@@ -69,6 +71,15 @@ def bandwidth() -> float:
     return memory.numel() * 8 / min(seconds)
 
 
+def limit(model: PreTrainedModel) -> str:
+    """The steps a second that reading the weights allows, with both figures that it is made of."""
+    read, speed = bytes_a_token(model), bandwidth()
+    return (
+        f"a step reads {read / 1e6:.1f} MB of weights; memory is read at {speed / 1e9:.1f} GB/s: "
+        f"{speed / read:.0f} steps/s at most"
+    )
+
+
 def plain(model: PreTrainedModel) -> Callable[[list[list[int]], int], object]:
     def run(prompts: list[list[int]], new: int) -> object:
         ids = torch.tensor(prompts)
@@ -130,9 +141,14 @@ def main() -> None:
     parser.add_argument("--head", type=int, choices=(4, 8), default=8)
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--limit", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model = half_billion()
+    if given.limit:
+        with quantized_engine(model, given.head) as engine:
+            print(limit(engine.model))
+        return
     prompt = torch.randint(5, 1000, (PROMPT,)).tolist()
     true = model(torch.tensor([prompt])).logits[0, -1]
     with tempfile.TemporaryDirectory() as folder, quantized_engine(model, given.head) as engine:
@@ -160,8 +176,7 @@ def main() -> None:
         }
         if given.transformers:
             runs["transformers"] = plain(model)
-        read = bytes_a_token(engine.model)
-        print(f"memory is read at {bandwidth() / 1e9:.1f} GB/s: {bandwidth() / read:.0f} steps/s")
+        print(limit(engine.model))
         for batch in given.batches:
             measure(runs, batch, given.rounds)
 

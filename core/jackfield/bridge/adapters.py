@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-import logging
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.bridge.adapter_biases import Biases, biases_of, note_biases
+from jackfield.bridge.adapter_files import (
+    ADDS_MORE,
+    CONFIG,
+    WEIGHTS,
+    check_fields,
+    check_tied,
+    folder_of,
+    hushed,
+    made_for,
+    read_config,
+)
 from jackfield.bridge.headers import safetensors_header
-from jackfield.bridge.source import ModelSource, quiet
+from jackfield.bridge.source import ModelSource
 from jackfield.choosing.adapter import Adapter, AdapterUse
-from jackfield.choosing.selection import nearest
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import CheckpointError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-
-#: The types of PEFT that are tested here; each is a change of single modules.
-TYPES = ("LORA", "IA3", "LOHA", "LOKR")
 NAME = "default"
 _PREFIX = "base_model.model."
-
-#: Keys of an adapter_config.json that do more than add weights to modules -> what they do.
-_MORE = {
-    "alora_invocation_tokens": "switches it on in the middle of a prompt, which no loop here does",
-    "arrow_config": "routes between several adapters",
-    "layer_replication": "gives the model other layers",
-    "megatron_config": "is for Megatron's layers",
-}
-#: Ways to initialize that change the base weights, too, when the adapter is loaded.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -57,19 +53,6 @@ def has_peft() -> bool:
     return importlib.util.find_spec("peft") is not None
 
 
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Keep the console clean: PEFT brings in every quantizer's library, which all tell things."""
-    with quiet(), warnings.catch_warnings():  # which lets one thread in at a time
-        disabled = logging.root.manager.disable
-        warnings.simplefilter("ignore")
-        logging.disable(max(disabled, logging.ERROR))
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
-
-
 def find_adapter(
     location: str | Path, model: PreTrainedModel, *, merge: bool = False
 ) -> FoundAdapter:
@@ -77,12 +60,13 @@ def find_adapter(
     given: Any = location
     if not isinstance(given, str | Path) or not str(given):
         raise UsageError(f"adapter must be a folder or a hub id, not {given!r}")
-    folder = _folder(str(location))
-    config = _read_config(folder)
+    folder = folder_of(str(location))
+    config = read_config(folder)
     if not has_peft():
         raise UsageError(f"adapter={str(location)!r} needs PEFT: pip install 'jackfield[peft]'")
+    check_fields(folder, config)
+    check_tied(folder, config, model)
     found = _injected(folder, model)
-    _check_config(folder, config, found)
     names = _check_weights(folder, model, found)
     weights = [
         Weight(name, parameter.numel())
@@ -92,74 +76,6 @@ def find_adapter(
     adapter = _told(str(location), found, len(_layers(model)), merged=merge)
     reads = merge or bool(config.get("use_dora"))
     return FoundAdapter(folder, adapter, () if merge else tuple(weights), reads)
-
-
-def _folder(location: str) -> Path:
-    path = Path(location)
-    if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise CheckpointError(
-                f"{location} has no {CONFIG}, so it is not an adapter; give the folder that PEFT's "
-                "save_pretrained wrote"
-            )
-        return path
-    if path.is_file() or location.startswith(("/", "./", "../", "~")):
-        raise CheckpointError(f"{location} is not a folder; give an adapter's folder or a hub id")
-    from huggingface_hub import snapshot_download
-
-    name, _, revision = location.partition("@")
-    try:
-        with quiet():
-            return Path(
-                snapshot_download(name, revision=revision or None, allow_patterns=[CONFIG, WEIGHTS])
-            )
-    except Exception as error:
-        raise CheckpointError(
-            f"cannot find the adapter {location!r}: it is neither a folder here nor an adapter "
-            f"that the hub gives: {first_line(error)}"
-        ) from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """What is in the config, as far as it can be judged without PEFT."""
-    file = folder / CONFIG
-    try:
-        config = json.loads(file.read_text())
-        told = config["peft_type"]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise CheckpointError(
-            f"{file} is not a JSON object that names a peft_type; fetch the adapter again"
-        ) from None
-    if told not in TYPES:
-        raise CheckpointError(
-            f"{folder} is an adapter of type {told}, which does not go on single modules of a "
-            f"decoder, or is untested here; give one of {', '.join(TYPES)}"
-            f"{nearest(str(told), TYPES)}"
-        )
-    if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
-        raise CheckpointError(f"{folder} is an adapter for {task}, not for CAUSAL_LM")
-    for key, does in _MORE.items():
-        if config.get(key):
-            raise CheckpointError(f"{folder}: {key} {does}; give an adapter without it")
-    start = str(config.get("init_lora_weights"))
-    if start.startswith(_CHANGES_BASE):
-        raise CheckpointError(
-            f"{folder}: init_lora_weights={start!r} changes the model's own weights when it is "
-            "loaded; save it with PEFT's path_initial_model_for_weight_conversion"
-        )
-    _check_file(folder)
-    return config  # type: ignore[no-any-return]
-
-
-def _check_file(folder: Path) -> None:
-    if (folder / WEIGHTS).is_file():
-        return
-    if (folder / PICKLE).is_file():
-        raise CheckpointError(
-            f"the adapter in {folder} is a pickle ({PICKLE}), which can run code when read; save "
-            "it as safetensors in a place you trust"
-        )
-    raise CheckpointError(f"there are no weights in {folder}: expected {WEIGHTS}")
 
 
 def _injected(folder: Path, model: PreTrainedModel) -> Any:
@@ -174,24 +90,10 @@ def _injected(folder: Path, model: PreTrainedModel) -> Any:
                 inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
         except Exception as error:
             raise CheckpointError(
-                f"the adapter in {folder}{_made_for(folder)} does not fit {type(model).__name__}: "
+                f"the adapter in {folder}{made_for(folder)} does not fit {type(model).__name__}: "
                 f"{first_line(error)[:200]}"
             ) from error
     return config
-
-
-def _made_for(folder: Path) -> str:
-    made = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
-    return f" (made for {made})" if made else ""
-
-
-def _check_config(folder: Path, config: Mapping[str, Any], found: Any) -> None:
-    """PEFT drops keys that it does not know, with a warning; they may mean something."""
-    if unknown := sorted(key for key in config if not hasattr(found, key)):
-        raise CheckpointError(
-            f"{folder / CONFIG} has {', '.join(unknown[:3])}, which the installed PEFT does not "
-            "know; pip install -U peft"
-        )
 
 
 def _check_weights(folder: Path, model: PreTrainedModel, config: Any) -> set[str]:
@@ -204,13 +106,14 @@ def _check_weights(folder: Path, model: PreTrainedModel, config: Any) -> set[str
         state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     takes = {key.removeprefix(_PREFIX): tuple(tensor.shape) for key, tensor in state.items()}
     if not _is_converted(model):
-        what = f"the adapter in {folder}{_made_for(folder)}"
+        what = f"the adapter in {folder}{made_for(folder)}"
         for key in sorted(has.keys() & takes.keys()):
             if has[key] != takes[key]:
                 raise CheckpointError(
                     f"{what} does not fit {type(model).__name__}: {key} is {has[key]}, and has to "
                     f"be {takes[key]}"
                 )
+        _check_embeddings(what, has.keys() - takes.keys())
         for names, fault in ((takes.keys() - has.keys(), "lacks"), (has.keys() - takes.keys(),
                              "has no place for")):  # fmt: skip
             if names:
@@ -222,6 +125,19 @@ def _check_weights(folder: Path, model: PreTrainedModel, config: Any) -> set[str
     ids = {id(tensor) for tensor in state.values()}
     ours = {name for name, p in model.named_parameters() if id(p) in ids}
     return ours or {name for name, _ in model.named_parameters() if f".{NAME}" in name}
+
+
+def _check_embeddings(what: str, surplus: Collection[str]) -> None:
+    """PEFT adds the model's own embedding and head to an adapter that changes one of them."""
+    own = [
+        key for key in surplus if re.search(r"(embed\w*|wte|lm_head)(\.base_layer)?\.weight$", key)
+    ]
+    if own:
+        raise CheckpointError(
+            f"{what} brings {min(own)}, the embedding or head of the model that it was made on, "
+            "which would replace this model's own (PEFT adds it by save_embedding_layers='auto'); "
+            "save the adapter again with save_pretrained(…, save_embedding_layers=False)"
+        )
 
 
 def _is_converted(model: PreTrainedModel) -> bool:
@@ -236,15 +152,19 @@ def _told(location: str, config: Any, targets: int, *, merged: bool = False) -> 
     ranks = [getattr(config, "r", None), *(getattr(config, "rank_pattern", None) or {}).values()]
     kind = getattr(config.peft_type, "value", str(config.peft_type))
     rank = max((r for r in ranks if isinstance(r, int)), default=None)
-    return Adapter(location, kind, rank, targets, merged)
+    biases = getattr(config, "bias", "none") != "none"
+    return Adapter(location, kind, rank, targets, merged, biases)
 
 
 def load_adapter(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel:
     """Put a checked adapter on a loaded model, or merge it in. Raises CheckpointError."""
+    before = biases_of(model) if found.adapter.biases and not found.adapter.merged else {}
     try:
         with hushed():
             if found.reads_weights:
-                return _by_peft(model, found)
+                loaded = _by_peft(model, found)
+                note_biases(loaded, before)
+                return loaded
             with _beside(model):
                 info = model.load_adapter(str(found.folder), NAME, use_safetensors=True)
     except CheckpointError:
@@ -261,6 +181,7 @@ def load_adapter(model: PreTrainedModel, found: FoundAdapter) -> PreTrainedModel
         if names:
             first = min(map(str, names))
             raise CheckpointError(f"the adapter {found.adapter.location} {what} {first}")
+    note_biases(model, before)
     return model
 
 
@@ -321,7 +242,7 @@ def live_adapter(source: ModelSource) -> Adapter | None:
     if not configs:
         return None
     for config in configs:
-        for key, does in _MORE.items():
+        for key, does in ADDS_MORE.items():
             if getattr(config, key, None):
                 raise UsageError(f"the model's adapter {active[0]!r}: {key} {does}; remove it")
     adapters = [_told(" + ".join(active), config, len(layers)) for config in configs]
@@ -330,7 +251,12 @@ def live_adapter(source: ModelSource) -> Adapter | None:
     kinds = dict.fromkeys(adapter.peft_type for adapter in adapters)
     first = adapters[0]
     return Adapter(
-        first.location, " + ".join(kinds), max(ranks, default=None), first.targets, merged
+        first.location,
+        " + ".join(kinds),
+        max(ranks, default=None),
+        first.targets,
+        merged,
+        any(adapter.biases for adapter in adapters),
     )
 
 
@@ -340,6 +266,7 @@ class AdapterSwitch:
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
         self.adapter = adapter
         self._layers = [] if adapter.merged else _layers(model)
+        self._biases = Biases(model, brought=adapter.biases and not adapter.merged)
         self._before = [layer.disable_adapters for layer in self._layers]
         # PEFT has switching decide what is trained; a live model keeps what it had.
         self._trained = [(p, p.requires_grad) for m in self._layers for p in m.parameters()]
@@ -361,12 +288,14 @@ class AdapterSwitch:
                 "the adapter is merged into the weights and cannot be switched; load without "
                 "merge_adapter"
             )
+        self._biases.switch(on=on)
         for layer in self._layers:
             layer.enable_adapters(on)
         self._keep_gradients()
 
     def restore(self) -> None:
         """Put back what was there when the model was bound."""
+        self._biases.switch(on=True)
         for layer, off in zip(self._layers, self._before, strict=True):
             layer.enable_adapters(not off)
         self._keep_gradients()

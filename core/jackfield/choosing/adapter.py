@@ -20,6 +20,8 @@ class Adapter:
     rank: int | None
     targets: int
     merged: bool = False
+    #: whether it brings biases of its own in place of the model's
+    biases: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
