@@ -7,9 +7,9 @@
 for it (Q8_0, since the width of 896 does not suit Q6_K); `--head 4` has all of both in 4 bits. The
 embeddings of the model are tied: the head is a copy, and rows of the input are read from bfloat16.
 `--limit` prints what a step reads, how fast memory is, and the steps a second that this allows, and
-no more. Prints each engine's median tokens a second and the median over the rounds of the ratios: of the
-time, and of the processor time of all threads, which other programs disturb less; it says something
-with `--threads 1`, since threads that wait are busy too.
+no more. Prints each engine's median tokens a second and the median over the rounds of the ratios:
+of the time, and of the processor time of all threads, which other programs disturb less; it says
+something with `--threads 1`, since threads that wait are busy too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from llama_cpp_engine import LlamaCpp, convert, dequantized, quantize, types_in
 from torch import nn
 from workload import half_billion
 
@@ -149,6 +148,8 @@ def main() -> None:
         with quantized_engine(model, given.head) as engine:
             print(limit(engine.model))
         return
+    from llama_cpp_engine import LlamaCpp, convert, dequantized, quantize, types_in
+
     prompt = torch.randint(5, 1000, (PROMPT,)).tolist()
     true = model(torch.tensor([prompt])).logits[0, -1]
     with tempfile.TemporaryDirectory() as folder, quantized_engine(model, given.head) as engine:

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import jackfield
+from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, JackfieldError
 
 SELECTIONS = (
@@ -68,12 +69,13 @@ def save(selection: str, folder: Path, dtype: str = "bfloat16") -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+            num_key_value_heads=2, vocab_size=544, max_position_embeddings=64,
             initializer_range=0.3, tie_word_embeddings=False,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(base)
     shutil.rmtree(made, ignore_errors=True)
-    with jackfield.load(base, quantization=selection, dtype=dtype) as engine:
+    more = {"tokenizer": AutoTokenizer.from_pretrained(MODEL_PATH)} if "gptq" in selection else {}
+    with jackfield.load(base, quantization=selection, dtype=dtype, **more) as engine:
         engine.model.save_pretrained(made)
     return made
 

@@ -82,8 +82,8 @@ class Int4Cpu(Quantizer):
             if requirements.stored and asked not in (None, stored.get(name)):
                 reasons.append(f"the checkpoint has {name}={stored.get(name)}, not {asked}")
         meant = _meant(requirements, options)
-        return (
-            reasons or _no_layers(requirements, meant) or self._refuse_kernel(requirements, meant)
+        return reasons or first(
+            check(requirements, meant) for check in (_no_layers, _no_head, self._refuse_kernel)
         )
 
     def _refuse_kernel(self, requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
@@ -93,6 +93,8 @@ class Int4Cpu(Quantizer):
         missing = why_torch(kernel)
         if kernel == "native":
             return missing
+        if missing and meant["head"] == 8:
+            return ["runs on torch's kernel here, which has no weights of 8 bits; take head=4"]
         if missing and requirements.batch_invariant:
             return ["is batch-invariant on its own kernel only, and runs on torch's here"]
         return []
@@ -147,6 +149,19 @@ def _no_layers(requirements: Requirements, meant: Mapping[str, Any]) -> list[str
     if not layers:
         return [f"converts nn.Linear and Conv1D, and {name} has none but its head"]
     return [f"groups of {group} divide the inputs of no linear layer of {name}, its head aside"]
+
+
+def _no_head(requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
+    """Why the output head cannot be stored in groups."""
+    if not meant["head"] or requirements.stored or not requirements.weights:
+        return []
+    group, name = int(meant["group_size"]), requirements.architecture
+    if requirements.head is None:
+        return [f"stores heads that are nn.Linear, and that of {name} is none; leave 'head' out"]
+    if requirements.head[1] % group:
+        inputs = requirements.head[1]
+        return [f"groups of {group} do not divide the {inputs} inputs of the output head"]
+    return []
 
 
 def _misfits(needs: Requirements, meant: Mapping[str, Any], tensors: Tensors) -> list[str]:

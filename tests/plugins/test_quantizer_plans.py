@@ -1,0 +1,58 @@
+"""What a plan takes, loading takes too, and the other way around."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import jackfield
+from jackfield.errors import JackfieldError
+
+SIZES = ((64, 96), (48, 96), (40, 72), (34, 66))
+OPTIONS = {
+    "int4-cpu": ["", "head=4", "head=8", "group_size=64", "group_size=64&head=8",
+                 "group_size=128&head=4", "head=8&kernel=native", "head=4&kernel=torch",
+                 "kernel=torch"],
+    "bnb-4bit": ["", "double_quantization=true"],
+    "bnb-8bit": [""],
+    "torchao": ["", "group_size=32", "group_size=7", "type=int8-dynamic",
+                "type=int4-weight-only", "type=int4-weight-only&group_size=64"],
+}  # fmt: skip
+SELECTIONS = [f"{name}?{text}".rstrip("?") for name, texts in OPTIONS.items() for text in texts]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    found = {}
+    for (hidden, inner), tied in itertools.product(SIZES, (False, True)):
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, head_dim=16,
+            num_attention_heads=2, num_key_value_heads=1, vocab_size=50,
+            max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.3,
+        )  # fmt: skip
+        found[hidden, inner, tied] = tmp_path_factory.mktemp("odd")
+        LlamaForCausalLM(config).save_pretrained(found[hidden, inner, tied])
+    return found
+
+
+def refusal(act: Any, folder: Path, selection: str) -> str | None:
+    try:
+        made = act(folder, quantization=selection, dtype="bfloat16")
+    except JackfieldError as error:
+        return str(error)
+    if isinstance(made, jackfield.Engine):
+        with made:
+            made.generate([[1, 2, 3]], max_new_tokens=2)
+    return None
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_plan_refuses_what_loading_refuses(folders: dict[Any, Path], selection: str) -> None:
+    pytest.importorskip("torchao" if "torchao" in selection else "bitsandbytes")
+    for sizes, folder in folders.items():
+        planned = refusal(jackfield.plan, folder, selection)
+        assert refusal(jackfield.load, folder, selection) == planned, (selection, sizes)
