@@ -99,10 +99,19 @@ class Site:
             assert found.find(kind, parse(f"jackfield/{backend}")).name == backend
 
 
+@pytest.fixture(scope="session")
+def new_site() -> type[Site]:
+    """For a site that several tests share, in processes of their own."""
+    return Site
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site in front of all others; the modules imported from it are forgotten afterwards."""
     made = Site(tmp_path / "site")
+    monkeypatch.setattr("jackfield.choosing.verdicts.cache_folder", lambda: tmp_path / "cache")
+    # a process for each would take long; test_misbehaving_plugins has those
+    monkeypatch.setattr("jackfield.choosing.loading.tried", lambda *_: None)
     monkeypatch.syspath_prepend(made.folder)
     yield made
     for name in [name for name in sys.modules if name.startswith("outside_")]:

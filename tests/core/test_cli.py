@@ -224,9 +224,9 @@ def site_only(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     from jackfield.choosing import discovery
 
     monkeypatch.setenv("COLUMNS", "200")
-    discovery.registry.cache_clear()
+    discovery._made.cache_clear()
     yield site
-    discovery.registry.cache_clear()
+    discovery._made.cache_clear()
 
 
 def test_plugins_that_failed_say_why(

@@ -57,7 +57,8 @@ def test_a_plugin_that_hangs_is_not_waited_for(
     finally:
         release.set()
     bad = site.record(found, "bad")
-    assert (bad.state, bad.cause) == ("failed", "loading outside_bad did not end within 0.5 s")
+    assert bad.state == "failed"
+    assert str(bad.cause).startswith("loading outside_bad did not end within 0.5 s; delete /")
     assert site.record(found, "good").state == "loaded"
     site.assert_built_ins_work(found)
 

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from jackfield.choosing.guarded import told
 from jackfield.choosing.loading import DISTRIBUTION as DISTRIBUTION
-from jackfield.choosing.loading import Offer, Source, load
+from jackfield.choosing.loading import Offer, Source, is_loading, load
 from jackfield.choosing.registry import PluginRecord, Registered, Registry
 from jackfield.errors import PluginError
 
@@ -28,9 +28,19 @@ logger = logging.getLogger("jackfield")
 GROUP = "jackfield"
 
 
-@functools.cache
 def registry() -> Registry:
     """The registry of this process; made at the first call."""
+    if is_loading():
+        raise PluginError("a plugin asks for backends while it is loaded; let it do so in bind")
+    with _lock:
+        return _made()
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _made() -> Registry:
     entry_points, warnings = installed()
     found = discover(entry_points, os.environ)
     found.warnings += warnings
@@ -84,7 +94,8 @@ def discover(
             record = replace(record, state="disabled", cause=reason)
         else:
             try:
-                offers = load(source, gate.timeout)
+                offers, problems = load(source, gate.timeout)
+                record = replace(record, problems=tuple(problems))
             except PluginError as error:
                 logger.debug("plugin %s failed to load", entry_point.name, exc_info=True)
                 record = replace(record, state="failed", cause=str(error))

@@ -17,8 +17,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jackfield import hookspecs
+from jackfield.choosing.contained import contained
 from jackfield.choosing.guarded import shown, told
 from jackfield.choosing.selection import nearest
+from jackfield.choosing.trial import tried
+from jackfield.choosing.verdicts import Verdict, path_of, recall, remember
 from jackfield.contracts import CONTRACTS, Backend
 from jackfield.contracts.backend import NAME
 from jackfield.errors import PluginError
@@ -60,13 +63,46 @@ class Source:
         return cls(entry_point, "unknown", "unknown", flaw=flaw)
 
 
-def load(source: Source, timeout: float) -> list[Offer]:
-    """Everything that a plugin offers. Raises PluginError, whatever the plugin does."""
+def load(source: Source, timeout: float) -> tuple[list[Offer], list[str]]:
+    """Everything that a plugin offers, and what it did besides that was put right.
+
+    Raises PluginError, whatever the plugin does. One that is not of jackfield's own distribution
+    is tried in a process of its own first; that costs a start of Python, once, as long as what
+    came out can be remembered.
+    """
     if source.flaw:
         raise PluginError(source.flaw)
     check_version_contract(source)
-    what = f"loading {source.entry_point.value}"
-    return _within(timeout, what, lambda: _collect(_import(source), source))
+    if canonicalize_name(source.distribution) == DISTRIBUTION:
+        return _within(timeout, source), []
+    verdict = recall(source.entry_point, timeout)
+    if verdict is None and (verdict := tried(source.entry_point, timeout)) is not None:
+        remember(source.entry_point, verdict)
+    if verdict is not None and verdict.refused:
+        raise PluginError(f"{verdict.refused}, in a process of its own{_again(source)}")
+    try:
+        return load_contained(source, timeout, writes=verdict is not None and verdict.writes)
+    except _HangError as error:
+        remember(source.entry_point, Verdict(str(error), seconds=float(timeout)))
+        raise PluginError(f"{error}{_again(source)}") from None
+
+
+def load_contained(
+    source: Source, timeout: float, *, writes: bool = False
+) -> tuple[list[Offer], list[str]]:
+    """As `load`, but here and now."""
+    with contained(writes=writes) as problems:
+        offers = _within(timeout, source)
+    return offers, problems
+
+
+def _again(source: Source) -> str:
+    path = path_of(source.entry_point)
+    return f"; delete {path} to have it tried again" if path and path.is_file() else ""
+
+
+class _HangError(PluginError):
+    """It did not come back in time."""
 
 
 def check_version_contract(source: Source) -> None:
@@ -93,16 +129,26 @@ def check_version_contract(source: Source) -> None:
             )
 
 
-def _within(timeout: float, what: str, work: Callable[[], list[Offer]]) -> list[Offer]:
-    """Do `work` in a thread, so that a plugin that hangs is reported, not waited for.
+def is_loading() -> bool:
+    """Whether this thread is a plugin's that loads."""
+    return getattr(_here, "loads", False)
+
+
+_here = threading.local()
+
+
+def _within(timeout: float, source: Source) -> list[Offer]:
+    """Load in a thread, so that a plugin that hangs is reported, not waited for.
 
     BaseException, because a plugin that calls sys.exit() must not end its host.
     """
     outcome: list[list[Offer] | BaseException] = []
+    what = f"loading {source.entry_point.value}"
 
     def run() -> None:
+        _here.loads = True
         try:
-            outcome.append(work())
+            outcome.append(_collect(_import(source), source))
         except BaseException as error:  # noqa: BLE001 - see above
             outcome.append(error)
 
@@ -110,13 +156,24 @@ def _within(timeout: float, what: str, work: Callable[[], list[Offer]]) -> list[
     thread.start()
     thread.join(timeout)
     if not outcome:
-        raise PluginError(f"{what} did not end within {timeout:g} s")
+        _stop(thread)
+        raise _HangError(f"{what} did not end within {timeout:g} s")
     (result,) = outcome
     if isinstance(result, PluginError):
         raise result
     if isinstance(result, BaseException):
         raise PluginError(f"{what} failed: {told(result)}") from result
     return result
+
+
+def _stop(thread: threading.Thread) -> None:
+    """End a loop of Python's, which would keep a core busy; who waits for something goes on to."""
+    import ctypes
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+    )
+    thread.join(0.2)
 
 
 def _import(source: Source) -> Any:

@@ -1,0 +1,136 @@
+"""What is remembered of plugins that were tried: a small file for each, in the user's cache folder.
+
+A file that is missing, damaged, of another installation or not the user's own says nothing, and
+where none can be written nothing is remembered: the plugin is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial showed. `refused`: why the plugin must not be loaded, None where it may be.
+
+    `writes`: it writes to file descriptor 1 while it loads. `seconds` is the time that it had.
+    """
+
+    refused: str | None = None
+    writes: bool = False
+    seconds: float = 0.0
+
+
+def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
+    """The verdict on what is installed now. None where there is none, or it had less time."""
+    path = path_of(entry_point)
+    if path is None or not _own(path):
+        return None
+    try:
+        told = json.loads(path.read_bytes())
+        if told.pop("key") != _key(entry_point):
+            return None
+        found = Verdict(**told)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    kinds = (type(found.refused), type(found.writes), type(found.seconds))
+    if kinds[0] not in (str, type(None)) or kinds[1:] != (bool, float):
+        return None
+    return None if found.refused and found.seconds < seconds else found
+
+
+def remember(entry_point: EntryPoint, verdict: Verdict) -> Path | None:
+    """Where it was written, in one step; None where it could not be."""
+    path = path_of(entry_point)
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as fresh:
+            json.dump({"key": _key(entry_point), **asdict(verdict)}, fresh)
+        try:
+            os.replace(fresh.name, path)
+        except OSError:
+            os.unlink(fresh.name)
+            raise
+    except OSError:
+        return None
+    return path
+
+
+def path_of(entry_point: EntryPoint) -> Path | None:
+    """One file for an entry point of a distribution in a place, whatever its version."""
+    cache = cache_folder()
+    if cache is None:
+        return None
+    dist = entry_point.dist
+    name = canonicalize_name(dist.name) if dist else ""
+    where = str(dist.locate_file("")) if dist else ""
+    parts = (where, name, entry_point.name, sys.executable, sys.version)
+    return cache / "plugins" / f"{name[:60]}-{_digest(parts)}.json"
+
+
+def cache_folder() -> Path | None:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jackfield"
+    except RuntimeError:  # there is no home
+        return None
+
+
+def _own(path: Path) -> bool:
+    """Whether nobody else may have written it: what it says decides what is loaded."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _key(entry_point: EntryPoint) -> str:
+    """Changes with what is installed: the version, its list of files, the module named."""
+    dist = entry_point.dist
+    parts = [entry_point.name, entry_point.value, dist.version if dist else ""]
+    info = vars(dist).get("_path") if dist else None
+    files = [Path(str(info), n) for n in ("RECORD", "METADATA", "entry_points.txt")] if info else []
+    for path in (*files, *_sources(entry_point.module)):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            parts += [str(path), str(status.st_mtime_ns), str(status.st_size)]
+    return _digest(parts)
+
+
+def _sources(module: str) -> Iterator[Path]:
+    """The files that importing `module` runs first, found without running any."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, AttributeError, ValueError):
+        return
+    if spec is None:
+        return
+    if spec.origin:
+        yield Path(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder)
+        for name in rest:
+            path /= name
+            yield path / "__init__.py"
+        yield path.with_suffix(".py")
+
+
+def _digest(parts: list[str] | tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]

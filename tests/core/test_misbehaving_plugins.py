@@ -1,0 +1,249 @@
+"""Plugins that do what they must not when they load, all installed at once, beside a good one.
+
+Each is told by name, and no command's output or exit code shows a trace of any. A case is what
+stands in front of a good module, the state that it ends in, and what is told of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Site
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
+
+IN_HOOK = "HOOK: "  # the code stands in the hook instead
+
+ENDS = {  # seen in a process of its own, and refused here
+    "leaves": ("import os; os._exit(0)", "ended its process with exit code 0,"),
+    "leaves with a code": (f"{IN_HOOK}import os; os._exit(3)", "exit code 3,"),
+    "becomes another program": ("import os; os.execv('/bin/true', ['true'])", "exit code 0,"),
+    "kills": ("import os; os.kill(os.getpid(), 9)", "SIGKILL,"),
+    "terminates": ("import os; os.kill(os.getpid(), 15)", "SIGTERM,"),
+    "aborts": ("import os; os.abort()", "SIGABRT,"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "SIGSEGV,"),
+    "interrupts": ("import _thread; _thread.interrupt_main()", "SIGINT,"),
+    "presses Ctrl-C": ("import os; os.kill(os.getpid(), 2)", "SIGINT,"),
+    "loops": ("while True: pass", "did not end within 3 s,"),
+    "sleeps": ("import time; time.sleep(600)", "did not end within 3 s,"),
+    "loops in its hook": (f"{IN_HOOK}\n    while True: pass", "did not end within 3 s,"),
+    "holds the interpreter": (
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+        "did not end within 3 s,",
+    ),
+    "never gives up": (
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "did not end within 3 s,",
+    ),
+    "prints at the end": (
+        "import atexit; atexit.register(print, 'bye')",
+        "None",
+    ),
+    "writes at the end": (
+        "import atexit, os; atexit.register(os.write, 1, b'bye')",
+        "writes to standard output after it was loaded: 'bye'",
+    ),
+    "exits at the end": (
+        "import atexit, os; atexit.register(os._exit, 7)",
+        "exit code 7 after it was loaded",
+    ),
+    "leaves a thread": (
+        "import threading as t, time; t.Thread(target=time.sleep, args=[99], daemon=False).start()",
+        "did not end within 3 s after it was loaded",
+    ),
+}
+
+KEPT = "it wrote to standard output while it loaded: 'noise'"
+PUT_BACK = "while it loaded, which was put back"
+
+TOLD = {  # loaded all the same
+    "prints": ("print('noise')", KEPT),
+    "prints in its hook": (f"{IN_HOOK}print('noise')", KEPT),
+    "prints much": (
+        "print('noise ' * 10**5)",
+        "it wrote to standard output while it loaded: 'noise",
+    ),
+    "writes": ("import sys; sys.stdout.write('noise')", KEPT),
+    "writes bytes": ("import sys; sys.stdout.buffer.write(b'noise')", KEPT),
+    "writes to the first stream": ("import sys; sys.__stdout__.write('noise')", KEPT),
+    "writes in a thread": (
+        "import threading as t\nt = t.Thread(target=print, args=['noise'])\nt.start(); t.join()",
+        KEPT,
+    ),
+    "prints to stderr": (
+        "import sys; print('noise', file=sys.stderr)",
+        "it wrote to standard error while it loaded: 'noise'",
+    ),
+    "warns": ("import warnings; warnings.warn('noise')", "wrote to standard error.*noise"),
+    "writes by number": ("import os; os.write(1, b'noise')", "file descriptor 1"),
+    "starts a program": ("import os; os.system('echo noise')", "file descriptor 1"),
+    "prints in C": ("import ctypes; ctypes.CDLL(None).printf(b'noise')", "file descriptor 1"),
+    "replaces stdout": ("import sys, io; sys.stdout = io.StringIO()", f"sys.stdout {PUT_BACK}"),
+    "has no stdout": ("import sys; sys.stdout = None", f"sys.stdout {PUT_BACK}"),
+    "deletes stdout": ("import sys; del sys.stdout", f"sys.stdout {PUT_BACK}"),
+    "has no stderr": ("import sys; sys.stderr = None", f"sys.stderr {PUT_BACK}"),
+    "redirects for ever": (
+        "import contextlib, io; contextlib.redirect_stdout(io.StringIO()).__enter__()",
+        f"sys.stdout {PUT_BACK}",
+    ),
+    "closes stdout": ("import sys; sys.stdout.close()", ""),
+    "closes its buffer": ("import sys; sys.stdout.buffer.close()", ""),
+    "closes descriptor 1": ("import os; os.close(1)", "closed or replaced file descriptor 1"),
+    "closes descriptor 2": ("import os; os.close(2)", "closed or replaced file descriptor 2"),
+    "moves descriptor 1": (
+        "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)",
+        "closed or replaced file descriptor 1",
+    ),
+    "sets an alarm": ("import signal; signal.alarm(1)", "timer of SIGALRM"),
+    "goes elsewhere": ("import os; os.chdir('/')", f"the current folder {PUT_BACK}"),
+    "sets a variable": ("import os; os.environ['HF_HUB_OFFLINE'] = '7'", "environment variables"),
+    "empties the environment": ("import os; os.environ.clear()", "environment variables"),
+    "goes first in sys.path": ("import sys; sys.path.insert(0, '/nowhere')", "sys.path"),
+    "empties sys.path": ("import sys; sys.path.clear()", "import failed|sys.path"),
+    "makes warnings errors": (
+        "import warnings; warnings.simplefilter('error')",
+        "the filters of all warnings",
+    ),
+    "hides warnings": ("import warnings; warnings.simplefilter('ignore')", "filters of all"),
+    "resets warnings": ("import warnings; warnings.resetwarnings()", "filters of all"),
+    "logs": ("import logging; logging.basicConfig(level=0)", "the root logger"),
+    "logs to stdout": (
+        "import logging, sys\nlogging.basicConfig(stream=sys.stdout)\nlogging.warning('noise')",
+        "the root logger",
+    ),
+    "stops logging": ("import logging; logging.disable()", "the root logger"),
+    "hooks errors": ("import sys; sys.excepthook = print", "sys.excepthook"),
+    "hooks threads' errors": ("import threading; threading.excepthook = print", "another hook"),
+    "takes print away": ("import builtins; builtins.print = None", "the builtins"),
+    "adds a builtin": ("import builtins; builtins.noise = 1", "the builtins"),
+    "deepens recursion": ("import sys; sys.setrecursionlimit(5000)", "the recursion limit"),
+    "stops the collector": ("import gc; gc.disable()", "garbage"),
+    "seeds": ("import random; random.seed(0)", "Python's random numbers"),
+    "forks": ("import os; os.fork()", ""),
+}
+
+FAILS = {  # an error like any other
+    "handles signals": (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "import failed: ValueError: signal only works in main thread",
+    ),
+    "plans while it loads": (
+        "from jackfield.choosing import discovery; discovery.registry()",
+        "a plugin asks for backends while it is loaded",
+    ),
+    "has two names": (
+        "NAMES: name = property(lambda self, n=iter('abcdefgh'): next(n))",
+        "",
+    ),
+    "has a name of its own kind": (
+        "NAMES: name = type('Name', (str,), {'__eq__': lambda a, b: 1 / 0, '__hash__': None})('x')",
+        "must stay the plain string",
+    ),
+}
+
+#: case -> code, state, what is told
+CASES: dict[str, tuple[str, str, str]] = {
+    **{name: (code, "failed", told) for name, (code, told) in ENDS.items()},
+    **{name: (code, "loaded", told) for name, (code, told) in TOLD.items()},
+    **{name: (code, "failed", told) for name, (code, told) in FAILS.items()},
+    "prints at the end": ("import atexit; atexit.register(print, 'bye')", "", ""),
+    "has two names": (FAILS["has two names"][0], "", ""),
+}
+NUMBERS = {name: f"bad{number:02}" for number, name in enumerate(CASES)}
+
+
+def source(name: str, good: str) -> str:
+    code = CASES[name][0]
+    if code.startswith(IN_HOOK):
+        return good.replace("    return [", f"    {code.removeprefix(IN_HOOK)}\n    return [")
+    if code.startswith("NAMES: "):
+        return good.replace(f"name = '{NUMBERS[name]}'", code.removeprefix("NAMES: "))
+    return f"{code}\n{good}"
+
+
+class Machine:
+    """A site with every case and a good plugin, and commands run there as processes."""
+
+    def __init__(self, folder: Path, site: Site) -> None:
+        self.cache = folder / "cache"
+        for name in CASES:
+            site.add(NUMBERS[name], source(name, site.attention(NUMBERS[name])))
+        site.add("good", site.attention("good"))
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(site.folder),
+            "XDG_CACHE_HOME": str(self.cache),
+            "JACKFIELD_LOAD_TIMEOUT": "3",
+            "JACKFIELD_DISABLE": "attention-cpu-decode",  # it would be compiled for this folder
+        }
+
+    def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "jackfield", *arguments],
+            env={**self.environment, **more},
+            capture_output=True,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory, new_site: type[Site]) -> Machine:
+    folder = tmp_path_factory.mktemp("machine")
+    return Machine(folder, new_site(folder / "site"))
+
+
+@pytest.fixture(scope="module")
+def listed(machine: Machine) -> dict[str, Any]:
+    """distribution -> its record, of the first process that ever saw these plugins."""
+    done = machine.run("plugins", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return {record["distribution"]: record for record in json.loads(done.stdout)["plugins"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_told_by_name(listed: dict[str, Any], name: str) -> None:
+    _, state, told = CASES[name]
+    record = listed[NUMBERS[name]]
+    assert (record["entry_point"], record["version"]) == (f"{NUMBERS[name]}-ep", "1.5")
+    assert record["state"] == (state or record["state"])
+    assert re.search(told, "; ".join([str(record["cause"]), *record["problems"]])), record
+    if state == "loaded":
+        assert record["backends"] == [f"attention:{NUMBERS[name]}"]
+
+
+def test_everything_else_works(listed: dict[str, Any]) -> None:
+    good = listed["good"]
+    assert (good["state"], good["problems"]) == ("loaded", [])
+    assert listed["jackfield"]["state"] == "loaded"
+
+
+@pytest.mark.usefixtures("listed")
+def test_no_output_and_no_exit_code_is_spoilt(machine: Machine) -> None:
+    """And what was seen once is known: nothing is waited for again."""
+    again = machine.run("plugins", "--json")
+    assert (again.returncode, again.stderr) == (0, "")
+    hung = [r for r in json.loads(again.stdout)["plugins"] if "3 s" in str(r["cause"])]
+    assert len(hung) == sum("3 s" in told for _, _, told in CASES.values())
+    assert all(f"delete {machine.cache}" in r["cause"] for r in hung)
+    text = machine.run("generate", "--chat", "Hello!", "--attention", "eager")
+    assert (text.returncode, text.stdout) == (0, "Hello! How can I help you?\n"), text
+    for record in json.loads(again.stdout)["plugins"]:
+        if record["state"] != "disabled" and (record["cause"] or record["problems"]):
+            who = f"{record['entry_point']} of {record['distribution']} 1.5: "
+            assert who in text.stderr
+    plan = machine.run("explain", "--json", "--attention", "eager")
+    assert plan.returncode == 0
+    assert json.loads(plan.stdout)
+    assert machine.run("explain", "--attention", "nobody").returncode == 2
+    sick = machine.run("doctor", "--json")
+    assert sick.returncode == 1
+    assert not json.loads(sick.stdout)["ok"]
