@@ -224,10 +224,8 @@ def test_a_bad_one_is_reported(seen: dict[str, Any], distribution: str, cause: s
 def test_a_name_of_our_own_is_not_given_away(seen: dict[str, Any]) -> None:
     (own,) = (p for p in seen["plugins"] if p["entry_point"] == "attention-sdpa")
     assert own["problems"] == []
-    assert plugin(seen, "jackfield-claims")["problems"] == [
-        "attention 'sdpa' is a name of jackfield's own: only 'plugin:jackfield-claims/sdpa' is "
-        "this one"
-    ]
+    (problem,) = plugin(seen, "jackfield-claims")["problems"]
+    assert problem.endswith("jackfield's own: only 'plugin:jackfield-claims/sdpa' is this one")
     assert seen["errors"] == {}
     for name, distribution in (
         ("sdpa", "jackfield"),
