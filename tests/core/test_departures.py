@@ -1,0 +1,57 @@
+"""The page of departures: nothing that `generate` takes is missing from it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import departures
+import pytest
+from transformers import GenerationConfig, GenerationMixin
+
+from jackfield.asking.vocabulary import ARGUMENTS, CODE, DRAFTING, FACTS, REFUSED
+from jackfield.choosing.guarded import shown
+
+FIELDS = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+#: Arguments of `generate` whose values are read like settings.
+READ = {
+    "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
+    "streamer",
+}  # fmt: skip
+
+
+def test_the_tables_are_those_of_the_vocabulary() -> None:
+    hint = "run python tests/conformance/departures.py"
+    assert departures.PAGE.read_text(encoding="utf-8") == departures.written(), hint
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_every_field_is_honoured_or_told_of(name: str) -> None:
+    honoured = set(departures.honoured()) | {"max_time"}
+    kinds = [name in kind for kind in (honoured, FACTS, CODE, REFUSED)]
+    assert kinds.count(True) == 1
+    assert f"`{name}`" in departures.PAGE.read_text(encoding="utf-8")
+
+
+def test_every_argument_of_generate_is_read_or_told_of() -> None:
+    arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    assert arguments <= READ | ARGUMENTS.keys()
+    page = departures.PAGE.read_text(encoding="utf-8")
+    assert {name for name in arguments if f"`{name}" not in page} == set()
+
+
+def test_no_table_has_what_is_honoured_or_what_there_is_not() -> None:
+    honoured = set(departures.honoured())
+    assert not honoured & (CODE.keys() | REFUSED.keys() | ARGUMENTS.keys())
+    for table in (CODE, REFUSED, DRAFTING):
+        strays = table.keys() - FIELDS
+        assert strays <= {"speculation_type", "assistant_ensemble_weight", "max_cache_len", "top_h",
+                          "use_mtp", "continuous_batching_config"}, shown(strays)  # fmt: skip
+
+
+def test_processors_that_are_named_exist() -> None:
+    import transformers.generation.logits_process as there
+
+    for text in REFUSED.values():
+        if found := re.match(r"transformers' (\w+) does it", text):
+            assert hasattr(there, found[1])
