@@ -178,6 +178,11 @@ def test_a_tokenizer_without_a_chat_template(model) -> None:
         assert "plain text" in mistake(lambda: engine.generate(messages))
 
 
+@pytest.mark.parametrize("own", [[{}, {}], ["top_k"], [None], [[("top_k", 3)]]], ids=repr)
+def test_settings_of_each_prompt(engine, own: Any) -> None:
+    assert "settings" in mistake(lambda: engine.generate([1, 2, 3], settings=own))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -223,7 +223,7 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
     assert "does not honour stopping_criteria" in refusal(
         engine, num_beams=2, stopping_criteria=lambda ids, scores: False
     )
-    for name in ("attention_mask", "past_key_values", "custom_generate", "synced_gpus"):
+    for name in ("past_key_values", "custom_generate", "synced_gpus", "tokenizer"):
         assert f"{name} is not a setting of a request" in refusal(engine, **{name: object()})
 
 

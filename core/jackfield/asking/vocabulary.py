@@ -162,9 +162,9 @@ REFUSED: Mapping[str, str] = {
 ARGUMENTS: Mapping[str, str] = {
     "assistant_model": _ASSISTED,
     "assistant_tokenizer": "jackfield.load(assistant={'tokenizer': …}) takes it",
-    "attention_mask": "give prompts as lists of token ids, without padding",
+    "attention_mask": "it stands beside input_ids, for all rows of the call",
     "custom_generate": "jackfield.load(decoding='plugin:…') chooses how tokens are found",
-    "input_ids": "the prompts are the first argument",
+    "input_ids": "it stands beside attention_mask, for all rows of the call",
     "inputs": "the prompts are the first argument",
     "inputs_embeds": "prompts are texts, token ids or chat messages",
     "negative_prompt_attention_mask": "it belongs to guidance_scale, which is not honoured",

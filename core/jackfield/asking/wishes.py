@@ -81,6 +81,13 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
     return Wishes(keywords, config, frozenset(asked) | frozenset(fields))
 
 
+def mapping(own: Any) -> Mapping[str, Any]:
+    """The settings of one prompt, as its caller gave them. Raises SettingsError."""
+    if not isinstance(own, Mapping):
+        raise SettingsError(f"settings are mappings, one for each prompt, not {shown(own)}")
+    return own
+
+
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(fields)
     for alias, name in ALIASES.items():

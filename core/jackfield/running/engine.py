@@ -22,7 +22,7 @@ from jackfield.asking.settings import resolve
 from jackfield.asking.streaming import check_streamer, tell
 from jackfield.asking.surroundings import refuse_autocast
 from jackfield.asking.texts import Text, bridge
-from jackfield.asking.wishes import notice_selectors, wishes
+from jackfield.asking.wishes import mapping, notice_selectors, wishes
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.planning import Plan
@@ -202,7 +202,9 @@ class Engine:
         sequences = [
             sequence
             for number, (prompt, mine) in enumerate(zip(batch, own, strict=True))
-            for sequence in self._sequences(prompt, {**common, **mine}, number, streams=streams)
+            for sequence in self._sequences(
+                prompt, {**common, **mapping(mine)}, number, streams=streams
+            )
         ]
         if streams:
             check_streamer(streamer, len(sequences))
@@ -211,12 +213,12 @@ class Engine:
             size = max(1, self._max_waiting or len(pairs))
             for start in range(0, len(pairs), size):
                 self._hand_over(pairs[start : start + size], wait=True)
-            shown: Iterable[tuple[Running, Request]] = pairs
-            if progress:
-                shown = track(pairs, "Generating", console=Console(stderr=True))
             if streams:
                 return [tell(streamer, *pairs[0])]
-            return [request.result() for _, request in shown]
+            watched: Iterable[tuple[Running, Request]] = pairs
+            if progress:
+                watched = track(pairs, "Generating", console=Console(stderr=True))
+            return [request.result() for _, request in watched]
         finally:
             for _, request in pairs:
                 request.cancel()

@@ -112,7 +112,9 @@ def _source(kind: str, value: Any) -> str:
             raise SettingsError(f"json_schema must be an object, not {shown(value)}")
         _check_width(schema)
         return text
-    if value == "" and kind == "regex":  # the empty text, which llguidance wants to be told so
+    if (
+        isinstance(value, str) and not value and kind == "regex"
+    ):  # the empty text, which llguidance wants to be told so
         return "()"
     if not isinstance(value, str) or not value:
         raise SettingsError(f"{kind} must be a text, not {shown(value)}")
