@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import py_compile
 import sys
 from importlib.util import cache_from_source
@@ -14,7 +15,7 @@ from families import build, config_of, prompts, references
 
 import jackfield
 from jackfield.errors import PlanError
-from jackfield_plugins.hub_kernels import lock
+from jackfield_plugins.hub_kernels import KernelRefused, lock
 
 pytestmark = pytest.mark.usefixtures("local_kernels")
 
@@ -78,11 +79,42 @@ def test_planted_bytecode_is_not_run(kernel) -> None:
     assert found.token_ids == references("llama", (5,), 2)[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kernels": 3}', '{"kernels": {"a": 1}}'])
+BROKEN = ["", "{", "[]", '{"kernels": 3}', '{"kernels": {"a": 1}}', "\xff", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_lock_file(text: str, lock_file: Path) -> None:
     lock_file.parent.mkdir()
-    lock_file.write_text(text)
+    lock_file.write_bytes(text.encode("latin-1"))
+    lock_file.chmod(0o600)
     assert f"the lock file {lock_file} is broken" in refusal(FLASH)
+
+
+def test_a_lock_file_that_others_may_write(lock_file: Path) -> None:
+    lock.record("me/flash", "sha256:1")
+    assert lock_file.stat().st_mode & 0o77 == 0
+    lock.check("me/flash", "sha256:1")
+    lock_file.chmod(0o602)
+    with pytest.raises(KernelRefused, match=r"can be written by others; make it yours alone"):
+        lock.check("me/flash", "sha256:1")
+
+
+def test_a_lock_file_that_is_a_pipe(lock_file: Path) -> None:
+    lock_file.parent.mkdir()
+    os.mkfifo(lock_file)
+    with pytest.raises(KernelRefused, match="is not a file"):
+        lock.check("me/flash", "sha256:1")
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("JACKFIELD_KERNEL_LOCK", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(KernelRefused, match="name one with JACKFIELD_KERNEL_LOCK"):
+        lock.check("me/flash", "sha256:1")
 
 
 def test_a_lock_file_that_cannot_be_written(

@@ -9,21 +9,33 @@ import sys
 from pathlib import Path
 
 from jackfield_plugins.hub_kernels import KernelRefused
+from jackfield_plugins.native.keeping import NO_WAIT, distrusted
 
 VARIABLE = "JACKFIELD_KERNEL_LOCK"
 
 
 def lock_path() -> Path:
-    """Where the lock file is: the environment's choice, or the user's configuration folder."""
+    """Where the lock file is: the environment's choice, or the user's configuration folder.
+
+    Raises KernelRefused where there is no home folder.
+    """
     if named := os.environ.get(VARIABLE):
         return Path(named)
+    try:
+        return _settings() / "jackfield" / "kernels.lock.json"
+    except RuntimeError:
+        raise KernelRefused(
+            f"there is no home folder for the lock file of kernels; name one with {VARIABLE}"
+        ) from None
+
+
+def _settings() -> Path:
+    """Where a user's settings are on this system. Raises RuntimeError: there is no home."""
     if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
-    else:
-        base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return base / "jackfield" / "kernels.lock.json"
+        return Path.home() / "Library" / "Application Support"
+    if sys.platform == "win32":
+        return Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
 def digest(folder: Path) -> str:
@@ -65,6 +77,7 @@ def record(kernel: str, found: str) -> None:
                 check(kernel, found)
             text = json.dumps({"version": 1, "kernels": dict(sorted(known.items()))}, indent=2)
             fresh = path.with_name(f"{path.name}.{os.getpid()}")
+            fresh.touch(mode=0o600)
             fresh.write_text(text + "\n")
             fresh.replace(path)
     except OSError as error:
@@ -77,15 +90,21 @@ def record(kernel: str, found: str) -> None:
 def _read() -> dict[str, str]:
     path = lock_path()
     try:
-        text = path.read_text()
+        with open(os.open(path, os.O_RDONLY | NO_WAIT), "rb") as file:
+            if reason := distrusted(os.fstat(file.fileno())):
+                raise KernelRefused(
+                    f"the lock file {path} {reason}; make it yours alone (chmod 600), or name "
+                    f"another with {VARIABLE}"
+                )
+            content = file.read()
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise KernelRefused(f"the lock file {path} cannot be read ({error.strerror})") from None
     try:
-        kernels = json.loads(text)["kernels"]
+        kernels = json.loads(content.decode())["kernels"]
         if all(isinstance(part, str) for pair in kernels.items() for part in pair):
             return dict(kernels)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise KernelRefused(f"the lock file {path} is broken; mend it, or delete it to begin anew")

@@ -17,7 +17,9 @@ from jackfield.errors import shown
 CACHE = "XDG_CACHE_HOME"
 DIGEST = hashlib.sha256().digest_size
 _WRITERS = stat.S_IWGRP | stat.S_IWOTH
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait for a pipe
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for whoever writes to a pipe
+_READ = os.O_RDONLY | NO_WAIT | getattr(os, "O_NOFOLLOW", 0)
+_HAS_OWNERS = hasattr(os, "geteuid")  # and modes that tell who may write
 
 
 class KeepingError(Exception):
@@ -100,7 +102,7 @@ def _check_own(path: Path, variable: str) -> None:
             f"{path}, from which compiled code is loaded, belongs to somebody else (user "
             f"{found.st_uid}); set {variable} to a folder of your own"
         )
-    if found.st_mode & _WRITERS:
+    if _is_shared(found):
         raise KeepingError(
             f"others can write to {path}, from which compiled code is loaded; make it yours alone "
             f"(chmod 700), or set {variable} to another folder"
@@ -108,7 +110,20 @@ def _check_own(path: Path, variable: str) -> None:
 
 
 def _ours(owner: int) -> bool:
-    return not hasattr(os, "geteuid") or owner in (os.geteuid(), 0)
+    return not _HAS_OWNERS or owner in (os.geteuid(), 0)
+
+
+def _is_shared(found: os.stat_result) -> bool:
+    return _HAS_OWNERS and bool(found.st_mode & _WRITERS)
+
+
+def distrusted(found: os.stat_result) -> str | None:
+    """Why a file may hold what somebody else put there."""
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a file"
+    if not _ours(found.st_uid):
+        return f"belongs to somebody else (user {found.st_uid})"
+    return "can be written by others" if _is_shared(found) else None
 
 
 def kept(path: Path) -> bytes | str | None:
@@ -117,14 +132,9 @@ def kept(path: Path) -> bytes | str | None:
     All is asked of the open file, so that nothing can be put in its place between two questions.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                return "is not a file"
-            if not _ours(found.st_uid):
-                return f"belongs to somebody else (user {found.st_uid})"
-            if found.st_mode & _WRITERS:
-                return "can be written by others"
+        with open(os.open(path, _READ), "rb") as file:
+            if reason := distrusted(os.fstat(file.fileno())):
+                return reason
             whole = file.read()
     except FileNotFoundError:
         return None
