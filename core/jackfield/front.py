@@ -61,7 +61,7 @@ class LoadArguments(PlanArguments, total=False):
     stall_after: float
 
 
-_OF_A_PLAN = frozenset(get_type_hints(PlanArguments))
+OF_A_PLAN = frozenset(get_type_hints(PlanArguments))
 _OF_LOADING = frozenset(get_type_hints(LoadArguments))
 
 
@@ -114,12 +114,22 @@ def plan(
     `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
     `load` would raise.
     """
-    if later := [name for name in arguments if name in _OF_LOADING - _OF_A_PLAN]:
+    if later := [name for name in arguments if name in _OF_LOADING - OF_A_PLAN]:
         raise UsageError(
             f"jackfield.plan takes no {later[0]}, which chooses no backend; give it to "
             "jackfield.load"
         )
-    _, plan, _ = _decided(model, **in_our_words(arguments, _OF_A_PLAN, "jackfield.plan"))
+    return planned(model, arguments)
+
+
+def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None = None) -> Plan:
+    """What `jackfield.plan` decides with these arguments.
+
+    `device_memory` None: for this machine. Otherwise for one device of so many bytes, which need
+    not be here.
+    """
+    words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
+    _, plan, _ = _decided(model, **words, device_memory=device_memory)
     return plan
 
 

@@ -96,6 +96,10 @@ WRONG = {
         ("--file ./nowhere", "cannot read nowhere: No such file"),
         ("", "there is no prompt"),
         ("hi you", "unexpected extra argument"),
+        ("hi --port 3", "jackfield has no server"),
+        ("hi --num-beams 4", "write --decoding 'beam?num_beams=…'"),
+        ("hi --load-in-4bit", "write --quantization bnb-4bit"),
+        ("hi --max-batch-tokens 0", "max_batch_tokens must be a whole number"),
         ("hi --nope", "No such option"),  # the rest is worded by the version of click
         ("hi --seed x", "Invalid value for '--seed'"),
     ],
@@ -355,9 +359,8 @@ def test_explain_shows_the_plan_of_the_draft_model(cli: Cli) -> None:
     assert done.code == 0
     assert "assistant: LlamaForCausalLM, float32 on cpu" in done.out
     cli("explain", "demo", "--decoding", "assisted").assert_failed(2, "needs a draft model")
-    cli("generate", "x", "--assistant-model", "demo-draft").assert_failed(
-        2, "none of the decodings"
-    )
+    plain = ("--decoding", "sample", "--assistant-model", "demo-draft")
+    cli("generate", "x", *plain).assert_failed(2, "none of the decodings")
     cli("generate", "x", *DRAFTING, "--set", "num_assistant_tokens=0").assert_failed(
         2, "at least 1"
     )

@@ -18,7 +18,7 @@ import jackfield
 from jackfield import Estimate, estimate
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
-from jackfield.errors import CheckpointError, UsageError
+from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.figures.measuring import check
 from jackfield.figures.units import parse_bandwidth, parse_bytes
 
@@ -276,3 +276,46 @@ def test_peaks_are_within_a_tenth(dtype: str, cache: str, tmp_path: Path) -> Non
 
 def test_the_public_name_is_the_class() -> None:
     assert isinstance(estimate("demo"), Estimate)
+
+
+LARGE = LlamaConfig(
+    hidden_size=32768, intermediate_size=131072, num_hidden_layers=4, num_attention_heads=256,
+    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096, dtype="bfloat16",
+)  # fmt: skip  # 77 billion numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ({"device_memory": "300GB"}, None),
+        ({"device_memory": "80GB", "quantization": "bnb-4bit"}, None),
+        ({"device_memory": "80GB", "quantization": "bnb-4bit", "device_map": "cuda"}, "cuda"),
+        ({"device_memory": "80GB", "quantization": "int4-cpu", "device_map": "cpu"}, "cpu"),
+        ({"device_memory": "300GB", "cache_implementation": "paged", "device": "cuda:3"}, "cuda"),
+        ({"device_memory": "200GB", "device_map": "mps"}, "mps"),
+    ],
+)
+def test_the_device_that_is_named_need_not_be_here(
+    arguments: dict[str, Any], device: str | None
+) -> None:
+    found = jackfield.estimate(LARGE, lengths=[512], **arguments)
+    assert device in (None, found.plan.requirements.device)
+    total, memory = found.total(512), found.memory()
+    assert total is not None
+    assert memory is not None
+    assert total <= found.device_memory
+    assert memory.requests(512) >= 1
+    small = jackfield.estimate(LARGE, lengths=[512], **arguments | {"device_memory": "1GB"})
+    assert small.memory() is not None
+    assert small.total(512) == total
+
+
+def test_quantizers_are_judged_for_the_device_that_is_named() -> None:
+    found = jackfield.estimate(LARGE, lengths=[512], device_memory="300GB", device_map="cuda")
+    rows = {row.registered.name: row for row in found.weights}
+    assert rows["bnb-4bit"].reasons == ()
+    assert rows["int4-cpu"].reasons == ("does not run on cuda (only cpu)",)
+    with pytest.raises(PlanError, match=r"does not run on cuda"):
+        jackfield.estimate(LARGE, device_memory="80GB", device_map="cuda", quantization="int4-cpu")
+    with pytest.raises(UsageError, match="not a device of this machine"):
+        jackfield.estimate(LARGE, device_map="bogus", device_memory="80GB")

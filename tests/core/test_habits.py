@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -28,6 +29,8 @@ import jackfield
 from jackfield.choosing import habits
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.wording import in_our_words, selected
+from jackfield.cli.answers import instead_of_flag, with_values
+from jackfield.cli.app import app
 from jackfield.errors import PlanError, UsageError
 from jackfield.front import LoadArguments, PlanArguments
 
@@ -254,3 +257,42 @@ def test_weights_that_bitsandbytes_would_leave_as_they_are_are_refused(bits: str
     for arguments in ({"device_map": "cpu"}, {"max_memory": {"cpu": "2MB"}}):
         with pytest.raises(PlanError, match=r"cpu_offload=True leaves|on one device"):
             jackfield.plan("demo", quantization=config, **arguments)
+
+
+def flags_of_transformers() -> set[str]:
+    """The flags and arguments of `transformers chat`, `serve`, `download` and `env`."""
+    from transformers.cli import chat, download, serve, system
+
+    calls = (chat.Chat.__init__, serve.Serve.__init__, download.download, system.env)
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    return {f"--{name.replace('_', '-')}" for name in names - {"self"}}
+
+
+def test_every_flag_of_transformers_is_taken_or_answered() -> None:
+    flags = flags_of_transformers()
+    assert {"--continuous-batching", "--dtype", "--system-prompt"} <= flags
+    typer_app: Any = typer.main.get_command(app)
+    known = {
+        flag
+        for c in typer_app.commands.values()
+        for parameter in c.params
+        for flag in parameter.opts
+    }
+    flags |= {f"--{name.replace('_', '-')}" for name in keywords_of_generate()}
+    for flag in flags - known - {"--inputs"}:
+        assert instead_of_flag(flag, known), f"nothing is said about {flag}"
+    for flag in ("--cache-implementation", "--do-sample", "--max-batch-tokens", "--torch-dtype"):
+        assert flag in known
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("generate --compile", "generate --compile=inductor"),
+        ("generate --compile --seed 3", "generate --compile=inductor --seed 3"),
+        ("generate --compile none hi", "generate --compile none hi"),
+        ("generate -- --compile", "generate -- --compile"),
+    ],
+)
+def test_a_bare_compile_is_torchs(words: str, meant: str) -> None:
+    assert with_values(words.split()) == meant.split()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.bridge.requirements import check_device, pick_device, skeleton
+from jackfield.bridge.requirements import check_device, named_device, pick_device, skeleton
 from jackfield.bridge.source import ModelSource, input_device, quiet
 from jackfield.choosing.placement import DISK, Asked, Placement, spell
 from jackfield.choosing.selection import AUTO, nearest
@@ -35,6 +35,8 @@ Weigh = Callable[[Weight], int | None]
 def first_device(asked: Asked, source: ModelSource) -> torch.device:
     """The device on which a step will begin. Raises UsageError for one that is not here."""
     where = asked.device_map
+    if asked.device_memory is not None and isinstance(where, str) and not asked.is_strategy:
+        return named_device(where)
     if source.live is not None:
         if not asked.is_plain:
             raise UsageError("a live model is used where it is; drop max_memory and offload_folder")
@@ -88,6 +90,8 @@ def place(asked: Asked, source: ModelSource, needs: Requirements, weigh: Weigh) 
             _need_accelerate(asked, "it names several places, or disk")
         return made
     total = needs.weight_bytes
+    if asked.device_memory is not None and asked.device_map == AUTO:
+        return Placement(device, {"": device}, {device: total})
     if not asked.is_strategy:
         _check_bound(device, total, asked)
         return Placement(device, {"": device}, {device: total})
@@ -102,7 +106,9 @@ def place(asked: Asked, source: ModelSource, needs: Requirements, weigh: Weigh) 
 
 
 def _bound(device: str, asked: Asked) -> int | None:
-    """What weights may take on a device, in bytes."""
+    """What weights may take on a device, in bytes; None: nobody can tell, or that is asked."""
+    if asked.device_memory is not None:
+        return None
     if asked.max_memory is not None:
         return asked.max_memory.get(device, 0)
     return free_bytes(device)

@@ -58,7 +58,7 @@ _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
 def requirements_of(
-    source: ModelSource, *, dtype: str, device: str, deterministic: bool = False
+    source: ModelSource, *, dtype: str, device: str | torch.device, deterministic: bool = False
 ) -> Requirements:
     """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
     if source.live is None:
@@ -343,8 +343,13 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
     return name
 
 
-def pick_device(device: str, source: ModelSource) -> torch.device:
-    """ "auto" is where a live model is, otherwise the best single device of this machine."""
+def pick_device(device: str | torch.device, source: ModelSource) -> torch.device:
+    """ "auto" is where a live model is, otherwise the best single device of this machine.
+
+    A torch.device need not be one of this machine.
+    """
+    if isinstance(device, torch.device):
+        return device
     live = None if source.live is None else input_device(source.live)
     if device == AUTO:
         return live if live is not None else torch.device(_best_device())
@@ -359,16 +364,26 @@ def pick_device(device: str, source: ModelSource) -> torch.device:
 
 def check_device(device: str) -> torch.device:
     """A device of this machine, from its name. Raises UsageError."""
+    found = named_device(device)
     try:
-        found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(
-            f"device_map={device!r} is not a device of this machine: {first_line(error)}"
-        ) from None
+        raise UsageError(_NOT_HERE.format(device, first_line(error))) from None
+    return found
+
+
+def named_device(device: str) -> torch.device:
+    """A device that models run on, here or elsewhere, from its name. Raises UsageError."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(_NOT_HERE.format(device, first_line(error))) from None
     if found.type not in DEVICES:
         raise UsageError(f"device_map={device!r}: models run on {', '.join(DEVICES)}")
     return found
+
+
+_NOT_HERE = "device_map={!r} is not a device of this machine: {}"
 
 
 def _best_device() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,17 +177,22 @@ def understand(
     merge_adapter: bool = False,
     revision: str | None = None,
     deterministic: bool = False,
+    device_memory: int | None = None,
 ) -> Job:
     """Find a model and derive what it needs. Raises a UsageError; reads no weight."""
-    said = asked(device_map, max_memory, offload_folder)
+    if sys.flags.optimize > 1:
+        raise UsageError(
+            "Python runs with -OO, which takes away docstrings, and transformers reads them to "
+            "define its models; run it with -O, or without"
+        )
+    said = replace(asked(device_map, max_memory, offload_folder), device_memory=device_memory)
     source = find(model, revision)
-    device = str(first_device(said, source))
-    if source.live is not None:
-        device = AUTO
+    first = first_device(said, source)
+    device = AUTO if source.live is not None else first
     with blamed(source):
         needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
     if isinstance(said.device_map, Mapping):
-        where = Placement(device, said.device_map, {})
+        where = Placement(str(first), said.device_map, {})
         needs = spread_over(needs, where) if where.spread else needs
     if merge_adapter and adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")

@@ -204,3 +204,57 @@ NAMES: Mapping[str, Mapping[Any, str]] = {
         "fp4": "bnb-4bit?type=fp4",
     },
 }
+
+_SERVER = "jackfield has no server yet; an engine serves requests from any thread in Python"
+_PAGES = "write --cache 'paged?"
+
+#: Flags of `transformers chat`, `serve`, `download` and `env` that are no keyword, without dashes.
+FLAGS: Mapping[str, str] = {
+    "base_url": _SERVER,
+    "cb_block_size": f"{_PAGES}page_size=N'",
+    "cb_max_batch_tokens": "write --max-batch-tokens N",
+    "cb_max_memory_percent": f"{_PAGES}memory=0.5'",
+    "cb_num_blocks": f"{_PAGES}num_tokens=N', in tokens",
+    "cb_use_cuda_graph": "write --compile cuda_graph",
+    "chat_template_kwargs": "render the chat template yourself, in Python",
+    "continuous_batching": "requests always join at any step where the cache can: --cache paged",
+    "decision_config": _SERVER,
+    "default_seed": "write --seed N",
+    "enable_cors": _SERVER,
+    "examples_path": "pipe messages into it, one a line",
+    "force_model": "write --model MODEL",
+    "generate_flags": "write --set key=value",
+    "generation_config": "write --set key=value for each of its settings",
+    "host": _SERVER,
+    "log_level": "write `jackfield --debug COMMAND`, or nothing",
+    "max_batch_size": "it is a flag of `jackfield generate` and `chat`",
+    "max_batch_tokens": "it is a flag of `jackfield generate` and `chat`; `memory` has "
+    "--prefill-tokens N",
+    "model_id": "write --model MODEL",
+    "model_timeout": _SERVER,
+    "non_blocking": _SERVER,
+    "port": _SERVER,
+    "reasoning": "render the chat template yourself, in Python",
+    "save_folder": "send what is shown into a file: `jackfield chat | tee FILE`",
+    "system_prompt": "give the messages in Python: engine.generate([{'role': 'system', …}, …])",
+    "user": "nobody's name is shown; drop it",
+    "accelerate_config_file": "`jackfield doctor` says what is installed here",
+}
+
+#: The flag of our command line for an argument of `jackfield.load`, where it has another name.
+FLAG_OF: Mapping[str, str] = {
+    "attn_implementation": "--attention",
+    "cache_implementation": "--cache",
+    "device_map": "--device",
+    "kernels": "--kernel",
+}
+
+#: Commands of transformers that have another name here.
+COMMANDS: Mapping[str, str] = {
+    "add-new-model-like": "a model is added to transformers itself",
+    "download": "`hf download MODEL` fetches a model",
+    "env": "`jackfield doctor` says what is installed here",
+    "run": "`jackfield generate PROMPT` makes text",
+    "serve": _SERVER,
+    "version": "`jackfield --version` says it",
+}

@@ -27,11 +27,13 @@ class Asked:
     """What a caller says about places, its form checked.
 
     `device_map` is a strategy, a device, or module name -> place; `max_memory` place -> bytes.
+    `device_memory` are the bytes of one device that need not be here: all is planned for that one.
     """
 
     device_map: str | Mapping[str, str] = AUTO
     max_memory: Mapping[str, int] | None = None
     offload_folder: Path | None = None
+    device_memory: int | None = None
 
     @property
     def is_strategy(self) -> bool:

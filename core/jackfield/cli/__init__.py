@@ -5,22 +5,28 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
+from jackfield.cli.answers import instead_of_command, instead_of_flag, with_values
 from jackfield.cli.app import Globals, app
-from jackfield.cli.output import logged, say
+from jackfield.cli.output import PLAIN, logged, say
 from jackfield.errors import JackfieldError
 from jackfield.quieting import TORCHAO, quieted
 
 __all__ = ["main", "run"]
 
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 #: What libraries read when they are imported; a value that the caller has set stays.
 QUIET = {
@@ -33,7 +39,18 @@ QUIET = {
 def main() -> None:
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
+    _keep_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _keep_streams() -> None:
+    """Show what an encoding lacks in its own characters, and let no file take a closed stream."""
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            with contextlib.suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        elif number and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=PLAIN)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -43,7 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         for library in ("huggingface_hub", "tokenizers", "torch", "transformers"):
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
         try:
-            code = app(list(arguments), prog_name="jackfield", standalone_mode=False, obj=options)
+            words = with_values(arguments)
+            code = app(words, prog_name="jackfield", standalone_mode=False, obj=options)
             if sys.stdout is not None:  # as after `>&-`
                 sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
@@ -64,11 +82,31 @@ def _report(error: Exception, debug: bool) -> int:
         say(f"error: {error}")
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whose base class is not public
-        say(f"error: {error.format_message()}{_help_of(error)}")
+        answer = _instead(error)
+        told = error.format_message()
+        if answer:
+            say(f"error: {told.partition(' (Possible')[0].rstrip('.')}; {answer}")
+        else:
+            say(f"error: {told}{_help_of(error)}")
         return int(getattr(error, "exit_code", 2))
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        say(f"error: the output cannot be written: {error.strerror}")
+        return _give_up_output()
     hint = "" if debug else "; for the traceback run it again as `jackfield --debug …`"
     say(f"error: unexpected {type(error).__name__}: {error}{hint}")
     return 1
+
+
+def _instead(error: Exception) -> str | None:
+    """What to write instead of a flag or a command of transformers."""
+    context: Any = getattr(error, "ctx", None)
+    if context is None:
+        return None
+    if flag := getattr(error, "option_name", None):
+        known = {name for parameter in context.command.params for name in parameter.opts}
+        return None if flag in known else instead_of_flag(flag, known)
+    command = re.search(r"No such command '([\w-]+)'", str(error))
+    return instead_of_command(command[1]) if command else None
 
 
 def _help_of(error: Exception) -> str:

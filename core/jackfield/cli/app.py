@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -35,7 +38,14 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True, add_help_option=False)
+def _usage(command: Callable[..., None]) -> str | None:
+    """Its docstring, which `python -OO` takes away, from its source."""
+    if sys.flags.optimize < 2:
+        return inspect.getdoc(command)
+    (written,) = ast.parse(inspect.getsource(command)).body
+    return ast.get_docstring(written) if isinstance(written, ast.FunctionDef) else None
+
+
 def _globals(
     context: typer.Context,
     debug: Annotated[
@@ -57,6 +67,8 @@ def _globals(
         raise typer.Exit(2)
 
 
+app.callback(invoke_without_command=True, add_help_option=False, help=_usage(_globals))(_globals)
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
@@ -67,4 +79,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name, add_help_option=False)(with_flags(command))
+    app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))

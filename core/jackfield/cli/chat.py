@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jackfield.cli.generate import decoded, show, summary
-from jackfield.cli.options import Backends, ModelOption, Settings, load
+from jackfield.cli.options import Backends, Batches, ModelOption, Settings, load
 from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError
 
@@ -20,7 +20,9 @@ GREETING = "/reset forgets the conversation; /exit or Ctrl-D ends; Ctrl-C stops 
 START_AFRESH = "/reset starts afresh"
 
 
-def chat(backends: Backends, settings: Settings, model: ModelOption = "demo") -> None:
+def chat(
+    backends: Backends, settings: Settings, batches: Batches, model: ModelOption = "demo"
+) -> None:
     """Talk with a chat model; it sees the whole conversation each time.
 
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. When standard
@@ -29,7 +31,7 @@ def chat(backends: Backends, settings: Settings, model: ModelOption = "demo") ->
     Example: jackfield chat --temperature 0.8
     """
     asked = settings.to_dict()
-    with load(model, backends) as engine:
+    with load(model, backends, batches) as engine:
         conversation = Conversation(engine, asked)
         conversation.check()
         if sys.stdin.isatty():

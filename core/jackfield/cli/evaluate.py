@@ -10,7 +10,7 @@ import typer
 
 from jackfield.cli.compare import baseline, compare, perplexity_of
 from jackfield.cli.generate import decoded, read_file
-from jackfield.cli.options import Backends, JsonOption, ModelOption, flag, load
+from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, flag, load
 from jackfield.cli.output import console, note, print_json, ran, table
 from jackfield.errors import UsageError
 
@@ -74,7 +74,7 @@ def evaluate(
             raise UsageError(f"--{name.replace('_', '-')} needs two to compare; add --baseline")
     if against.tasks is False and text is None:
         raise UsageError("--no-tasks leaves nothing to measure; add --text FILE")
-    with load(model, backends) as engine:
+    with load(model, backends, Batches()) as engine:
         result = None if against.tasks is False else _evaluate(engine, count, seed)
         read = None if text is None else perplexity_of(engine, text)
         report, plan = engine.report(), engine.plan

@@ -46,15 +46,20 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     from jackfield.choosing.assistance import find_assistant
     from jackfield.choosing.deciding import spread_over, understand
     from jackfield.choosing.discovery import registry
+    from jackfield.choosing.selection import AUTO
+    from jackfield.choosing.solving import ARGUMENTS
+    from jackfield.choosing.wording import in_our_words
     from jackfield.errors import PlanError
+    from jackfield.front import OF_A_PLAN
 
+    words = in_our_words(backends.arguments(), OF_A_PLAN, "jackfield explain")
+    selections = {kind: words.get(name, AUTO) for kind, name in ARGUMENTS.items()}
     job = understand(model, **backends.job())
     needs = job.needs
-    selections: dict[str, Selectable] = {**backends.selections()}
     plan, error = None, None
     try:
         plan = job.decide(registry(), selections)
-        draft = find_assistant(plan, backends.assistant_model, None, job.asked.device_map)
+        draft = find_assistant(plan, words.get("assistant_model"), None, job.asked.device_map)
         plan = plan if draft is None else replace(plan, assistant=draft.plan)
         if plan.placement and plan.placement.spread:
             needs = spread_over(needs, plan.placement)

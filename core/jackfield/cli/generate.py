@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, ModelOption, Settings, load
+from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, Settings, load
 from jackfield.cli.output import note, print_json, ran
 from jackfield.errors import ExecutionError, UsageError
 
@@ -41,6 +41,7 @@ class WithLogprobs(Settings):
 def generate(
     backends: Backends,
     settings: WithLogprobs,
+    batches: Batches,
     prompt: PromptArgument = None,
     file: FileOption = None,
     chat: ChatOption = False,
@@ -60,7 +61,7 @@ def generate(
     text = read_prompt(prompt, file)
     asked = settings.to_dict()
     request: Any = [{"role": "user", "content": text}] if chat else text
-    with load(model, backends) as engine:
+    with load(model, backends, batches) as engine:
         if json:
             completion = engine.submit(request, **asked).result()
             print_json(completion.to_dict() | {"plan": engine.plan.to_dict()})

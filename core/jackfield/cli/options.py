@@ -32,9 +32,9 @@ def _backend(kind: str, *flags: str) -> Any:
     return typer.Option(*flags, metavar="NAME", help=text)
 
 
-def flag(name: str, metavar: str, text: str) -> Any:
-    """A flag that takes a value."""
-    return typer.Option(name, metavar=metavar, help=text)
+def flag(name: str, metavar: str, text: str, *others: str) -> Any:
+    """A flag that takes a value; `others` are what else it is called."""
+    return typer.Option(name, *others, metavar=metavar, help=text)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Backends:
     attention: Annotated[
         list[str] | None, _backend("attention", "--attention", "--attn-implementation")
     ] = None
-    cache: Annotated[list[str] | None, _backend("cache", "--cache")] = None
+    cache: Annotated[list[str] | None, _backend("cache", "--cache", "--cache-implementation")] = (
+        None
+    )
     quantizer: Annotated[list[str] | None, _backend("quantizer", "--quantization")] = None
     compiler: Annotated[list[str] | None, _backend("compiler", "--compile")] = None
     decoding: Annotated[list[str] | None, _backend("decoding", "--decoding")] = None
@@ -57,10 +59,17 @@ class Backends:
         list[str] | None,
         flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
     ] = None
-    dtype: Annotated[str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.")] = "auto"
+    dtype: Annotated[
+        str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.", "--torch-dtype")
+    ] = "auto"
     device: Annotated[
         str,
-        flag("--device", "DEVICE", "auto, balanced, a device, or MODULE=DEVICE,=DEVICE."),
+        flag(
+            "--device",
+            "DEVICE",
+            "auto, balanced, a device, or MODULE=DEVICE,=DEVICE.",
+            "--device-map",
+        ),
     ] = "auto"
     max_memory: Annotated[
         str | None, flag("--max-memory", "SIZES", "For weights: cpu=4GB,0=10GB.")
@@ -128,11 +137,26 @@ def _selectable(names: list[str] | None) -> str | list[str]:
     return names[0] if len(names) == 1 else names
 
 
-def load(model: str, backends: Backends) -> Engine:
+@dataclass(frozen=True)
+class Batches:
+    """How much a step does at once."""
+
+    max_batch_size: Annotated[
+        int, flag("--max-batch-size", "N", "How many sequences run together at most.")
+    ] = 32
+    max_batch_tokens: Annotated[
+        int | None, flag("--max-batch-tokens", "N", "How many tokens a step computes at most.")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def load(model: str, backends: Backends, batches: Batches) -> Engine:
     """The engine that the flags ask for."""
     from jackfield.front import load
 
-    return load(model, **backends.arguments())
+    return load(model, **backends.arguments(), **batches.arguments())
 
 
 @dataclass(frozen=True)
@@ -141,6 +165,10 @@ class Settings:
 
     max_new_tokens: Annotated[
         int | None, flag("--max-new-tokens", "N", "How many tokens to make at most.")
+    ] = None
+    do_sample: Annotated[
+        bool | None,
+        typer.Option("--do-sample/--no-do-sample", help="Sample, or take the likeliest token."),
     ] = None
     temperature: Annotated[
         float | None, flag("--temperature", "T", "Sample; 0 takes the likeliest token.")

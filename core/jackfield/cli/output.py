@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import logging
@@ -23,9 +24,27 @@ class HasDebug(Protocol):
     debug: bool
 
 
+#: How an encoding that lacks a character shows it: in the name of the error handler.
+PLAIN = "jackfield.plain"
+_LOOKS_LIKE = {"…": "...", "·": "|", "×": "x", "–": "-", "—": "-", "‘": "'", "’": "'"}
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    shown = (_LOOKS_LIKE.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking)
+    return "".join(shown), error.end
+
+
+codecs.register_error(PLAIN, _plain)
+
+
 def say(text: str) -> None:
     """One line on standard error, whatever line breaks are in `text`."""
-    print("; ".join(filter(None, map(str.strip, text.splitlines()))), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # there is no other place to say that it is full or gone
+        line = "; ".join(filter(None, map(str.strip, text.splitlines())))
+        print(line, file=sys.stderr, flush=True)
 
 
 def print_json(data: Any) -> None:
@@ -60,7 +79,8 @@ def table(*headings: str) -> Table:
 
 def note(text: str) -> None:
     """One dim line on standard error."""
-    console(stderr=True).print(text, style="dim", soft_wrap=True)
+    with contextlib.suppress(OSError):
+        console(stderr=True).print(text, style="dim", soft_wrap=True)
 
 
 def ran(report: Report) -> str:

@@ -268,7 +268,7 @@ def estimate(
     _check_each(batch_sizes=batch_sizes, lengths=lengths or ())
     from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
 
-    config, planned = _planned(model, revision, selections)
+    config, planned = _planned(model, revision, selections, size)
     needs, cache, quantizer = planned.requirements, planned["cache"], planned["quantizer"]
     sized = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     tokens = _lengths(lengths, needs.context_length)
@@ -301,19 +301,19 @@ def _check_each(**named: Sequence[int]) -> None:
 
 
 def _planned(
-    model: Any, revision: str | None, selections: Mapping[str, Any]
+    model: Any, revision: str | None, selections: Mapping[str, Any], device_memory: int | None
 ) -> tuple[PreTrainedConfig, Plan]:
     """The plan for the config of `model`, all of which an estimate can count."""
     from jackfield.bridge.source import find
-    from jackfield.front import plan
+    from jackfield.front import planned
 
     source = find(model, revision)
     own = {}
     if source.live is not None and selections.get("dtype", AUTO) == AUTO:
         own["dtype"] = str(source.live.dtype).removeprefix("torch.")
-    planned = plan(source.config, **{**selections, **own})
-    _check_counted(planned)
-    return source.config, planned
+    found = planned(source.config, {**selections, **own}, device_memory)
+    _check_counted(found)
+    return source.config, found
 
 
 def _free(needs: Requirements) -> int:

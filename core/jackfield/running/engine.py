@@ -297,7 +297,7 @@ class Engine:
     ) -> list[Running]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
-        refuse_autocast(self.model.device.type)
+        refuse_autocast(input_device(self.model).type)
         ids = self._text.encode(prompt, self.plan.requirements.context_length)
         wished = wishes(asked, self.model.generation_config)
         decoding = pick(self.plan, wished)

@@ -1,0 +1,68 @@
+"""What to write instead of a flag or a command of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from jackfield.choosing.habits import (
+    COMMANDS,
+    DECODING_OPTIONS,
+    DECODINGS,
+    FLAG_OF,
+    FLAGS,
+    KEYWORDS,
+)
+
+
+def with_values(arguments: Sequence[str]) -> list[str]:
+    """The arguments, a bare --compile being transformers' switch for torch.compile."""
+    found = list(arguments)
+    for at, argument in enumerate(found):
+        if argument == "--":
+            break
+        if argument == "--compile" and (at + 1 == len(found) or found[at + 1].startswith("-")):
+            found[at] = "--compile=inductor"
+    return found
+
+
+def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
+    """What to write instead of `flag` where a command takes the flags `known`; None: no idea."""
+    name = flag.lstrip("-").replace("-", "_")
+    name = name if name in FLAGS or name in KEYWORDS else name.removeprefix("no_")
+    if name in FLAGS:
+        return FLAGS[name]
+    if name in DECODINGS or name in DECODING_OPTIONS:
+        backend = {**DECODINGS, **DECODING_OPTIONS}[name]
+        return f"write --decoding '{backend}?{name}=…'"
+    habit = KEYWORDS.get(name)
+    if habit is not None:
+        worth = next(iter(habit.values.values()), "…")
+        return f"write {_flag(habit.ours)} {worth}" if habit.ours else _with_flags(habit.answer)
+    return _setting(name, known)
+
+
+def _flag(argument: str) -> str:
+    return FLAG_OF.get(argument, f"--{argument.replace('_', '-')}")
+
+
+def _with_flags(answer: str) -> str:
+    """An answer for Python, with its arguments of `jackfield.load` as flags."""
+    return re.sub(r"write (\w+)=", lambda match: f"write {_flag(match[1])} ", answer)
+
+
+def _setting(name: str, known: Collection[str]) -> str | None:
+    from jackfield.asking.vocabulary import OWN
+
+    if name not in OWN:
+        from transformers import GenerationConfig
+
+        if name not in vars(GenerationConfig()):
+            return None
+    if "--set" in known:
+        return f"write --set {name}=…"
+    return "it is a setting of `jackfield generate` and `chat`"
+
+
+def instead_of_command(name: str) -> str | None:
+    return COMMANDS.get(name)

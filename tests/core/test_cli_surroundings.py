@@ -1,0 +1,159 @@
+"""Every command where output is ASCII, full, closed or gone, and under `python -O` and `-OO`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield.cli.app import COMMANDS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and POSIX shells")
+
+#: command -> (arguments, standard input)
+LINES: dict[str, tuple[tuple[str, ...], str]] = {
+    "help": (("--help",), ""),
+    "generate --help": (("generate", "--help"), ""),
+    "version": (("--version",), ""),
+    "generate": (("generate", "--chat", "Hello!"), ""),
+    "generate --json": (("generate", "Once …", "--json", "--max-new-tokens", "2"), ""),
+    "chat": (("chat",), "Hello!\n/reset\nWhat is 1 + 1?\n"),
+    "eval": (("eval", "--count", "1"), ""),
+    "plugins": (("plugins",), ""),
+    "explain": (("explain", "demo"), ""),
+    "explain --json": (("explain", "demo", "--json"), ""),
+    "memory": (("memory", "demo"), ""),
+    "doctor": (("doctor",), ""),
+    "mistake": (("generate", "hi", "--attention", "nope…"), ""),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: bytes
+    err: str
+
+
+def python(*flags: str, **environ: str) -> Callable[[str], Done]:
+    def run(line: str) -> Done:
+        arguments, told = LINES[line]
+        done = subprocess.run(
+            [sys.executable, *flags, "-m", "jackfield", *arguments],
+            input=told.encode(), capture_output=True, env={**os.environ, **environ}, timeout=300,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr.decode())
+
+    return run
+
+
+def shell(redirection: str) -> Callable[[str], Done]:
+    def run(line: str) -> Done:
+        arguments, told = LINES[line]
+        done = subprocess.run(
+            ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, "-m", "jackfield",
+             *arguments],
+            input=told.encode(), capture_output=True, timeout=300,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr.decode())
+
+    return run
+
+
+def plain(line: str, done: Done) -> None:
+    assert done.code == (2 if line == "mistake" else 0)
+    assert done.out.decode("ascii").strip() or line == "mistake"
+    assert done.err.isascii()
+
+
+def full(line: str, done: Done) -> None:
+    if line == "mistake":
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        return
+    assert (done.code, done.out) == (1, b"")
+    assert done.err == "error: the output cannot be written: No space left on device\n"
+
+
+def nothing_said(line: str, done: Done) -> None:
+    assert done.code == (2 if line == "mistake" else 0)
+    assert done.err == ""
+
+
+def closed(line: str, done: Done) -> None:
+    assert done.code == (2 if line == "mistake" else 0)
+    assert done.out == b""
+
+
+def gone(line: str, done: Done) -> None:
+    assert done.code in ((2,) if line == "mistake" else (0, 1))
+    assert done.err.count("\n") <= (1 if line == "mistake" else 3)  # a summary an answer
+
+
+def optimized(line: str, done: Done) -> None:
+    assert done.code == (2 if line == "mistake" else 0)
+
+
+def without_docstrings(line: str, done: Done) -> None:
+    if line in ("help", "generate --help", "version", "plugins", "doctor"):
+        assert done.code == 0
+        assert "Example: jackfield generate" in done.out.decode() or line != "generate --help"
+    else:
+        assert done.code == 2
+        assert done.err.startswith("error: Python runs with -OO, which takes away docstrings")
+
+
+ASCII = {"PYTHONIOENCODING": "ascii"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+SURROUNDINGS: dict[str, tuple[Callable[[str], Done], Any]] = {
+    "ascii": (python(**ASCII), plain),
+    "C locale": (python(**C_LOCALE), plain),
+    "full": (shell(">/dev/full"), full),
+    "full errors": (shell("2>/dev/full"), nothing_said),
+    "closed": (shell(">&-"), closed),
+    "all closed": (shell("<&- >&- 2>&-"), lambda line, done: None),
+    "gone": (shell("> >(exec <&-)"), gone),
+    "-O": (python("-O"), optimized),
+    "-OO": (python("-OO"), without_docstrings),
+}
+QUICK = {("generate", "ascii"), ("generate", "full"), ("generate", "-OO"), ("mistake", "C locale"),
+         ("generate --help", "-OO"), ("plugins", "gone")}  # fmt: skip
+CELLS = [
+    pytest.param(
+        line,
+        name,
+        marks=() if (line, name) in QUICK or line == "version" else pytest.mark.long,
+        id=f"{line}-{name}",
+    )
+    for line in LINES
+    for name in SURROUNDINGS
+]
+
+
+def test_every_command_is_swept() -> None:
+    assert {arguments[0] for arguments, _ in LINES.values()} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize(("line", "name"), CELLS)
+def test_a_command_in_its_surroundings(line: str, name: str) -> None:
+    run, check = SURROUNDINGS[name]
+    done = run(line)
+    assert "Traceback" not in done.err
+    assert "Exception ignored" not in done.err
+    assert done.code in (0, 1, 2)
+    check(line, done)
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """What is opened first would get number 1, and whatever prints there would write into it."""
+    code = (
+        "import os, sys; from jackfield import cli; cli._keep_streams(); "
+        f"sys.exit(os.open({str(tmp_path / 'file')!r}, os.O_CREAT | os.O_WRONLY) < 3)"
+    )
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code])
+    assert done.returncode == 0
