@@ -227,7 +227,7 @@ def test_a_draft_model_does_not_go_to_disk_with_the_model() -> None:
         ({"device_map": {}}, "empty dict"),
         ({"device_map": 1.5}, "device_map must be"),
         ({"device_map": True}, "device_map must be"),
-        ({"device_map": None}, "device_map must be"),
+        ({"device_map": []}, "device_map must be"),
         ({"device_map": {"": "auto"}}, "not '' to 'auto'"),
         ({"device_map": {0: "cpu"}}, "not 0 to 'cpu'"),
         ({"device_map": {"": "gpu"}}, "device_map='gpu' is not a device"),

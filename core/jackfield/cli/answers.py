@@ -29,7 +29,8 @@ def with_values(arguments: Sequence[str]) -> list[str]:
 def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
     """What to write instead of `flag` where a command takes the flags `known`; None: no idea."""
     name = flag.lstrip("-").replace("-", "_")
-    name = name if name in FLAGS or name in KEYWORDS else name.removeprefix("no_")
+    if (positive := name.removeprefix("no_")) in KEYWORDS or positive in FLAGS:
+        name = positive
     if name in FLAGS:
         return FLAGS[name]
     if name in DECODINGS or name in DECODING_OPTIONS:
