@@ -23,6 +23,7 @@ from jackfield.asking.streaming import check_streamer, tell
 from jackfield.asking.surroundings import refuse_autocast
 from jackfield.asking.texts import Text, bridge
 from jackfield.asking.wishes import mapping, notice_selectors, wishes
+from jackfield.bridge.source import input_device
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.planning import Plan
