@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from families import character_tokenizer
+from poison import GREEDY
 from transformers import AutoTokenizer
 
 from jackfield.asking.chats import text_of
@@ -199,57 +200,6 @@ def test_a_chat_that_is_too_deep_is_told() -> None:
         deep = [deep]
     with pytest.raises(PromptError, match="message 0 of the chat is not JSON"):
         asked(PLAIN, [{**USER, "more": deep}])
-
-
-GREEDY = {
-    "a product": "{{ 'a' * 10 ** 10 }}",
-    "a product of lists": "{{ ([messages] * 10 ** 10) | length }}",
-    "a product the other way": "{{ 10 ** 10 * 'a' }}",
-    "a power": "{{ 10 ** (10 ** 10) }}",
-    "powers of powers": "{% set n = namespace(x=10) %}{% for i in range(99) %}"
-                        "{% set n.x = n.x * n.x %}{% endfor %}",
-    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                "{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "doubling by sums": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                        "{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubling by blocks": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                          "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
-    "doubling by replacing": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                             "{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
-    "doubling by joining": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                           "{% set n.x = n.x.join(['a', n.x]) %}{% endfor %}",
-    "lists in lists": "{% set n = namespace(x=['ab']) %}{% for i in range(99) %}"
-                      "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "dicts in dicts": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-                      "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x | tojson }}",
-    "made dicts": "{% set n = namespace(x='ab') %}{% for i in range(40) %}"
-                  "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x | tojson }}",
-    "a width": "{{ 'a'.center(10000000000) }}", "a filter's width": "{{ 'a' | center(10 ** 10) }}",
-    "a constant width": "{{ 'a' | center(10000000000) }}",
-    "justified": "{{ 'a'.ljust(10 ** 10) }}", "zeros": "{{ 'a'.zfill(10 ** 10) }}",
-    "tabs": "{{ '\\t'.expandtabs(10 ** 10) }}",
-    "a format": "{{ '%10000000000d' % 1 }}", "a star": "{{ '%*d' % (10 ** 10, 1) }}",
-    "a format's filter": "{{ '%10000000000d' | format(1) }}",
-    "a method's format": "{{ '{:10000000000}'.format(1) }}",
-    "a nested format": "{{ '{:{}}'.format(1, 10 ** 10) }}",
-    "a width in a list": "{{ '{0[0]:{0[1]}}'.format([1, 10 ** 10]) }}",
-    "a width in a dict": "{{ '{a:{b}}'.format_map({'a': 1, 'b': 10 ** 10}) }}",
-    "an indent": "{{ 'a' | indent(10 ** 10, true) }}",
-    "an indent of JSON": "{{ messages | tojson(indent=10 ** 10) }}",
-    "batches": "{{ messages | batch(10 ** 10, 'x') | list }}",
-    "many filters": "{{ ['a'] | map('center', 10 ** 10) | join }}",
-    "bytes": "{{ (1).to_bytes(10 ** 10, 'big') }}",
-    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "endless and quiet": "{% for a in range(99999) %}{% for b in range(99999) %}"
-                         "{% if a == b %}{% endif %}{% endfor %}{% endfor %}",
-    "endless talk": "{% for a in range(99999) %}{% for b in range(99999) %}a"
-                    "{% endfor %}{% endfor %}",
-    "a long talk": "{% set x = 'a' * 999999 %}{% for b in range(99999) %}{{ x }}{% endfor %}",
-    "a talk in a block": "{% set x = 'a' * 999999 %}{% set y %}{% for b in range(99999) %}{{ x }}"
-                         "{% endfor %}{% endset %}",
-    "a call of itself": "{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}",
-    "lipsum": "{{ lipsum(n=10 ** 7) }}",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", GREEDY)

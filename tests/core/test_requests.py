@@ -8,16 +8,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from driven import Gate, recorded
-from families import VOCAB, build, character_tokenizer, prompts
+from families import build, character_tokenizer, prompts
+from poison import NONSENSE
 
 import jackfield
 from jackfield import Completion, Engine
 from jackfield.errors import ExecutionError, QueueFullError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPTS = prompts((3, 9, 1, 6, 12, 2, 5, 8))
 COUNT = 10
@@ -380,60 +383,6 @@ def test_an_event_loop_that_is_closed_disturbs_nobody(engine: Engine, alone: Any
     assert not task.done()
     assert engine.generate(PROMPTS[2], max_new_tokens=COUNT)[0].token_ids == alone[2].token_ids
     task.get_coro().close()
-
-
-def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    raise ValueError("no\nthanks")
-
-
-class Mute(Exception):  # noqa: N818
-    """An exception that cannot be told."""
-
-    def __str__(self) -> str:
-        raise SystemExit(3)
-
-
-def raises(error: BaseException) -> Callable[..., Any]:
-    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise error
-
-    return processor
-
-
-def writes(ids: torch.Tensor, scores: torch.Tensor) -> Any:
-    """Into all that it can reach, before it returns nothing."""
-    for tensor in (ids, scores):
-        tensor.fill_(0)
-        storage = tensor.untyped_storage()
-        storage.copy_(torch.zeros(len(storage), dtype=torch.uint8).untyped_storage())
-    return None
-
-
-NONSENSE: dict[str, Callable[..., Any]] = {
-    "raises": fails,
-    "asks to end": raises(SystemExit(1)),
-    "is interrupted": raises(KeyboardInterrupt()),
-    "ends a generator": raises(GeneratorExit()),
-    "is cancelled": raises(asyncio.CancelledError()),
-    "cannot be told": raises(Mute()),
-    "writes": writes,
-    "whole numbers": lambda ids, scores: scores.long(),
-    "complex": lambda ids, scores: scores + 1j,
-    "truths": lambda ids, scores: scores > 0,
-    "elsewhere": lambda ids, scores: scores.to("meta"),
-    "None": lambda ids, scores: None,
-    "a text": lambda ids, scores: "scores",
-    "one number": lambda ids, scores: scores[:, :1],
-    "no row": lambda ids, scores: scores[:0],
-    "a flat row": lambda ids, scores: scores[0],
-    "two rows": lambda ids, scores: scores.repeat(2, 1),
-    "too many": lambda ids, scores: torch.cat([scores, scores], 1),
-    "one more axis": lambda ids, scores: scores[None],
-    "not numbers": lambda ids, scores: scores * float("nan"),
-    "nothing left": lambda ids, scores: scores - float("inf"),
-    "infinite": lambda ids, scores: scores + float("inf"),
-    "an index": lambda ids, scores: scores[:, [VOCAB + 5]],
-}
 
 
 @pytest.mark.parametrize("what", NONSENSE)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackfield.bridge.chat_templates import ChatTemplate
-from jackfield.errors import PromptError
+from jackfield.choosing.guarded import shown
+from jackfield.errors import PromptError, first_line
 
 _Message = dict[str, Any]
 
@@ -32,8 +33,8 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
         return found
     if (parted := _parted(chat, template)) is None:
         raise PromptError(
-            f"message {lost} (role {chat[lost]['role']!r}): the chat template leaves out its text; "
-            "drop the message, or give plain text"
+            f"message {lost} (role {shown(chat[lost]['role'])}): the chat template leaves out its "
+            "text; drop the message, or give plain text"
         )
     return parted
 
@@ -58,22 +59,24 @@ def _plain(at: int, message: Any) -> _Message:
     """A message as plain JSON, its `content` a string or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(
-            f"a chat message needs 'role' and 'content', got {_short(message)} as message {at}"
+            f"a chat message needs 'role' and 'content', got {shown(message)} as message {at}"
         )
     try:
         plain: _Message = json.loads(json.dumps(dict(message)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"message {at} of the chat is not JSON: {error}") from None
+        raise PromptError(
+            f"message {at} of the chat is not JSON: {first_line(error)[:300]}"
+        ) from None
     content = plain.get("content")
     if isinstance(content, list):
         content = "".join(_text(at, n, part) for n, part in enumerate(content))
     elif content is None and not _may_be_silent(plain):
         raise PromptError(
-            f"a chat message needs 'role' and 'content', got {_short(message)} as message {at}"
+            f"a chat message needs 'role' and 'content', got {shown(message)} as message {at}"
         )
     elif not (content is None or isinstance(content, str)):
         raise PromptError(
-            f"message {at}: 'content' must be a string or a list of parts, not {_short(content)}"
+            f"message {at}: 'content' must be a string or a list of parts, not {shown(content)}"
         )
     return {**plain, "content": content}
 
@@ -91,15 +94,17 @@ def _text(at: int, n: int, part: Any) -> str:
     where = f"message {at}, part {n}"
     if not isinstance(part, dict) or "type" not in part:
         raise PromptError(
-            f"{where}: a part is like {{'type': 'text', 'text': …}}, not {_short(part)}"
+            f"{where}: a part is like {{'type': 'text', 'text': …}}, not {shown(part)}"
         )
     if part["type"] != "text":
-        raise PromptError(f"{where}: nothing here reads a part of type {part['type']!r}; drop it")
+        raise PromptError(
+            f"{where}: nothing here reads a part of type {shown(part['type'])}; drop it"
+        )
     text = part.get("text")
     if not isinstance(text, str):
-        raise PromptError(f"{where}: 'text' must be a string, not {_short(text)}")
+        raise PromptError(f"{where}: 'text' must be a string, not {shown(text)}")
     if others := sorted(part.keys() - {"type", "text"}):
-        raise PromptError(f"{where}: nothing here reads {', '.join(map(repr, others))}; drop it")
+        raise PromptError(f"{where}: nothing here reads {', '.join(map(shown, others))}; drop it")
     return text
 
 
@@ -161,8 +166,8 @@ def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> Non
             continue
         if dropped:
             raise PromptError(
-                f"message {at} (role {chat[at]['role']!r}): the chat template does not read "
-                f"{key!r}; drop it"
+                f"message {at} (role {shown(chat[at]['role'])}): the chat template does not read "
+                f"{shown(key)}; drop it"
             )
 
 
@@ -198,8 +203,3 @@ def _filled(value: Any, probe: str) -> Any:
     if isinstance(value, dict):
         return {key: _filled(item, probe) for key, item in value.items()}
     return probe if isinstance(value, str) else value
-
-
-def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= 200 else f"{said[:200]}…"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
-from jackfield.errors import PromptError
+from jackfield.choosing.guarded import shown
+from jackfield.errors import JackfieldError, PromptError, first_line
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
 #: tokenizer of transformers returns is one too, or several.
@@ -23,6 +24,26 @@ _LONG = 16  # characters a token
 _SURE = 2  # … and refused where a beginning has this many times too many tokens
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _told(act: Callable[P, T]) -> Callable[P, T]:
+    """Whatever an odd object or a tokenizer raises is told as the prompt's."""
+
+    @wraps(act)
+    def told(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return act(*args, **kwargs)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise PromptError(f"the prompt cannot be read: {first_line(error)[:500]}") from error
+
+    return told
+
+
+@_told
 def encode(
     prompt: Prompt,
     tokenizer: Any | None,
@@ -75,6 +96,7 @@ def is_batch(prompts: Any) -> bool:
     return not prompts or not isinstance(prompts[0], int | Mapping)
 
 
+@_told
 def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     """`prompts` as strings, lists of ids and messages, also where they come as transformers' own.
 
@@ -94,7 +116,7 @@ def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     if prompts is not None and ids is not None:
         raise PromptError("there is a prompt and input_ids beside it; give one of the two")
     kinds = given.pop("token_type_ids", None)
-    if kinds is not None and any(_flat(kinds)):
+    if kinds is not None and not _zeros(_listed(kinds)):
         raise PromptError("nothing here reads token_type_ids; drop them")
     mask = given.pop(_MASK, None)
     if given:
@@ -108,9 +130,11 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, _BYTES) else value
 
 
-def _flat(value: Any) -> list[Any]:
-    rows = _listed(value)
-    return [x for row in rows for x in (_listed(row) if isinstance(_listed(row), list) else [row])]
+def _zeros(value: Any, depth: int = 2) -> bool:
+    """Whether rows, or one row, are of zeros alone."""
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(_zeros(_listed(part), depth - 1) for part in value)
+    return isinstance(value, int) and value == 0
 
 
 def _cut(prompts: Any, mask: Any) -> Any:
@@ -191,6 +215,6 @@ def _check_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise PromptError(
-                f"the prompt holds {token!r}, which is no token id (0 to {vocab_size - 1})"
+                f"the prompt holds {shown(token)}, which is no token id (0 to {vocab_size - 1})"
             )
     return list(prompt)
