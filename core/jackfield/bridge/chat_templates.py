@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jinja2 import Template, nodes
     from jinja2.runtime import Context
 
-SECONDS = 5.0  # for one chat; an ordinary one takes a millisecond
+SECONDS = 5.0  # of its thread's own time for one chat; an ordinary one takes a millisecond
 MOST = 16_000_000  # characters and items that a template may make in all, and …
 _TIMES = 32  # … as many times what the chat has
 
@@ -224,8 +224,8 @@ def _until(end: float) -> Iterator[None]:
     """
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > end:
-            raise _Exceeded(f"does not end within {SECONDS:g} s")
+        if time.thread_time() > end:
+            raise _Exceeded(f"does not end within {SECONDS:g} s of computing")
         return look if frame.f_code.co_filename == _TEMPLATE else None
 
     before = sys.gettrace()
@@ -254,7 +254,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._end = time.monotonic() + SECONDS
+        self._end = time.thread_time() + SECONDS
         own = getattr(type(tokenizer), "apply_chat_template", None)
         self._by_template = own is PreTrainedTokenizerBase.apply_chat_template
         self._source = str(tokenizer.get_chat_template()) if self._by_template else ""
