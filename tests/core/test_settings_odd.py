@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from enum import IntEnum
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,9 @@ from jackfield.asking.honouring import Limits
 from jackfield.asking.settings import Settings, resolve
 from jackfield.asking.vocabulary import ALIASES, ARGUMENTS, CODE, DRAFTING, FACTS, OWN
 from jackfield.asking.wishes import VOCABULARY, notice_selectors, wishes
-from jackfield.errors import PromptError, SettingsError
+from jackfield.bridge.source import find, quiet
+from jackfield.demo import DRAFT_PATH
+from jackfield.errors import CheckpointError, PromptError, SettingsError
 from jackfield_plugins.decoding.assisted import Assisted
 from jackfield_plugins.decoding.beam import Beam
 from jackfield_plugins.decoding.prompt_lookup import PromptLookup
@@ -186,3 +191,38 @@ def test_the_names_of_this_sweep_are_all_that_there_are() -> None:
 def test_names_that_are_none(name: Any) -> None:
     assert isinstance(outcome({name: 1}, GenerationConfig(), Sample), str)
     assert isinstance(outcome({name: None}, GenerationConfig(), Sample), str)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_values_in_a_file(tmp_path: Path) -> None:
+    """Refused before weights are read, or read and then as any other config."""
+    folder = tmp_path / "model"
+    shutil.copytree(DRAFT_PATH, folder)
+    refused = read = 0
+    for name in sorted(VOCABULARY):
+        for value in (True, -1, 2.5, "x", [], [[1]], {}, {"a": 1}, [None], math.nan):
+            (folder / "generation_config.json").write_text(json.dumps({"top_p": 0.5, name: value}))
+            try:
+                find(folder, None)
+            except CheckpointError as error:
+                said = str(error)
+            else:
+                said = ""
+            if said:
+                assert f"generation_config.json says {name}=" in said
+                refused += 1
+                continue
+            with quiet():
+                config = GenerationConfig.from_pretrained(folder)
+            found = outcome({}, config, Sample)
+            if isinstance(found, Settings):
+                assert_sound(found)
+            else:
+                assert ALIASES.get(name, name) in found
+            read += 1
+    assert refused > 60
+    assert read > 400
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "num_return_sequences": 3})  # the one needs the other
+    )
+    find(folder, None)

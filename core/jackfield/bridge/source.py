@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from jackfield.bridge.foreign import read_json, told
@@ -145,8 +145,34 @@ def _check_folder(folder: Path, location: str) -> dict[str, Any]:
             "save_pretrained wrote"
         )
     if (defaults := folder / "generation_config.json").is_file():
-        read_json(defaults)  # transformers would go on without a broken one, and not say so
+        _check_defaults(defaults)
     return read_json(config)
+
+
+def _check_defaults(file: Path) -> None:
+    """transformers would go on without a broken one and not say so, or fail after the weights were
+    read, with no name. Raises CheckpointError.
+    """
+    found = read_json(file)
+    if (error := _objection(found)) is None:
+        return
+    for name, value in found.items():
+        if _objection({name: value}) is not None:
+            raise CheckpointError(
+                f"{file} says {name}={shown(repr(value), 50)}, which transformers does not take: "
+                f"{first_line(error)}; mend it, or delete it"
+            )
+    raise CheckpointError(f"{file} is not what transformers takes: {first_line(error)}; mend it")
+
+
+def _objection(fields: dict[str, Any]) -> Exception | None:
+    """What transformers raises over such a generation config."""
+    with quiet():
+        try:
+            GenerationConfig.from_dict(dict(fields))
+        except Exception as error:  # noqa: BLE001 - of many kinds, as nothing checks types
+            return error
+    return None
 
 
 @contextlib.contextmanager
