@@ -286,7 +286,8 @@ def test_explain_shows_every_reason_also_where_nothing_fits(cli: Cli, site_only:
         assert done.code == code
     assert done.json["plan"] is None
     assert done.err == f"error: {done.json['error']}\n"
-    assert "needs a harp; needs a hall" in cli("explain").out
+    shown = cli("explain").out
+    assert all(shown.count(f" {reason}\n") == 1 for reason in reasons)
 
 
 def test_doctor(cli: Cli) -> None:
@@ -370,3 +371,40 @@ def test_eval_with_drafts(cli: Cli) -> None:
     done = cli("eval", "--count", "1", "--json", *DRAFTING)
     assert done.code == 0
     assert done.json["report"]["speculation"]["acceptance_rate"] > 0.3
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("arguments", ["demo", "demo --attention eager", "demo --dtype float64"])
+def test_explain_is_readable(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: str, width: int
+) -> None:
+    """No name is cut, no line too long, each reason there once."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = cli("explain", *arguments.split()).out
+    told = cli("explain", *arguments.split(), "--json").json["backends"]
+    assert max(map(len, out.splitlines())) <= width
+    lines = [line.split() for line in out.splitlines()]
+    for backend in told:
+        whole = [backend["kind"], backend["name"], backend["verdict"], backend["distribution"]]
+        assert [*whole, backend["version"]] in [line[:5] for line in lines]
+    reasons = {reason for backend in told for reason in backend["reasons"]}
+    numbered = re.split(r"^ +\d+(?: |$)", out.partition("why not")[2], flags=re.M)[1:]
+    assert sorted(" ".join(text.split()) for text in numbered) == sorted(
+        " ".join(reason.split()) for reason in reasons
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plugins_is_readable(
+    cli: Cli, site_only: Site, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "a-very-long-name-of-a-strangers-own-distribution-which-nobody-may-cut"
+    site_only.add(name, site_only.attention("long-name-of-an-attention-that-is-nowhere-cut-either"))
+    site_only.add("bad", "raise RuntimeError('so many words that they take several lines ' * 4)")
+    out = cli("plugins").out
+    assert max(map(len, out.splitlines())) <= width
+    words = out.split()
+    for record in cli("plugins", "--json").json["plugins"]:
+        assert {record["entry_point"], record["distribution"], *record["backends"]} <= set(words)
+    assert " ".join(words).count("so many words that they take several lines") == 4

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import Backends, JsonOption, ModelArgument
-from jackfield.cli.output import console, print_json, table
+from jackfield.cli.output import console, listing, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from jackfield.choosing.deciding import Job
     from jackfield.choosing.planning import Plan
@@ -155,11 +156,36 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
         out.print(f"  adapter: {plan.adapter}")
     if plan is not None and (memory := plan.memory()):
         out.print(f"  memory for keys and values: {memory}")
-    rows = table("kind", "backend", "verdict", "distribution", "why")
-    for v in verdicts:
-        state = Text(v.verdict, style=COLORS[v.verdict])
-        why = v.how or "; ".join(v.reasons)
-        rows.add_row(v.kind, v.name, state, f"{v.distribution} {v.version}", why)
-    out.print(rows)
+    reasons = {reason: n for n, reason in enumerate(_reasons(verdicts), 1)}
+    rows = [(("kind", "backend", "verdict", "distribution"), ["why"])] + [
+        ((v.kind, v.name, v.verdict, f"{v.distribution} {v.version}"), [_why(v, reasons)])
+        for v in verdicts
+    ]
+    for row, line in listing(rows, out.width):
+        verdict = verdicts[row - 1].verdict if row else ""
+        text = Text(line, style="" if row else "bold")
+        text.highlight_words([verdict] if verdict else [], COLORS.get(verdict, ""))
+        out.print(text, soft_wrap=True)
+    if reasons:
+        out.print("why not", style="bold")
+    for reason, number in reasons.items():
+        lines = textwrap.wrap(
+            reason,
+            out.width,
+            initial_indent=f"{number:>3}  ",
+            subsequent_indent=" " * 5,
+            break_on_hyphens=False,
+        )
+        out.print("\n".join(lines), soft_wrap=True)
     if plan is not None and plan.assistant is not None:
         out.print(f"assistant: {plan.assistant}")
+
+
+def _reasons(verdicts: list[Verdict]) -> list[str]:
+    """Each reason once, in the order in which they come."""
+    return list(dict.fromkeys(reason for v in verdicts for reason in v.reasons))
+
+
+def _why(verdict: Verdict, reasons: Mapping[str, int]) -> str:
+    """How it was chosen, or the numbers of the reasons against it."""
+    return verdict.how or ", ".join(str(reasons[reason]) for reason in verdict.reasons)

@@ -8,7 +8,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -75,6 +76,45 @@ def table(*headings: str) -> Table:
     for heading in headings:
         made.add_column(heading, overflow="fold")
     return made
+
+
+def listing(
+    rows: Sequence[tuple[Sequence[str], Sequence[str]]], width: int
+) -> Iterator[tuple[int, str]]:
+    """(row, line) for each row: its cells in columns, and its notes where there is room for them.
+
+    What does not fit goes on indented lines of its own, so that no name is cut.
+    """
+    most = [max(map(len, column)) for column in zip(*(cells for cells, _ in rows), strict=True)]
+    gap = 2 if sum(most) + 2 * len(most) + _longest_note(rows) <= width else 1
+    aligned = sum(most) + gap * (len(most) - 1) <= width
+    for row, (cells, notes) in enumerate(rows):
+        pieces = [
+            cell.ljust(most[at]) if aligned else cell for at, cell in enumerate(cells) if cell
+        ]
+        line = ""
+        for piece in pieces:
+            if line and len(line) + gap + len(piece.rstrip()) > width:
+                yield row, line.rstrip()
+                line = "    "
+            line += (" " * gap if line.strip() else "") + piece
+        for text in notes:
+            if len(line) + gap + len(text) <= width:
+                yield row, f"{line}{' ' * gap if line else ''}{text}".rstrip()
+            else:
+                yield from ((row, one) for one in filter(None, (line.rstrip(),)))
+                yield from ((row, f"    {part}") for part in _wrapped(text, width - 4))
+            line = ""
+        if line:
+            yield row, line.rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _longest_note(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> int:
+    return max((len(text) for _, notes in rows for text in notes[:1]), default=0)
 
 
 def note(text: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import JsonOption
-from jackfield.cli.output import console, print_json, say, table
+from jackfield.cli.output import console, listing, print_json, say
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from collections.abc import Iterator
 
     from jackfield.choosing.registry import PluginRecord
 
@@ -40,21 +40,21 @@ def plugins(json: JsonOption = False) -> None:
 def _print(records: list[PluginRecord]) -> None:
     from rich.text import Text
 
-    rows = table("plugin", "distribution", "state", "offers")
-    rows.columns[0].no_wrap = True  # a name that one can copy
-    for record in records:
-        origin = f"{record.distribution} {record.version}"
-        state = Text(record.state, style=COLORS[record.state])
-        rows.add_row(record.entry_point, origin, state, _offers(record))
-    console().print(rows)
+    out = console()
+    rows = [(("plugin", "distribution", "state"), ["offers"])] + [
+        ((r.entry_point, f"{r.distribution} {r.version}", r.state), list(_offers(r)))
+        for r in records
+    ]
+    for row, line in listing(rows, out.width):
+        state = records[row - 1].state if row else ""
+        text = Text(line, style="" if row else "bold")
+        text.highlight_words([state] if state else [], COLORS.get(state, ""))
+        out.print(text, soft_wrap=True)
 
 
-def _offers(record: PluginRecord) -> Text:
-    """Each backend, the cause of a failure and other problems, each on its own line."""
-    from rich.text import Text
-
-    lines = [Text(backend) for backend in record.backends]
+def _offers(record: PluginRecord) -> Iterator[str]:
+    """Each backend, the cause of a failure and other problems."""
+    yield from record.backends
     if record.cause:
-        lines.append(Text(record.cause, style=COLORS[record.state]))
-    lines += [Text(problem, style="yellow") for problem in record.problems]
-    return Text("\n").join(lines)
+        yield record.cause
+    yield from record.problems
