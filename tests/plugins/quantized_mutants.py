@@ -1,14 +1,16 @@
 """Checkpoints of quantizers, damaged one place at a time, and what becomes of each.
 
-    python tests/plugins/quantized_mutants.py SELECTION…  [--all]
+    python tests/plugins/quantized_mutants.py [SELECTION…] [--all | --some NUMBER]
 
 A mutant is *caught* (an error of ours, before the first step, on one line, that blames no
 plugin), or *harmless* (the same logits as plain transformers computes from the same files).
-Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only.
+Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only; `--some`
+takes so many of the mutants, evenly.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shutil
@@ -23,11 +25,18 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTQConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import jackfield
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, JackfieldError
+from jackfield_plugins.quantizer.gptq import CPU_KERNEL
 
 SELECTIONS = (
     "bnb-4bit",
@@ -69,7 +78,7 @@ def save(selection: str, folder: Path, dtype: str = "bfloat16") -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=544, max_position_embeddings=64,
+            num_key_value_heads=2, vocab_size=2048, max_position_embeddings=64,
             initializer_range=0.3, tie_word_embeddings=False,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(base)
@@ -264,28 +273,39 @@ def outcome(mutant: Mutant, whole: Path, copy: Path) -> Outcome:
 
 def plain(folder: Path) -> torch.Tensor:
     """What transformers computes by itself."""
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    more: dict[str, Any] = {}
+    if (
+        stored["quant_method"] == "gptq"
+    ):  # the kernel that is named here, too: others round otherwise
+        more["quantization_config"] = GPTQConfig(bits=stored["bits"], backend=CPU_KERNEL)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", **more
     )
     with torch.no_grad():
         return model.eval()(IDS).logits
 
 
-def sweep(selection: str, *, everything: bool = False) -> Iterator[Outcome]:
+def sweep(selection: str, *, everything: bool = False, some: int | None) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as made:
         whole = save(selection, Path(made))
-        for mutant in mutants(whole, everything=everything):
+        every = list(mutants(whole, everything=everything))
+        for mutant in every[:: max(1, len(every) // (some or len(every)))]:
             sys.stderr.write(f"{mutant.label[:200]}\n")  # the last one, if it crashes
             yield outcome(mutant, whole, Path(made) / "mutant")
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("selections", nargs="*", default=SELECTIONS)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--some", type=int)
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
-    everything = "--all" in arguments
-    for selection in [a for a in arguments if a != "--all"] or SELECTIONS:
+    for selection in given.selections:
         found = Counter[str]()
         with contextlib.redirect_stdout(sys.stderr):
-            for one in sweep(selection, everything=everything):
+            for one in sweep(selection, everything=given.all, some=given.some):
                 found[one.kind] += 1
                 if one.kind == "wrong":
                     said = f"WRONG {selection}: {one.label[:150]}: {one.said[:300]!r}"
@@ -295,4 +315,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -56,3 +56,20 @@ def test_a_plan_refuses_what_loading_refuses(folders: dict[Any, Path], selection
     for sizes, folder in folders.items():
         planned = refusal(jackfield.plan, folder, selection)
         assert refusal(jackfield.load, folder, selection) == planned, (selection, sizes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_reads_a_head_that_is_a_copy_and_not_the_embedding(
+    folders: dict[Any, Path], bits: int
+) -> None:
+    read = []
+    for tied in (False, True):
+        estimate = jackfield.estimate(
+            str(folders[64, 96, tied]), quantization=f"int4-cpu?head={bits}", dtype="bfloat16",
+            bandwidth="1GB/s", lengths=[16],
+        )  # fmt: skip
+        read.append(estimate.bytes_read(16))
+    assert read[0] == read[1]
+    embedding, head = 50 * 64 * 2, 64 * (64 * bits // 8 + 2 * 2)
+    assert estimate.weight_bytes - embedding + 64 * 2 < read[1]
+    assert read[1] < estimate.weight_bytes - embedding + head

@@ -72,7 +72,11 @@ def check_read(
     """
     reader = _Reader(model, choice.registered, needs, tensors)
     stored = {w.name for w in needs.weights if _is_stored(w, choice, needs)}
-    converted = {p for p, m in model.named_modules() if choice.registered.ask("converted", m)}
+    converted = {
+        p
+        for p, m in model.named_modules(remove_duplicate=False)
+        if choice.registered.ask("converted", m)
+    }
     with reader:
         for path in sorted(converted):
             reader.layer(path)

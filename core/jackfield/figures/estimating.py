@@ -20,7 +20,7 @@ from jackfield.figures.backend_sizes import (
     weights_by_quantizer,
 )
 from jackfield.figures.memory import CacheMemory, free_bytes
-from jackfield.figures.reading import StepReads
+from jackfield.figures.reading import StepReads, Table
 from jackfield.figures.units import parse_bandwidth, parse_bytes
 from jackfield.running.bounds import PACKED_TOKENS, check_sizes
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from jackfield.bridge.dry_run import DryRun
+    from jackfield.choosing.solving import Choice
 
 #: Where a model has no limit of its own, the longest context that is looked at, in tokens.
 _FAR = 131072
@@ -285,13 +286,27 @@ def estimate(
         weights=tuple(weights_by_quantizer(planned)),
         caches=tuple(requests_by_cache(planned, tokens)),
         steps=_rehearse(dry, tokens, limit),
-        reads=dry.reads(),
+        reads=_with_own_head(dry.reads(), needs, quantizer),
         weights_known=sized is not None,
         checkpoint_bytes=_checkpoint_bytes(config, needs),
         pool=cache.registered.size("pool_bytes", needs, cache.options),
         step_limit=limit,
         bandwidth=rate,
     )
+
+
+def _with_own_head(
+    reads: StepReads | None, needs: Requirements, quantizer: Choice
+) -> StepReads | None:
+    """`reads` where a quantizer stores a tied head apart: the embedding is then only looked up."""
+    if reads is None or needs.head is None or not needs.tied_head:
+        return reads
+    ask, options = quantizer.registered.size, quantizer.options
+    without = ask("weight_bytes", replace(needs, head=None), options)
+    if ask("weight_bytes", needs, options) == without:
+        return reads
+    row = needs.head[1] * BYTES[needs.dtype]
+    return replace(reads, tables=(*reads.tables, Table(needs.head[0] * row, row)))
 
 
 def _check_each(**named: Sequence[int]) -> None:

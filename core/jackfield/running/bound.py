@@ -17,7 +17,7 @@ from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.choosing.deciding import Job
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.solving import Choice
-from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantization
 from jackfield.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> Pr
         )
         bound = choice.registered.bind(context)
         model = load_model(source, plan.requirements, plan.placement, bound, folder)
-        if plan.requirements.stored is not None or bound.config is not None:
+        changes = bound.config is not None or bound.finish is not Quantization.finish
+        if changes or plan.requirements.stored is not None:
             check_read(model, choice, plan.requirements, tensors_in(source))
         return load_adapter(model, job.found) if job.found else model
     if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):

@@ -1,0 +1,49 @@
+"""Checkpoints of quantizers, damaged: each is refused, or is what plain transformers computes.
+
+A few of each quantizer here, all that `quantized_mutants.py` makes with `-m long`; each quantizer
+in a process of its own, since what reads past a buffer may end it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("quantized_mutants.py")
+LIBRARY = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}
+SELECTIONS = ("bnb-4bit?double_quantization=true", "bnb-8bit", "torchao", "int4-cpu?head=8")
+
+
+def counts(selection: str, *arguments: str) -> tuple[int, int, int]:
+    """How many were caught, harmless and wrong."""
+    library = LIBRARY.get(selection.partition("-")[0].partition("?")[0])
+    if library is not None:
+        pytest.importorskip(library)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), selection, *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"after: {done.stderr[-800:]}"
+    assert "WRONG" not in done.stdout, done.stdout[-3000:]
+    caught, harmless, wrong = map(int, done.stdout.split("|")[3:6])
+    return caught, harmless, wrong
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_some(selection: str) -> None:
+    caught, harmless, wrong = counts(selection, "--some", "30")
+    assert caught >= 15
+    assert harmless >= 1
+    assert wrong == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("selection", [*SELECTIONS, "bnb-4bit", "torchao?group_size=32",
+                                       "int4-cpu", "gptq?samples=1"])  # fmt: skip
+def test_all(selection: str) -> None:
+    caught, _, wrong = counts(selection)
+    assert caught >= 100
+    assert wrong == 0
