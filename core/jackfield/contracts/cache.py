@@ -323,4 +323,5 @@ class TransformersCache(Cache):
             max_cache_len=self.max_cache_len(context.options),
             static=self.capabilities.static_shapes,
             equal_lengths=context.requirements.ragged is not None,
+            drafts=context.requirements.rollback,
         )

@@ -17,6 +17,7 @@ import torch
 
 from jackfield.contracts import KVCache, ModelInputs
 from jackfield.errors import CacheFullError
+from jackfield.running.bounds import UNLIMITED
 from jackfield.running.sequences import Feed, Sequence, Step
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class PaddedKVCache(KVCache):
     `make` gets the number of columns that the batch can come to need. `max_cache_len` is how many
     there can be at most. With `static` no shape changes while a batch runs: rows that finished
     stay and are fed token 0, which they alone see. With `equal_lengths` only rows that are equally
-    long enter together, so that there is no padding.
+    long enter together, so that there is no padding. `drafts`: there may be some, which leave holes
+    where rows keep different numbers of them; with `static` there is then room for these, and no
+    drafts any more once that is used up.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class PaddedKVCache(KVCache):
         max_cache_len: int | None = None,
         static: bool = False,
         equal_lengths: bool = False,
+        drafts: bool = False,
     ) -> None:
         self._make = make
         self._device = device
         self._max_cache_len = max_cache_len
         self._static = static
         self._equal_lengths = equal_lengths
+        self._drafts = drafts
         self._forget()
 
     def _forget(self) -> None:
@@ -55,6 +60,7 @@ class PaddedKVCache(KVCache):
         self._past: transformers.Cache | None = None
         self._mask: torch.Tensor | None = None  # [rows, columns], None while every column is valid
         self._columns = 0  # written so far
+        self._capacity: int | None = None  # how many there can be, where shapes are static
 
     def admit(self, sequence: Sequence) -> bool:
         if self._rows:
@@ -86,6 +92,15 @@ class PaddedKVCache(KVCache):
         left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
         later = max(left) - max(wanted)
         return [max(0, count - later) for count in left]
+
+    def fits(self, step: Step) -> bool:
+        """Whether every row has room for all that it can still get, whatever is kept of drafts."""
+        drafts = any(feed.drafts for feed in step.feeds)
+        if self._capacity is None or not drafts or len(self._rows) - self._rows.count(None) == 1:
+            return True
+        width = max(feed.count + len(feed.drafts) for feed in step.feeds)
+        left = max(_still_new(feed.sequence) for feed in step.feeds) - 1  # each gains a token
+        return self._columns + width + left <= self._capacity
 
     def prepare(self, step: Step) -> ModelInputs:
         if not self._rows:
@@ -124,12 +139,15 @@ class PaddedKVCache(KVCache):
 
     def _begin(self, sequences: list[Sequence]) -> None:
         needed = _columns(sequences)
+        if self._static:
+            holes = max(map(_still_new, sequences)) if self._drafts else 0
+            self._capacity = max(needed, min(needed + holes, self._max_cache_len or UNLIMITED))
         if self._max_cache_len is not None and needed > self._max_cache_len:
             raise CacheFullError(
                 f"a batch that needs {needed} columns does not fit a cache of "
                 f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
             )
-        self._past = self._make(needed)
+        self._past = self._make(self._capacity or needed)
         self._rows, self._joining = list(sequences), []
 
     def _mark(self, valid: torch.Tensor | None, width: int) -> None:
@@ -150,23 +168,25 @@ class PaddedKVCache(KVCache):
         return self._mask
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
-        rejected = []
+        rejected = {}
         for feed, count in zip(step.feeds, kept, strict=True):
             feed.sequence.num_cached = feed.start + count
-            rejected.append(feed.count + len(feed.drafts) - count)
-        if any(rejected):
+            rejected[id(feed.sequence)] = feed.count + len(feed.drafts) - count
+        if any(rejected.values()):
             self._take_back(rejected)
 
-    def _take_back(self, rejected: list[int]) -> None:
+    def _take_back(self, rejected: dict[int, int]) -> None:
         """Drop the last columns, as far as no row keeps any; what a row rejects beyond is a hole.
 
-        `rejected[i]` is how many of its last columns row i does not keep.
+        `rejected` is how many of its last columns the row of a sequence, by its id, does not keep.
+        A row that idles keeps what the others do.
         """
-        gone = min(rejected)
+        gone = min(rejected.values())
         self._crop_to(self._columns - gone)
-        if max(rejected) > gone:
+        if max(rejected.values()) > gone:
             mask = self._masked(self._columns)
-            for row, count in enumerate(rejected):
+            for row, sequence in enumerate(self._rows):
+                count = gone if sequence is None else rejected[id(sequence)]
                 mask[row, self._columns - (count - gone) :] = 0
 
     def rewind(self, sequence: Sequence, tokens: int) -> None:
