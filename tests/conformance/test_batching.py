@@ -84,7 +84,7 @@ def test_a_second_round_finds_its_prompts_and_says_the_same(family: str, chunk: 
         cache_implementation=paged(family, num_tokens=64 * 40),
         prefill_chunk_size=chunk,
     ) as engine:
-        engine._loop.cache._forgets = False  # as for a model that nobody else holds
+        engine._loop.cache.inner._forgets = False  # as for a model that nobody else holds
         first = tokens(drive(engine, staggered(prompts(LENGTHS))))
         before = engine.statistics().cache.prefix_tokens
         again = drive(engine, staggered(prompts(LENGTHS)))

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from families import build, prompts
 from wrong_attentions import ATTENTIONS, COMPILERS, PACKED, PADDED
+from wrong_caches import BOTH, FORKS, TRANSFORMERS, packed, padded
+from wrong_caches import PACKED as PAGES
+from wrong_choices import SCHEDULERS, SEARCHES, STRATEGIES, scheduler, search, strategy
 
 import jackfield
 from jackfield.choosing.discovery import registry
@@ -26,7 +29,7 @@ Plugs = Callable[[Backend], str]
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plugs:
     def offered(backend: Backend) -> str:
         mine = Registered(backend, "stranger", "1.2", "ep")
-        known = registry().backends[backend.kind]
+        known = [r for r in registry().backends[backend.kind] if r.name != backend.name]
         monkeypatch.setitem(registry().backends, backend.kind, [*known, mine])
         return f"plugin:stranger/{backend.name}"
 
@@ -80,4 +83,59 @@ def test_a_wrong_compiler_is_named(plug: Plugs, name: str) -> None:
         compile=plug(COMPILERS[name]()),
         attn_implementation="sdpa",
         cache_implementation="paged",
+    )
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_a_wrong_cache_is_named(plug: Plugs, name: str, layout: Any) -> None:
+    blamed("cache", build("llama"), cache_implementation=plug(layout(**BOTH[name])))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_wrong_cache_of_pages_is_named(plug: Plugs, name: str) -> None:
+    blamed("cache", build("llama"), cache_implementation=plug(packed(**PAGES[name])))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_wrong_cache_of_transformers_is_named(plug: Plugs, name: str) -> None:
+    blamed("cache", build("llama"), cache_implementation=plug(TRANSFORMERS[name]()))
+
+
+@pytest.mark.parametrize("name", FORKS)
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_a_cache_that_copies_wrongly_is_named(plug: Plugs, name: str, layout: Any) -> None:
+    cache = plug(layout(**FORKS[name]))
+    blamed("cache", build("llama"), cache_implementation=cache, decoding="beam")
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_wrong_scheduler_is_named(plug: Plugs, name: str) -> None:
+    blamed("scheduler", build("llama"), scheduler=plug(scheduler(**SCHEDULERS[name])))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_wrong_strategy_is_named(plug: Plugs, name: str) -> None:
+    blamed("decoding", build("llama"), decoding=plug(strategy(**STRATEGIES[name])))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_wrong_search_is_named(plug: Plugs, name: str) -> None:
+    settings = {"suppress_tokens": [7], "num_beams": 3, "num_return_sequences": 2}
+    blamed("decoding", build("llama"), decoding=plug(SEARCHES[name]()), settings=settings)
+
+
+def test_what_is_not_wrong_runs(plug: Plugs) -> None:
+    """The fakes themselves, with nothing changed, are right."""
+    model = build("llama")
+    expected = run(model, {}, {})
+    for arguments in (
+        {"cache_implementation": plug(padded())},
+        {"cache_implementation": plug(packed())},
+        {"scheduler": plug(scheduler())},
+        {"decoding": plug(strategy())},
+    ):
+        assert run(model, dict(arguments), {}) == expected
+    assert run(model, {"decoding": plug(search())}, {"num_beams": 3}) == run(
+        model, {"decoding": "beam"}, {"num_beams": 3}
     )

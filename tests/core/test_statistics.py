@@ -49,7 +49,7 @@ def test_a_new_engine_has_done_nothing(engine: jackfield.Engine) -> None:
 
 
 def test_tokens_are_counted_in_out_and_through_the_model(engine: jackfield.Engine) -> None:
-    engine._loop.cache._forgets = False  # as for a model that nobody else holds
+    engine._loop.cache.inner._forgets = False  # as for a model that nobody else holds
     texts = prompts(LENGTHS)
     engine.generate(texts, max_new_tokens=COUNT)
     idle(engine)

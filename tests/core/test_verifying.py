@@ -56,7 +56,7 @@ def step_by_step(model: Table, sequence: Sequence, count: int) -> list[Accepted]
     for _ in range(count):
         (gain,) = sampler.sample([sequence], model(sequence.tokens)[None])
         found.append(gain)
-        sequence.tokens.extend(gain.tokens)
+        list.extend(sequence.tokens, gain.tokens)
     return found
 
 
@@ -93,7 +93,7 @@ def test_right_drafts_give_in_one_call_what_many_calls_give(seed: int) -> None:
                 [p.logprob for g in gains[at] for p in g.logprobs]
             )
             kept.add(len(gain.tokens))
-            s.tokens.extend(gain.tokens)
+            list.extend(s.tokens, gain.tokens)
     assert len(kept) > 3
 
 

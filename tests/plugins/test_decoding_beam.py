@@ -391,7 +391,7 @@ class Wrong(Search):
         ([], "got 0 decisions"),
         (None, "decide raised TypeError"),
         ([Decision([Continuation(1, 4, 0.0)])], "where there are 1 beams"),
-        ([Decision([Continuation(0, 99, 0.0)])], "where there are 1 beams"),
+        ([Decision([Continuation(0, 99, 0.0)])], "where tokens are below 10"),
         ([Decision([Continuation(0, 4, 0.0)] * 3)], "3 beams of a group of 2"),
         ([Decision(hypotheses=[Hypothesis((), 0.0)])], r"a hypothesis of \(\)"),
     ],

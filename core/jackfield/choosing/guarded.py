@@ -9,11 +9,15 @@ cause chained.
 
 from __future__ import annotations
 
+import logging
 import reprlib
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import TracebackType
 
 from jackfield.errors import JackfieldError, PluginError
+
+logger = logging.getLogger("jackfield")
 
 _LONGEST = 400  # characters of a stranger's text inside a message of ours
 
@@ -65,6 +69,23 @@ def inside(thread: int | None) -> str | None:
     guards = _open.get(thread or 0)
     innermost = guards[-1:] if guards else ()
     return next((f"{guard.who}: {guard.what}" for guard in innermost), None)
+
+
+def all_of(acts: Iterable[Callable[[], object]]) -> None:
+    """Do each of `acts`, also where one before it raises: whatever is held must be given back.
+
+    Raises what the first raised; what others did is logged.
+    """
+    first: BaseException | None = None
+    for act in acts:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - of plugins, mostly
+            if first is not None:
+                logger.error("giving back failed as well: %s", told(error))
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def fault(who: object, what: str) -> PluginError:

@@ -155,5 +155,5 @@ def _chunks(engine: Engine, sequence: Any, ids: Sequence[int]) -> Any:
     last = len(ids) - 1
     size = last if needs.whole_prompt else min(last, _CHUNK, cache.max_portion or _CHUNK)
     for start in range(0, last, size):
-        sequence.tokens[:] = ids[: start + 1]
+        sequence.tokens = list(ids[: start + 1])
         yield Step([Feed(sequence, start, 1, list(ids[start + 1 : min(start + size, last)]))])

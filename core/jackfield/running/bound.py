@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import AdapterSwitch, load_adapter
@@ -15,10 +16,12 @@ from jackfield.bridge.placement import folder_for
 from jackfield.bridge.read_back import check_read
 from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.choosing.deciding import Job
+from jackfield.choosing.guarded import all_of
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.solving import Choice
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantization
 from jackfield.errors import PlanError, UsageError
+from jackfield.running.checked_cache import checked_cache
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +77,7 @@ def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
     try:
         plugged.extend(model.plug() for model in models)
     except BaseException:
-        for give_back in plugged:
-            give_back()
+        all_of(plugged)
         raise
     return plugged
 
@@ -86,7 +88,8 @@ class BoundModel:
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self.model = model
         self.plan = plan
-        self.cache: KVCache = plan["cache"].registered.bind(self.context("cache"))
+        cache = plan["cache"].registered
+        self.cache: KVCache = checked_cache(cache.bind(self.context("cache")), cache)
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
@@ -159,16 +162,14 @@ class BoundModel:
         model.eval()
         _in_use.update(map(id, decoder_configs(model)))
 
-        def give_back() -> None:
-            for unplug in undo:
-                unplug()
-            if self.adapter is not None:
-                self.adapter.restore()
+        def as_before() -> None:
             for module in trained:
                 module.training = True
             _in_use.difference_update(map(id, decoder_configs(model)))
 
-        return give_back
+        if self.adapter is not None:
+            undo.append(self.adapter.restore)
+        return partial(all_of, (as_before, *undo))
 
     def _replaceable(self, port: AttentionPort) -> Callable[..., Any]:
         if port.forward is None:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from operator import le
+from operator import attrgetter, is_, le
 from typing import TYPE_CHECKING
 
 from jackfield.choosing.guarded import fault, guarded, shown
-from jackfield.contracts import Decision, Schedule, Search, Strategy
+from jackfield.contracts import Schedule, Search, Strategy
 
 if TYPE_CHECKING:
-    import torch
-
-    from jackfield.asking.settings import Settings
-    from jackfield.running.groups import Group
     from jackfield.running.sequences import Sequence
+
+
+#: What backends read of a sequence and only the loop and the cache may change.
+_state = attrgetter("num_cached", "prompt_length", "finish_reason", "settings", "tokens")
+
+
+class unchanged:  # noqa: N801 - reads as a word of the language
+    """While it is open, a plugin may read `sequences`; PluginError where it changed one of them."""
+
+    def __init__(self, who: object, what: str, sequences: Seq[Sequence]) -> None:
+        self._who = who
+        self._what = what
+        self._sequences = sequences
+
+    def __enter__(self) -> None:
+        self._before = list(map(_state, self._sequences))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for sequence, before in zip(self._sequences, self._before, strict=True):
+            same = all(map(is_, _state(sequence), before))
+            if not same and kind is None:
+                raise fault(self._who, f"{self._what} changed request {sequence.id}, to be read")
 
 
 class CheckedSchedule(Schedule):
@@ -28,7 +46,8 @@ class CheckedSchedule(Schedule):
         return self._name
 
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        with guarded(self, "order"):
+        waiting = tuple(waiting)
+        with guarded(self, "order"), unchanged(self, "order", waiting):
             found = self._inner.order(waiting, step)
             whole = len(found) == len(waiting) and set(found) == set(waiting)
         if not whole:
@@ -42,13 +61,14 @@ class CheckedSchedule(Schedule):
     def portions(
         self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
     ) -> list[int]:
-        with guarded(self, "portions"):
+        running, pending = tuple(running), tuple(pending)
+        with guarded(self, "portions"), unchanged(self, "portions", running):
             found = self._inner.portions(running, pending, budget, step)
             total = sum(found)
             right = (
                 len(found) == len(pending)
-                and type(total) is int
-                and min(found) >= 0
+                and set(map(type, found)) <= {int}
+                and min(found, default=0) >= 0
                 and all(map(le, found, pending))
                 and 0 < total <= budget
             )
@@ -74,7 +94,8 @@ class CheckedStrategy(Strategy):
         return self._name
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        with guarded(self, "propose"):
+        sequences, most = tuple(sequences), tuple(most)
+        with guarded(self, "propose"), unchanged(self, "propose", sequences):
             found = self._inner.propose(sequences, most)
             right = len(found) == len(sequences) and all(
                 len(drafts) <= room and all(map(self._is_token, drafts))
@@ -90,55 +111,23 @@ class CheckedStrategy(Strategy):
 
     def refuse(self, prompt_length: int) -> str | None:
         with guarded(self, "refuse"):
-            return self._inner.refuse(prompt_length)
+            found = self._inner.refuse(prompt_length)
+        if type(found) not in (str, type(None)):
+            raise fault(self, f"refuse must return a reason or None, got {shown(found)}")
+        return found
 
     def _is_token(self, token: object) -> bool:
         return type(token) is int and 0 <= token < self._vocab_size
 
     def release(self, sequences: Seq[Sequence]) -> None:
         with guarded(self, "release"):
-            self._inner.release(sequences)
-
-
-class CheckedSearch(CheckedStrategy, Search):
-    """`inner`, called `name` in errors; its groups go on with what they have."""
-
-    def __init__(self, inner: Search, name: str, vocab_size: int) -> None:
-        super().__init__(inner, name, vocab_size)
-        self._search = inner
-
-    def width(self, settings: Settings) -> int:
-        with guarded(self, "width"):
-            found = self._search.width(settings)
-        if type(found) is not int or found < 1:
-            raise fault(self, f"width must return a whole number from 1 on; got {shown(found)}")
-        return found
-
-    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
-        with guarded(self, "decide"):
-            found = self._search.decide(groups, scores)
-            wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
-            for group, decision in zip(groups, found, strict=False):
-                wrong = wrong or self._flaw(group, decision)
-        if wrong:
-            raise fault(self, f"decide must return one decision a group; got {wrong}")
-        return found
-
-    def _flaw(self, group: Group, decision: Decision) -> str:
-        """What is wrong with a decision, in words; empty: nothing."""
-        if len(decision.beams) > group.width:
-            return f"{len(decision.beams)} beams of a group of {group.width}"
-        for beam in decision.beams:
-            if not (0 <= beam.parent < len(group.beams) and self._is_token(beam.token)):
-                return f"{beam}, where there are {len(group.beams)} beams"
-        for hypothesis in decision.hypotheses:
-            if not (hypothesis.tokens and all(map(self._is_token, hypothesis.tokens))):
-                return f"a hypothesis of {hypothesis.tokens!r}"
-        return ""
+            self._inner.release(tuple(sequences))
 
 
 def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:
     """`strategy` held to the contract that it has."""
     if isinstance(strategy, Search):
+        from jackfield.running.checked_search import CheckedSearch
+
         return CheckedSearch(strategy, name, vocab_size)
     return CheckedStrategy(strategy, name, vocab_size)

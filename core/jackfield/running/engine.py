@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +27,16 @@ from jackfield.asking.wishes import mapping, notice_selectors, wishes
 from jackfield.bridge.source import input_device
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
+from jackfield.choosing.guarded import all_of, told
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.strategies import elsewhere, pick
-from jackfield.errors import CacheFullError, SettingsError, UsageError
+from jackfield.errors import (
+    CacheFullError,
+    ExecutionError,
+    JackfieldError,
+    SettingsError,
+    UsageError,
+)
 from jackfield.running.bound import BoundModel, plug_all
 from jackfield.running.bounds import Bounds
 from jackfield.running.checked import CheckedSchedule, checked
@@ -48,13 +56,29 @@ from jackfield.tokens.structured import Structures
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger("jackfield")
+
 STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
+CLOSE_WITHIN = 30.0  # seconds that one which is closed waits
 
 
-def _give_back(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
-    worker.close(timeout=STOP_WITHIN)
-    for act in acts:
-        act()
+def _dropped(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
+    """Give back what an engine held that nobody closed; there is nobody to raise to."""
+    try:
+        _give_back(worker, acts, STOP_WITHIN)
+    except BaseException as error:  # noqa: BLE001 - of plugins, mostly
+        logger.error("an engine was dropped: %s", told(error))
+
+
+def _give_back(worker: Worker, acts: Iterable[Callable[[], None]], seconds: float) -> None:
+    def stop() -> None:
+        if (hanging := worker.close(seconds)) is not None:
+            raise ExecutionError(
+                f"the engine is closed, and a step did not end within {seconds:g} s: it hangs in "
+                f"{hanging}; its thread is left behind, and the model may be in use by it"
+            )
+
+    all_of((stop, *acts))
 
 
 def _one(prompt: Any, otherwise: str) -> Any:
@@ -99,7 +123,7 @@ class Engine:
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         self._when_closed = plugged
         plugged.append(self._structures.close)
-        self._give_back = weakref.finalize(self, _give_back, self._worker, plugged)
+        self._finalizer = weakref.finalize(self, _dropped, self._worker, plugged)
 
     def _assemble(
         self,
@@ -355,10 +379,11 @@ class Engine:
     def close(self) -> None:
         """End every request, wait for the step that runs, give the model back as it was.
 
-        A second call does nothing.
+        A second call does nothing. Raises ExecutionError where the step hangs (`CLOSE_WITHIN`
+        seconds), which says in what, and what plugins raise; all else is given back all the same.
         """
-        self._worker.close()
-        self._give_back()
+        if self._finalizer.detach() is not None:
+            _give_back(self._worker, self._when_closed, CLOSE_WITHIN)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -373,4 +398,9 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except JackfieldError as late:
+            if error is None:
+                raise
+            logger.error("closing the engine failed as well: %s", late)  # `error` goes on

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from jackfield.asking.detokenize import Detokenizer
 from jackfield.asking.settings import Settings
 from jackfield.contracts import Accepted, Continuation, Decision, Hypothesis
-from jackfield.running.sequences import Sequence
+from jackfield.running.sequences import Sequence, Tokens
 
 
 class Group:
@@ -131,7 +131,7 @@ class Group:
     ) -> list[tuple[Sequence, Accepted]]:
         """The members become what readers get, before they grow by `gains`."""
         for number, answer in enumerate(self.answers):
-            del answer.tokens[answer.prompt_length :]
+            list.__delitem__(answer.tokens, slice(answer.prompt_length, None))
             answer.detokenizer = self._detokenizer.copy() if self._detokenizer else None
             answer.score = found[number].score if number < len(found) else None
         return list(zip(self.answers, gains, strict=True))
@@ -147,13 +147,13 @@ def _stopped(beam: Sequence, token: int) -> bool:
 
 
 def _become(member: Sequence, source: Sequence) -> None:
-    member.tokens = list(source.tokens)
+    member.tokens = Tokens(source.tokens)
     member.constraint = source.constraint and source.constraint.copy()
     member.detokenizer = source.detokenizer and source.detokenizer.copy()
 
 
 def _append(beam: Sequence, token: int) -> None:
-    beam.tokens.append(token)
+    list.append(beam.tokens, token)
     if beam.constraint is not None:
         beam.constraint.advance([token])
     if beam.detokenizer is not None:

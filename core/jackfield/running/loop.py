@@ -13,12 +13,16 @@ from dataclasses import replace
 
 import torch
 
+from jackfield.choosing.guarded import all_of, fault
 from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
-from jackfield.errors import CacheFullError, PluginError
+from jackfield.errors import CacheFullError
 from jackfield.running.bounds import UNLIMITED, Bounds
 from jackfield.running.sequences import Event, Feed, Sequence, Step
 from jackfield.running.statistics import Recorder
 from jackfield.tokens.decoder import Decoder
+
+LONG = 10_000  # steps after which a request that waits has waited long
+FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
 
 
 class Loop:
@@ -41,8 +45,10 @@ class Loop:
         self.waiting: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
         self._timed: dict[int, Sequence] = {}  # those with a deadline
+        self._neglected: list[Sequence] = []  # passed over for ever
         self._full = False  # the cache refused who is next, and holds no less since
         self.steps = 0
+        self.doing: str | None = None  # what of a step is no plugin's and takes long
         self.recorder = Recorder()
 
     def submit(self, sequence: Sequence) -> None:
@@ -73,13 +79,16 @@ class Loop:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
         late = self._expire()
         self._admit()
+        late += self._starved()
         if not self.running:  # whatever waited came too late
             return late
         drafts = self.decoding.propose(self.running)
         step = self._fitting(drafts)
         self.decoding.expect(step)
         inputs = self.cache.prepare(step)
+        self.doing = "the model's forward call"
         logits = self.forward(inputs)
+        self.doing = None
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [f.kept(a) for f, a in zip(step.feeds, accepted, strict=True)])
@@ -94,6 +103,32 @@ class Loop:
         ended = (self.cancel(s, f"its deadline of {s.settings.deadline:g} s passed") for s in late)
         return [event for events in ended for event in events]
 
+    def _starved(self) -> list[Event]:
+        """End the requests that a scheduler passes over for ever, by its name."""
+        events = []
+        neglected, self._neglected = self._neglected, []
+        for sequence in neglected:
+            why = f"{self.schedule} passed it over {sequence.passed_over} times for later requests"
+            for event in self.cancel(sequence, why):
+                event.sequence.finish_reason = "error"
+                events.append(event)
+        return events
+
+    def _note_passed(self, entered: Seq[Sequence]) -> None:
+        """Count, for those that have waited long, who came later, with no right to be first."""
+        for sequence in self.waiting.values() if entered else ():
+            if self.steps - sequence.arrival > LONG and any(
+                other.arrival > sequence.arrival
+                and other.settings.priority <= sequence.settings.priority
+                for other in entered
+            ):
+                self._pass_over(sequence)
+
+    def _pass_over(self, sequence: Sequence) -> None:
+        sequence.passed_over += 1
+        if sequence.passed_over > FOR_EVER:
+            self._neglected.append(sequence)
+
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
         free = self.bounds.max_batch_size - len(self.running)
@@ -103,16 +138,19 @@ class Loop:
         ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
+        entered = []
         for sequence in self.schedule.order(ready, self.steps):
             free -= len(sequence.together)
             if free < 0:
                 break
             if not self._enters(sequence):
                 if not self.running:
-                    raise PluginError("the cache admits nobody although nothing runs in it")
+                    raise fault(self.cache, "admits nobody although nothing runs in it")
                 self._full = True
                 break
             del self.waiting[sequence.id]
+            entered.append(sequence)
+        self._note_passed(entered)
 
     def _enters(self, sequence: Sequence) -> bool:
         """Whether the cache takes in a sequence, and the other beams of its group with it."""
@@ -157,12 +195,17 @@ class Loop:
         pending = [self._pending(sequence) for sequence in self.running]
         budget = self.bounds.max_batch_tokens or UNLIMITED
         wanted = self.schedule.portions(self.running, pending, budget, self.steps)
+        for sequence, count in zip(self.running, wanted, strict=True):
+            if count:
+                sequence.passed_over = 0
+            else:
+                self._pass_over(sequence)
         if self.bounds.whole_chunks:
             wanted = [
                 n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
             ]
             if not any(wanted):
-                raise PluginError(f"{self.schedule}: portions gives nobody all that is pending")
+                raise fault(self.schedule, "portions gives nobody all that is pending")
         counts = self.cache.portions(self.running, wanted)
         if self.decoding.searcher is not None:
             counts = self._together(counts)
@@ -191,7 +234,7 @@ class Loop:
             for s, n in rows
         ]
         if not any(held):
-            raise PluginError(f"{self.schedule}: portions gives no request all of its beams")
+            raise fault(self.schedule, "portions gives no request all of its beams")
         return held
 
     def _evict(self, sequence: Sequence) -> None:
@@ -255,11 +298,11 @@ class Loop:
         sequences = [one for sequence in ended for one in sequence.together]
         for sequence in sequences:
             self._timed.pop(sequence.id, None)
-        self.cache.release(sequences)
-        self.decoding.release(sequences)
+        all_of((lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)))
 
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
+        self.doing = None
         lost = [*self.running, *self.waiting.values()]
         self.running, self.waiting, self._full = [], {}, False
         for sequence in lost:

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
 
+from jackfield.choosing.guarded import shown
 from jackfield.contracts import KVCache, ModelInputs
-from jackfield.errors import CacheFullError
+from jackfield.errors import CacheFullError, PluginError
 from jackfield.running.bounds import UNLIMITED
 from jackfield.running.sequences import Feed, Sequence, Step
-
-if TYPE_CHECKING:
-    import transformers
 
 
 class PaddedKVCache(KVCache):
@@ -147,7 +146,10 @@ class PaddedKVCache(KVCache):
                 f"a batch that needs {needed} columns does not fit a cache of "
                 f"{self._max_cache_len}; give it 'max_cache_len={needed}'"
             )
-        self._past = self._make(self._capacity or needed)
+        past: Any = self._make(self._capacity or needed)
+        if not isinstance(past, transformers.Cache):
+            raise PluginError(f"make must return a transformers Cache, got {shown(past)}")
+        self._past = past
         self._rows, self._joining = list(sequences), []
 
     def _mark(self, valid: torch.Tensor | None, width: int) -> None:

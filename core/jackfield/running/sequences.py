@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jackfield.errors import first_line
 from jackfield.tokens.drafted import Drafted
@@ -38,6 +38,21 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def _refused(self: Tokens, *_: object) -> NoReturn:
+    raise TypeError("the tokens of a sequence are for reading; copy them first: list(tokens)")
+
+
+class Tokens(list[int]):
+    """A list that only its owner changes, by `list`'s own methods: ``list.append(tokens, token)``.
+
+    Backends are handed it as it is; what they try to change in it raises TypeError.
+    """
+
+    __slots__ = ()
+    append = extend = insert = remove = pop = clear = reverse = __delitem__ = __imul__ = _refused
+    sort = __setitem__ = __iadd__ = _refused  # type: ignore[assignment]
+
+
 class Sequence:
     """One request while it runs. The loop and the cache mutate it; nobody else does.
 
@@ -46,14 +61,15 @@ class Sequence:
     apart the sequences that continue one prompt; all but the first have it as their `leader`.
     `group` holds the sequences of a request that is searched, and `score` what the search found
     of this one.
-    `arrival` is the loop's step before which the sequence came. Times are in seconds of
+    `arrival` is the loop's step before which the sequence came; `passed_over` counts turns of its
+    that others got. Times are in seconds of
     `time.perf_counter`.
     """
 
     __slots__ = (
         "arrival", "constraint", "detokenizer", "drafted", "error", "evictions", "finish_reason",
-        "first_token_at", "group", "id", "leader", "logprobs", "num_cached", "prompt_length",
-        "report_before", "sample", "score", "settings", "started", "tokens",
+        "first_token_at", "group", "id", "leader", "logprobs", "num_cached", "passed_over",
+        "prompt_length", "report_before", "sample", "score", "settings", "started", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -72,9 +88,10 @@ class Sequence:
         self.score: float | None = None
         self.arrival = 0
         self.evictions = 0
+        self.passed_over = 0
         self.drafted = Drafted()
         self.first_token_at: float | None = None
-        self.tokens = list(prompt)
+        self.tokens: list[int] = Tokens(prompt)
         self.prompt_length = len(self.tokens)
         self.num_cached = 0
         self.settings = settings
@@ -116,7 +133,7 @@ class Sequence:
         taken: list[int] = []
         text = ""
         for token in tokens:
-            self.tokens.append(token)
+            list.append(self.tokens, token)
             taken.append(token)
             if self.detokenizer is not None:
                 text += self.detokenizer.push([token])

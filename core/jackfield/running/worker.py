@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from jackfield.choosing.guarded import inside as within_plugin
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, first_line
 from jackfield.running.loop import Loop
 from jackfield.running.requests import Request
@@ -33,7 +34,7 @@ class Health:
 
     `alive`: it is open. `ready`: it takes requests now. `stalled`: one step has been running for
     longer than `stall_after` seconds; `step_seconds` says for how long (0: none is running), and
-    `inside` names what of a request the step is inside of, such as its logits processor.
+    `inside` names what the step is inside of: a call of a plugin, code of a request, the model.
     `failure` is what made the last step fail, None when it did not.
     """
 
@@ -252,20 +253,31 @@ class Worker:
             stalled=stalled,
             step_seconds=seconds,
             failure=self._failure,
-            inside=None if thread is None else inside(thread.ident),
+            inside=self._doing(thread),
         )
 
-    def close(self, timeout: float | None = None) -> None:
-        """Fail what is open, wait until the thread has ended, give memory back."""
+    def close(self, timeout: float) -> str | None:
+        """Fail what is open, wait until the thread has ended, give memory back.
+
+        Returns what a step hangs in that has not ended within `timeout` seconds; its thread is left
+        behind, and takes no other step.
+        """
         with self._changed:
             self.closed, thread = True, self._thread
             self._changed.notify_all()
         self._fail_all(_closed())
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
-            if thread.is_alive():  # its step will end, and nobody will ask for another
-                return
+            if thread.is_alive():
+                return self._doing(thread) or "a step"
         self._loop.reset()
+        return None
+
+    def _doing(self, thread: threading.Thread | None) -> str | None:
+        """What the step is inside of: code of a plugin or a request, or else the model."""
+        if thread is None:
+            return None
+        return inside(thread.ident) or within_plugin(thread.ident) or self._loop.doing
 
     def _check_open(self) -> None:
         if self.closed:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from jackfield.asking.settings import Settings
+from jackfield.choosing.guarded import all_of
 from jackfield.contracts import Accepted, Decision, Search, Strategy
 from jackfield.running.groups import Group
 from jackfield.running.report import Speculation, total
@@ -133,8 +135,8 @@ class Decoder:
 
     def release(self, sequences: Seq[Sequence]) -> None:
         searching = () if self.searcher is None else self.searcher.strategies
-        for name in (*self.drafting, *searching):
-            self.strategies[name].release(sequences)
+        strategies = [self.strategies[name] for name in (*self.drafting, *searching)]
+        all_of(partial(strategy.release, sequences) for strategy in strategies)
 
 
 def _within(sequence: Sequence, gain: Accepted) -> Accepted:

@@ -1,0 +1,130 @@
+"""A search held to its contract: texts that follow from beams, end, and are ranked by numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.contracts import Continuation, Decision, Hypothesis, Search
+from jackfield.running.checked import CheckedStrategy, unchanged
+
+if TYPE_CHECKING:
+    from jackfield.asking.settings import Settings
+    from jackfield.running.groups import Group
+
+
+class CheckedSearch(CheckedStrategy, Search):
+    """`inner`, called `name` in errors; its groups go on with what they have."""
+
+    def __init__(self, inner: Search, name: str, vocab_size: int) -> None:
+        super().__init__(inner, name, vocab_size)
+        self._search = inner
+
+    def width(self, settings: Settings) -> int:
+        with guarded(self, "width"):
+            found = self._search.width(settings)
+        if type(found) is not int or found < 1:
+            raise fault(self, f"width must return a whole number from 1 on; got {shown(found)}")
+        return found
+
+    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+        groups = tuple(groups)
+        may = [own > -torch.inf for own in scores]  # which it may change
+        before = [_state(group) for group in groups]
+        beams = [beam for group in groups for beam in group.beams]
+        with guarded(self, "decide"), unchanged(self, "decide", beams):
+            found: Any = self._search.decide(groups, scores)
+            wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
+            if before != [_state(group) for group in groups]:
+                raise fault(self, "decide changed a group, to be read")
+            for group, decision, own in zip(groups, found, may, strict=False):
+                wrong = wrong or self._flaw(group, decision, own)
+        if wrong:
+            raise fault(self, f"decide must return one decision a group; got {wrong}")
+        return list(found)
+
+    def _flaw(self, group: Group, decision: Any, may: torch.Tensor) -> str:
+        """What is wrong with a decision, in words; empty: nothing."""
+        if not isinstance(decision, Decision):
+            return shown(decision)
+        error: Any = decision.error
+        if error is not None:
+            return "" if isinstance(error, str) else f"the error {shown(error)}"
+        if len(decision.beams) > group.width:
+            return f"{len(decision.beams)} beams of a group of {group.width}"
+        for beam in decision.beams:
+            if flaw := self._flaw_of_beam(group, beam):
+                return flaw
+        places = [(beam.parent, beam.token) for beam in decision.beams]
+        if len(set(places)) < len(places):
+            return f"a beam twice, of {shown(decision.beams)}"
+        flaw = self._flaw_of_texts(group, decision, may)
+        return flaw or _forbidden(places, may)
+
+    def _flaw_of_beam(self, group: Group, beam: Continuation) -> str:
+        parent: Any = beam.parent
+        if type(parent) is not int or not 0 <= parent < len(group.beams):
+            return f"{shown(beam)}, where there are {len(group.beams)} beams"
+        if not self._is_token(beam.token):
+            return f"{shown(beam)}, where tokens are below {self._vocab_size}"
+        if not _is_score(beam.score):
+            return f"{shown(beam)}, whose score is no number"
+        most = group.settings.max_new_tokens
+        if group.beams[parent].num_new + 1 >= most:
+            return f"{shown(beam)} behind the last of max_new_tokens={most}"
+        if beam.token in group.settings.eos_token_ids:
+            return f"{shown(beam)} to go on with, whose token ends a text"
+        return ""
+
+    def _flaw_of_texts(self, group: Group, decision: Any, may: torch.Tensor) -> str:
+        """What is wrong with its hypotheses: all it had, or a beam and a token that ends it."""
+        known = {h.tokens for h in group.hypotheses}
+        grown = {tuple(beam.new_tokens): at for at, beam in enumerate(group.beams)}
+        new = []
+        for one in decision.hypotheses:
+            if not isinstance(one, Hypothesis) or not one.tokens:
+                return f"a hypothesis of {shown(getattr(one, 'tokens', one))}"
+            if not all(map(self._is_token, one.tokens)):
+                return f"a hypothesis of {shown(one.tokens)}"
+            if not _is_score(one.score):
+                return f"{shown(one)}, whose score is no number"
+            if one.tokens in known:
+                continue
+            if (at := grown.get(tuple(one.tokens[:-1]))) is None:
+                return f"a hypothesis of {shown(one.tokens)}, which no beam and no text began"
+            if not group.ends(at, one.tokens[-1]):
+                return f"a hypothesis of {shown(one.tokens)}, which does not end there"
+            new.append((at, one.tokens[-1]))
+        return _order(group, decision.hypotheses) or _forbidden(new, may)
+
+
+def _order(group: Group, found: Seq[Hypothesis]) -> str:
+    if len({one.tokens for one in found}) < len(found):
+        return "a hypothesis twice"
+    scores = [one.score for one in found]
+    if scores != sorted(scores, reverse=True):
+        return f"hypotheses that are not the best first, of scores {shown(scores)}"
+    if group.hypotheses and (not found or found[0].score < group.hypotheses[0].score):
+        return "hypotheses without the best that it had"
+    return ""
+
+
+def _forbidden(places: Seq[tuple[int, int]], may: torch.Tensor) -> str:
+    """Says which of the places, of beams and tokens, no score allows."""
+    if not places:
+        return ""
+    allowed = may[tuple(torch.tensor(places, device=may.device).T)].tolist()
+    wrong = [token for (_, token), fine in zip(places, allowed, strict=True) if not fine]
+    return f"token {wrong[0]}, which is forbidden there" if wrong else ""
+
+
+def _is_score(score: object) -> bool:
+    return isinstance(score, float | int) and math.isfinite(score)
+
+
+def _state(group: Group) -> tuple[object, ...]:
+    return tuple(group.beams), tuple(group.scores), tuple(group.hypotheses)

@@ -1,0 +1,221 @@
+"""Schedulers and decodings of a stranger, each wrong in one way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from wrong_attentions import UntoldError, raising
+
+from jackfield.contracts import (
+    SAMPLER_SETTINGS,
+    BindContext,
+    Decision,
+    Decoding,
+    DecodingCapabilities,
+    Hypothesis,
+    Scheduler,
+    Strategy,
+)
+from jackfield_plugins.decoding.beam import Beam, BeamOptions, BeamSearch
+from jackfield_plugins.scheduler.fifo import FifoSchedule
+
+Change = Callable[..., Any]
+
+
+def scheduler(**members: Change) -> Scheduler:
+    """fifo with other methods; each is handed the one that it replaces."""
+
+    class Wrong(Scheduler):
+        name = "wrong"
+
+        def bind(self, context: BindContext) -> Any:
+            own = FifoSchedule(10)
+            for name, change in members.items():
+                setattr(own, name, _bound(getattr(own, name), change))
+            return own
+
+    return Wrong()
+
+
+def _bound(own: Change, change: Change) -> Change:
+    return lambda *args: change(own, *args)
+
+
+SCHEDULERS: dict[str, dict[str, Change]] = {
+    "order raises": {"order": raising(ValueError("boom"))},
+    "order exits": {"order": raising(SystemExit(1))},
+    "order of nobody": {"order": lambda own, waiting, step: []},
+    "order of one": {"order": lambda own, waiting, step: list(waiting)[:1]},
+    "order of one twice": {"order": lambda own, waiting, step: [waiting[0]] * len(waiting)},
+    "order of numbers": {"order": lambda own, waiting, step: [s.id for s in waiting]},
+    "order is None": {"order": lambda own, waiting, step: None},
+    "order sorts what it is given": {"order": lambda own, waiting, step: waiting.sort()},
+    "order clears what waits": {"order": lambda own, waiting, step: waiting.clear() or []},
+    "order ends a request": {
+        "order": lambda own, waiting, step: (
+            setattr(waiting[0], "finish_reason", "stop") or own(waiting, step)
+        )
+    },
+    "portions raises": {"portions": raising(UntoldError())},
+    "portions of zeros": {"portions": lambda own, running, *_: [0] * len(running)},
+    "portions of nobody": {"portions": lambda own, *_: []},
+    "portions below zero": {"portions": lambda own, running, *_: [-1] * len(running)},
+    "portions above what is there": {
+        "portions": lambda own, r, pending, *_: [n + 1 for n in pending]
+    },
+    "portions as floats": {"portions": lambda own, r, pending, *_: [float(n) for n in pending]},
+    "portions as True": {"portions": lambda own, r, pending, *_: [True] * len(pending)},
+    "portions is None": {"portions": lambda own, *_: None},
+    "portions changes what is pending": {"portions": lambda own, r, pending, *_: pending.append(1)},
+    "portions says what is cached": {
+        "portions": lambda own, running, *rest: (
+            setattr(running[0], "num_cached", 3) or own(running, *rest)
+        )
+    },
+    "portions takes a request out": {
+        "portions": lambda own, running, *rest: running.pop() and own(running, *rest)
+    },
+}
+
+
+def strategy(**members: Change) -> Decoding:
+    class Guess(Strategy):
+        def propose(self, sequences: Any, most: Any) -> Any:
+            return [[] for _ in sequences]
+
+    class Wrong(Decoding):
+        name = "wrong"
+        capabilities = DecodingCapabilities(settings=SAMPLER_SETTINGS, rollback=True)
+
+        def bind(self, context: BindContext) -> Any:
+            own = Guess()
+            for name, change in members.items():
+                setattr(own, name, _bound(getattr(own, name), change))
+            return own
+
+    return Wrong()
+
+
+def proposing(change: Callable[[Any, Any], Any]) -> dict[str, Change]:
+    return {"propose": lambda own, sequences, most: change(sequences, most)}
+
+
+STRATEGIES: dict[str, dict[str, Change]] = {
+    "propose raises": {"propose": raising(OSError("no model"))},
+    "propose exits": {"propose": raising(SystemExit(1))},
+    "proposes None": proposing(lambda s, most: None),
+    "proposes for nobody": proposing(lambda s, most: []),
+    "proposes too many": proposing(lambda s, most: [[5] * (n + 1) for n in most]),
+    "proposes text": proposing(lambda s, most: ["the" for _ in s]),
+    "proposes tokens below 0": proposing(lambda s, most: [[-1] for _ in s]),
+    "proposes tokens that are none": proposing(lambda s, most: [[10**6] for _ in s]),
+    "proposes floats": proposing(lambda s, most: [[5.0] for _ in s]),
+    "appends to the tokens": proposing(lambda s, most: s[0].tokens.append(5) or [[] for _ in s]),
+    "sets a token": proposing(lambda s, most: s[0].tokens.__setitem__(0, 5) or [[] for _ in s]),
+    "replaces the tokens": proposing(
+        lambda s, most: setattr(s[0], "tokens", [5]) or [[] for _ in s]
+    ),
+    "sets what is cached": proposing(
+        lambda s, most: setattr(s[0], "num_cached", 0) or [[] for _ in s]
+    ),
+    "sets another length": proposing(
+        lambda s, most: setattr(s[0], "prompt_length", 0) or [[] for _ in s]
+    ),
+    "release raises": {"release": raising(ValueError("unknown"))},
+}
+
+
+def search(decide: Change | None = None, width: Change | None = None) -> Decoding:
+    """beam, whose decisions are changed: by what it decides, and by the groups."""
+
+    class Changed(BeamSearch):
+        def decide(self, groups: Any, scores: Any) -> Any:
+            found = super().decide(groups, scores)
+            return found if decide is None else decide(found, groups, scores)
+
+        def width(self, settings: Any) -> Any:
+            return super().width(settings) if width is None else width(settings)
+
+    class Wrong(Beam):
+        name = "wrong"
+
+        def bind(self, context: BindContext) -> Any:
+            return Changed(BeamOptions(num_beams=3))
+
+    return Wrong()
+
+
+def each(change: Callable[[Decision, Any], Decision]) -> Decoding:
+    return search(
+        lambda found, groups, _: [change(d, g) for d, g in zip(found, groups, strict=True)]
+    )
+
+
+def beams(change: Callable[[Any], Any]) -> Decoding:
+    return each(lambda d, _: replace(d, beams=[change(beam) for beam in d.beams]))
+
+
+def _texts(d: Decision, texts: list[Hypothesis]) -> Decision:
+    return replace(d, hypotheses=texts)
+
+
+def _last(group: Any) -> bool:
+    return bool(group.num_new + 1 >= group.settings.max_new_tokens)
+
+
+SEARCHES: dict[str, Callable[[], Decoding]] = {
+    "decide raises": lambda: search(raising(ValueError("boom"))),
+    "decides nothing": lambda: search(lambda found, *_: []),
+    "decides None": lambda: search(lambda found, *_: None),
+    "decides with tuples": lambda: search(lambda found, *_: [(1, 2) for _ in found]),
+    "no width": lambda: search(width=lambda settings: 0),
+    "half a width": lambda: search(width=lambda settings: 2.5),
+    "width raises": lambda: search(width=raising(SystemExit(1))),
+    "score that is no number": lambda: beams(lambda b: replace(b, score=math.nan)),
+    "score without an end": lambda: beams(lambda b: replace(b, score=math.inf)),
+    "score as text": lambda: beams(lambda b: replace(b, score="good")),
+    "token that is none": lambda: beams(lambda b: replace(b, token=10**6)),
+    "token as float": lambda: beams(lambda b: replace(b, token=float(b.token))),
+    "token that is forbidden": lambda: beams(lambda b: replace(b, token=7)),
+    "parent that is none": lambda: beams(lambda b: replace(b, parent=99)),
+    "parent as True": lambda: beams(lambda b: replace(b, parent=True)),
+    "all beams the same": lambda: each(lambda d, _: replace(d, beams=[*d.beams[:1]] * 2)),
+    "more beams than places": lambda: each(lambda d, _: replace(d, beams=[*d.beams] * 3)),
+    "goes on for ever": lambda: each(
+        lambda d, g: d if d.beams else replace(d, beams=[_continued(g)])
+    ),
+    "invents a text": lambda: each(
+        lambda d, _: _texts(d, [Hypothesis((5, 6, 7), 0.0), *d.hypotheses])
+    ),
+    "says a text twice": lambda: each(lambda d, _: _texts(d, [*d.hypotheses, *d.hypotheses])),
+    "ends a text in the middle": lambda: each(
+        lambda d, g: (
+            d if _last(g) else _texts(d, [Hypothesis(g.new_tokens(0, 9), 0.0), *d.hypotheses])
+        )
+    ),
+    "text whose score is no number": lambda: each(
+        lambda d, _: _texts(d, [replace(h, score=math.nan) for h in d.hypotheses])
+    ),
+    "worst text first": lambda: each(lambda d, _: _texts(d, list(d.hypotheses)[::-1])),
+    "texts of floats": lambda: each(
+        lambda d, _: _texts(
+            d, [replace(h, tokens=tuple(map(float, h.tokens))) for h in d.hypotheses]
+        )
+    ),
+    "an error that is none": lambda: each(lambda d, _: replace(d, error=7)),
+    "changes its group": lambda: search(
+        lambda found, groups, _: [groups[0].beams.append(groups[0].beams[0]), *found][1:]
+    ),
+    "changes the scores of its group": lambda: search(
+        lambda found, groups, _: [groups[0].scores.append(0.0), *found][1:]
+    ),
+}
+
+
+def _continued(group: Any) -> Any:
+    from jackfield.contracts import Continuation
+
+    return Continuation(0, 9, -1.0)
