@@ -135,7 +135,7 @@ def test_both_draw_from_one_distribution(
     processors = model._get_logits_processor(config, len(PROMPT), torch.tensor([PROMPT]))
     expected = processors(torch.tensor([ids]), logits.clone())
     sequence = Sequence(0, PROMPT, found, None)
-    sequence.tokens += ids[len(PROMPT) :]
+    sequence.tokens = [*sequence.tokens, *ids[len(PROMPT) :]]
     batch = Batch([sequence], logits)
     scores = batch.processed(logits)
     if found.do_sample:

@@ -125,8 +125,8 @@ def test_a_failure_behind_a_right_draft_ends_nothing_yet() -> None:
     first, second = Sampler().sample([one, two], logits, [[7, 8], [7, 8]])
     assert (first.tokens, first.error) == ((7, 8), None)
     assert (second.tokens, second.error) == ((7,), None)
-    one.tokens += [7, 8]
-    two.tokens += [7]
+    one.tokens = [*one.tokens, 7, 8]
+    two.tokens = [*two.tokens, 7]
     first, second = Sampler().sample([one, two], broken[:2])
     assert (first.tokens, first.error) == ((), "its logits_processor failed: ValueError: too long")
     assert "not numbers" in (second.error or "")

@@ -109,7 +109,7 @@ def test_a_fork_shares_pages_until_one_writes() -> None:
     free = store.groups[None].allocator.num_free
     store.fork([(a, b)], [])
     assert (b.num_cached, store.groups[None].allocator.num_free) == (6, free)
-    a.tokens.append(6)
+    list.append(a.tokens, 6)
     step = feed(store, (a, 1), (b, 2))
     assert (stored(store, 0), stored(store, 1)) == (list(range(7)), list(range(8)))
     store.commit(step, [1, 2])
@@ -132,7 +132,7 @@ def test_tables_are_made_anew_only_where_their_numbers_change() -> None:
     store.commit(feed(store, (a, 3)), [3])
     seen = []
     for token in range(3, 6):
-        a.tokens.append(token)
+        list.append(a.tokens, token)
         step = feed(store, (a, 1))
         tables = store.groups[None]._now
         assert tables.block_table.tolist() == [tables.tables[0]]
@@ -234,7 +234,7 @@ def test_a_sequence_holds_as_many_pages_as_were_foreseen(
             if a.num_cached == length + SETTINGS.max_new_tokens - 1:
                 break
             if a.num_cached == len(a.tokens):
-                a.tokens.append(0)
+                list.append(a.tokens, 0)
         foreseen = store.groups[window].pages_for(a.num_cached, length, chunk)
         assert foreseen - 1 <= most <= foreseen
 
@@ -494,7 +494,7 @@ def test_of_those_that_share_a_page_the_last_keeps_it() -> None:
     others = [sequence(2, 7), sequence(3, 7)]
     store.commit(feed(store, (a, 6)), [6])
     store.fork([(a, other) for other in others], [])
-    a.tokens.append(6)
+    list.append(a.tokens, 6)
     group = store.groups[None]
     step = Step([Feed(s, 6, 1) for s in (a, *others)])
     free = group.allocator.num_free
