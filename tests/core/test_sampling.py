@@ -24,7 +24,7 @@ LOGITS = torch.tensor([1.5, 0.3, -0.7, 2.0, 0.0, -2.5, 0.9, 1.1], dtype=torch.fl
 
 def sequence(prompt: list[int] | None = None, new: list[int] | None = None, **fields: Any):
     found = Sequence(0, prompt or [1], Settings(max_new_tokens=50, **fields), None)
-    found.tokens += new or []
+    found.tokens = [*found.tokens, *(new or [])]
     return found
 
 

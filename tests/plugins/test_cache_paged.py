@@ -277,7 +277,7 @@ def test_a_prompt_that_begins_alike_finds_the_pages(window: int | None) -> None:
     store = cache(window, prefix_sharing=True)
     group = store.groups[window]
     a, b, other = sequence(1, 21), sequence(2, 19), sequence(3, 21)
-    other.tokens[0] = 77
+    list.__setitem__(other.tokens, 0, 77)
     write(store, a)
     assert store.admit(b)
     assert b.num_cached == 16
@@ -320,12 +320,12 @@ def test_rejected_drafts_are_not_found_and_accepted_ones_are() -> None:
     assert store.admit(a)
     step = feed(store, (a, 3), drafts=(50, 51, 52, 53, 54, 55))
     store.commit(step, [5])  # the loop takes 50, 51 and one more
-    a.tokens += [50, 51, 60]
+    a.tokens = [*a.tokens, *[50, 51, 60]]
     store.commit(feed(store, (a, 1)), [1])
     rejected, accepted = Sequence(2, [0, 1, 2, 50, 51, 52, 53, 54], SETTINGS, None), None
     assert store.admit(rejected)
     assert rejected.num_cached == 4
-    a.tokens += [61, 62]
+    a.tokens = [*a.tokens, *[61, 62]]
     store.commit(feed(store, (a, 2)), [2])
     accepted = Sequence(3, [*a.tokens, 9], SETTINGS, None)
     assert store.admit(accepted)
