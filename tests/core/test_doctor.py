@@ -155,6 +155,21 @@ def test_folders_without_metadata_are_survived(site: Site) -> None:
     assert list(doctor.stale(distributions(path=[str(site.folder)]), {"whole"})) == []
 
 
+@pytest.mark.parametrize("content", ["[]", "1", '{"dir_info": 1}', '{"dir_info": {"editable": 1}}',
+                                     '{"dir_info": {"editable": 1}, "url": 5}', "{"])  # fmt: skip
+def test_a_direct_url_that_says_nothing_is_survived(site: Site, content: str) -> None:
+    (site.add("odd", "") / "direct_url.json").write_text(content)
+    assert list(doctor.stale(distributions(path=[str(site.folder)]), {"odd"})) == []
+
+
+@pytest.mark.parametrize("headers", ["", "Name: numpy", "Version: 1", "Name: numpy\nVersion: odd",
+                                     "Name:\nVersion:", "Name: numpy\nVersion:"])  # fmt: skip
+def test_any_metadata_is_survived(site: Site, headers: str) -> None:
+    """Which headers are there, and what their absence does, differs between Pythons."""
+    (site.add("numpy", "") / "METADATA").write_text(headers + "\n")
+    assert all(isinstance(finding, Finding) for finding in doctor.examine())
+
+
 PROJECT = """
 [project]
 name = "mine"

@@ -85,7 +85,7 @@ def _name(dist: Distribution) -> str | None:
     """None for a folder that an interrupted installation left without readable metadata."""
     try:
         headers = dist.metadata
-        if "Name" not in headers:  # what [] does then depends on Python's version
+        if "Name" not in headers or "Version" not in headers:  # [] differs between Pythons then
             return None
         return canonicalize_name(headers["Name"]) or None
     except (OSError, TypeError, ValueError):  # TypeError: there are no headers at all
@@ -234,11 +234,11 @@ def _editable(name: str, dist: Distribution) -> Iterator[Finding]:
 def _source_tree(dist: Distribution) -> Path | None:
     try:
         data = json.loads(dist.read_text("direct_url.json") or "{}")
-    except ValueError:
+        if not data.get("dir_info", {}).get("editable"):
+            return None
+        return Path(url2pathname(urlsplit(data["url"]).path))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    if not data.get("dir_info", {}).get("editable"):
-        return None
-    return Path(url2pathname(urlsplit(data["url"]).path))
 
 
 def _differences(dist: Distribution, project: Mapping[str, Any]) -> Iterator[str]:
