@@ -19,7 +19,7 @@ from families import build, character_tokenizer
 from hostile_files import INDEX, WEIGHTS, Attack
 
 import jackfield
-from jackfield.errors import CheckpointError, JackfieldError, UsageError
+from jackfield.errors import CheckpointError, JackfieldError, PromptError, UsageError
 
 CONFIG = (
     "_name_or_path", "attn_implementation", "auto_map", "base_model_tp_plan", "id2label",
@@ -209,6 +209,30 @@ def test_what_the_config_names_as_weights(folder: Path) -> None:
 def name_weights(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+
+
+class Panic(BaseException):
+    """As pyo3 raises what a library in Rust did not expect: no Exception."""
+
+
+def test_a_tokenizer_that_panics_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*args: Any, **kwargs: Any) -> None:
+        raise Panic("called `Option::unwrap()` on a `None` value")
+
+    with jackfield.load(folder) as engine:
+        monkeypatch.setattr(type(engine.tokenizer), "__call__", panic)
+        with pytest.raises(PromptError, match="the prompt cannot be read: called `Option"):
+            engine.generate("abc", max_new_tokens=2)
+    with pytest.raises(CheckpointError, match=r"load the tokenizer of .*: called `Option"):
+        jackfield.load(folder)
+
+
+def test_a_tokenizer_without_a_vocabulary(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(PromptError, match="the prompt cannot be read: WordLevel error"):
+        run(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", WEIGHTS])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
+from jackfield.bridge.foreign import named
 from jackfield.choosing.guarded import shown
 from jackfield.errors import JackfieldError, PromptError, first_line
 
@@ -57,8 +58,9 @@ def encode(
     """
 
     def read(text: str, **how: bool) -> list[int]:
-        with lock:
-            return list(_need(tokenizer)(text, **how)["input_ids"])
+        reads = _need(tokenizer)
+        with lock, named("the prompt cannot be read", PromptError):  # also where Rust panics
+            return list(reads(text, **how)["input_ids"])
 
     if isinstance(prompt, str):
         if not prompt:

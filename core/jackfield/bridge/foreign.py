@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jackfield.errors import CheckpointError, first_line, shown
+from jackfield.errors import CheckpointError, UsageError, first_line, shown
 
 MEBIBYTE = 1 << 20
 DEPTH = 100  # levels in a JSON file; real ones have a dozen
@@ -87,8 +87,8 @@ def _whole(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
-    """Tell what a library raises over a stranger's file as a CheckpointError that begins so.
+def named(what: str, kind: type[UsageError] = CheckpointError) -> Iterator[None]:
+    """Tell what a library raises over a stranger's file as an error of `kind` that begins so.
 
     Also what is no Exception, such as a panic of the tokenizers' library.
     """
@@ -97,7 +97,7 @@ def named(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise CheckpointError(f"{what}: {told(error)}") from error
+        raise kind(f"{what}: {told(error)}") from error
 
 
 def told(error: BaseException) -> str:

@@ -126,6 +126,7 @@ def load_tokenizer(source: ModelSource) -> Any | None:
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, revision=source.revision, trust_remote_code=False
         )
+        tokenizer("")  # some files are found to be broken by the first text only
     longest = getattr(tokenizer, "model_max_length", 0)
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise CheckpointError(
