@@ -66,13 +66,21 @@ def requirements_of(
     model = source.live if source.live is not None else skeleton(source.config)
     name = dtype_name(dtype, source)
     check_generates(model)
-    needs = describe(
-        model,
-        dtype=name,
-        device=pick_device(device, source).type,
-        batch_invariant=deterministic,
-        dtype_named=dtype != AUTO,
-    )
+    place = pick_device(device, source).type
+    try:
+        needs = describe(
+            model,
+            dtype=name,
+            device=place,
+            batch_invariant=deterministic,
+            dtype_named=dtype != AUTO,
+        )
+    except JackfieldError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the config of {type(model).__name__} says what no model can be: {first_line(error)}"
+        ) from error
     needs = _tried(model, needs)
     return needs if source.live is None else with_experts(source.live, needs)
 

@@ -22,6 +22,7 @@ _LAYERS = 8  # of at most as many different kinds
 _SMALL = 400_000  # parameters of a model that need not be narrower
 _TOO_LARGE = 30_000_000
 _WIDTHS = 64
+_PLACES = 256  # more than any prompt of a trial has
 _HEADS = 4
 
 #: Fields that say how wide weights are; all else is asked what it does.
@@ -64,6 +65,9 @@ def _without_names(config: PreTrainedConfig) -> PreTrainedConfig:
         vocab = getattr(part, "vocab_size", None)
         if isinstance(vocab, int):
             part.vocab_size = min(vocab, VOCAB)
+        places = getattr(part, "max_position_embeddings", None)
+        if isinstance(places, int) and places > _PLACES:
+            part.max_position_embeddings = _PLACES
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if isinstance(getattr(part, name, None), int) and getattr(part, name) >= VOCAB:
                 setattr(part, name, None)

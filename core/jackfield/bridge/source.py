@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from jackfield.bridge.config_values import check_values
 from jackfield.bridge.foreign import read_json, told
 from jackfield.choosing.selection import nearest
 from jackfield.errors import CheckpointError, JackfieldError, first_line, shown
@@ -72,6 +73,7 @@ def find(
     if isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model"):
         return _live(model)
     if isinstance(model, PreTrainedConfig):
+        check_values(model.to_dict(), type(model).__name__)
         return ModelSource(model)
     if not isinstance(model, str | Path):
         raise CheckpointError(
@@ -113,12 +115,14 @@ def _live(model: Any) -> ModelSource:
 def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     folder = Path(location)
     written = _check_folder(folder, location)
+    check_values(written, location)  # before transformers makes a list of so many layers
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location, revision=revision, trust_remote_code=False
         )
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
+    check_values(config.to_dict(), location)
     _ignore_selectors(config, written, location)
     return config
 

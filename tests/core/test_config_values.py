@@ -1,0 +1,109 @@
+"""Numbers in configs that mean nothing: an error by name, or the right text; nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from families import build, config_of, oracle, prompts
+
+import jackfield
+from jackfield.errors import CheckpointError, JackfieldError
+
+if TYPE_CHECKING:
+    import transformers
+
+ODD = (-1, 0, 1, 3, 10**9, 10**30, "x", True, 2.5)
+#: Each has other fields: windows, experts, latent attention, linear layers, older names.
+FAMILIES = ("mistral", "gemma2", "gpt2", "qwen3-moe", "deepseek-v3", "llama4", "bloom")
+
+
+def integers(config: transformers.PreTrainedConfig) -> list[str]:
+    return [
+        name
+        for name, value in config.to_dict().items()
+        if type(value) is int or name in ("sliding_window", "head_dim")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("sliding_window", -1, "sliding_window='-1' in the config of"),
+        ("sliding_window", 0, "must be from 1 to"),
+        ("sliding_window", "x", "must be a whole number, not str"),
+        ("num_hidden_layers", 10**9, "must be from 1 to 10000"),
+        ("num_hidden_layers", True, "must be a whole number, not bool"),
+        ("num_attention_heads", 0, "must be from 1 to"),
+        ("num_key_value_heads", 3, "must divide num_attention_heads=4"),
+        ("vocab_size", -7, "must be from 1 to"),
+        ("hidden_size", 2.5, "must be a whole number, not float"),
+        ("num_something", 10**6, "it is too large"),
+        ("qk_rope_head_dim", 10**9, "it is too large"),
+    ],
+)
+def test_what_means_nothing_is_named(field: str, value: Any, says: str, tmp_path: Path) -> None:
+    written = {**config_of("mistral").to_dict(), field: value}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(CheckpointError) as caught:
+        jackfield.plan(str(tmp_path))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_object_is_read_like_a_file() -> None:
+    with pytest.raises(CheckpointError, match="sliding_window='-1' in the config of MistralConfig"):
+        jackfield.plan(changed("mistral", "sliding_window", -1))
+
+
+def changed(family: str, field: str, value: Any) -> transformers.PreTrainedConfig:
+    config = config_of(family)
+    setattr(config, field, value)
+    return config
+
+
+def outcomes(family: str, values: Iterable[Any]) -> dict[str, list[str]]:
+    """The fields and values by what became of them; what raises anything else is "raw"."""
+    found: dict[str, list[str]] = {"planned": [], "refused": [], "raw": []}
+    for field, value in itertools.product(integers(config_of(family)), values):
+        try:
+            config = changed(family, field, value)
+        except Exception:  # noqa: BLE001 - transformers' own setter
+            continue
+        try:
+            jackfield.plan(config)
+            outcome = "planned"
+        except JackfieldError as refused:
+            outcome = "raw" if "\n" in str(refused) else "refused"
+        except Exception:  # noqa: BLE001 - what the test is about
+            outcome = "raw"
+        found[outcome].append(f"{field}={value}")
+    return found
+
+
+def test_odd_numbers_in_any_field_are_planned_or_refused() -> None:
+    found = outcomes("mistral", (-1, 10**9))
+    assert found["raw"] == []
+    assert min(len(found["planned"]), len(found["refused"])) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_odd_numbers_of_all_families(family: str) -> None:
+    assert outcomes(family, ODD)["raw"] == []
+
+
+@pytest.mark.parametrize("window", [1, 2, 10**6])
+def test_a_window_of_any_length_is_right(window: int) -> None:
+    model = build("mistral")
+    model = type(model)(changed("mistral", "sliding_window", window)).double().eval()
+    model.generation_config.pad_token_id = 0
+    model.set_attn_implementation("eager")
+    texts = prompts((1, 3, 12))
+    with jackfield.load(model) as engine:
+        found = engine.generate(texts, max_new_tokens=5)
+    assert [c.token_ids for c in found] == [oracle(model, text, 5) for text in texts]
