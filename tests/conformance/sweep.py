@@ -190,7 +190,7 @@ def main() -> None:
         raise SystemExit(json.dumps(rows, indent=1))
     from sweep_page import page
 
-    PAGE.write_text(page(rows))
+    PAGE.write_text(page(rows, zoo.TYPES))
     KEPT.unlink()
     if third := wrong(rows):
         raise SystemExit("\n".join(third))

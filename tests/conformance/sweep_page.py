@@ -22,7 +22,9 @@ with a reason, before weights load. A third outcome would be counted as WRONG.
 """
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], types: Sequence[str]) -> str:
+    """`types` are all that there are; those without a row are named as such."""
+    missing = [name for name in types if name not in {row["type"] for row in rows}]
     tried = [row for row in rows if "unbuilt" not in row]
     unbuilt = {row["type"]: row["unbuilt"] for row in rows if "unbuilt" in row}
     parts = [
@@ -37,6 +39,8 @@ def page(rows: Sequence[Row]) -> str:
         "\n".join(f"- `{name}`: {why}" for name, why in unbuilt.items()),
         "",
     ]
+    if missing:
+        parts += ["## Not run\n", f"{', '.join(f'`{name}`' for name in missing)}\n"]
     return "\n".join(parts)
 
 

@@ -29,9 +29,9 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim"), (1, _WIDE)),
     "intermediate_size": (0, _WIDE),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), (-1, _LARGE)),
-    **dict.fromkeys(
-        ("sliding_window", "attention_chunk_size", "index_topk", "keep_window_size"), (1, _LARGE)
-    ),
+    # Of a window of one token transformers' cache keeps `keys[-0:]`, which is all of them.
+    "sliding_window": (2, _LARGE),
+    **dict.fromkeys(("attention_chunk_size", "index_topk", "keep_window_size"), (1, _LARGE)),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, _MANY)
     ),
