@@ -1,7 +1,8 @@
 PYTHON ?= python3
 QUESTION ?= Sort these numbers: 41 7 88 23
 
-VENV := .venv
+# Another Python has an environment of its own: `make test PYTHON=python3.12`.
+VENV := .venv$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
 OLDEST := .venv-oldest
 RUNTIME := $(VENV)/runtime.stamp
 DEV := $(VENV)/dev.stamp
@@ -40,7 +41,7 @@ docs: $(DEV) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove everything that these targets made
-	rm -rf $(VENV) $(OLDEST) build dist site .benchmarks .hypothesis
+	rm -rf .venv .venv-* build dist site .benchmarks .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find core plugins tests tools -name __pycache__ -type d -exec rm -rf {} +
 
