@@ -41,7 +41,7 @@ def assert_wrong(error: type[JackfieldError], text: str, call: Any) -> None:
     [
         ({"decoding": "assisted"}, UsageError, "needs a draft model; give assistant_model="),
         ({"decoding": {"a": "sample", "b": "assisted"}}, UsageError, "'b' needs a draft model"),
-        ({"assistant_model": "demo-draft"}, UsageError, "used by none of the decodings"),
+        ({"decoding": "sample", "assistant_model": "demo-draft"}, UsageError, "used by none of"),
         ({"decoding": "prompt_lookup", "assistant": {"dtype": "float32"}}, UsageError, "none of"),
         ({"decoding": "prompt_lokup"}, SelectionError, "did you mean 'prompt_lookup'"),
         ({"decoding": {}}, SelectionError, "an empty mapping offers no decoding"),
