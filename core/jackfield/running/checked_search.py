@@ -60,7 +60,7 @@ class CheckedSearch(CheckedStrategy, Search):
             if flaw := self._flaw_of_beam(group, beam):
                 return flaw
         places = [(beam.parent, beam.token) for beam in decision.beams]
-        if len(set(places)) < len(places):
+        if len(set(places)) < len(places) and not _apart(group):
             return f"a beam twice, of {shown(decision.beams)}"
         flaw = self._flaw_of_texts(group, decision, may)
         return flaw or _forbidden(places, may)
@@ -102,8 +102,13 @@ class CheckedSearch(CheckedStrategy, Search):
         return _order(group, decision.hypotheses) or _forbidden(new, may)
 
 
+def _apart(group: Group) -> bool:
+    """Whether it is several searches side by side, which may come upon the same text."""
+    return (group.settings.beams.num_beam_groups or 1) > 1
+
+
 def _order(group: Group, found: Seq[Hypothesis]) -> str:
-    if len({one.tokens for one in found}) < len(found):
+    if len({one.tokens for one in found}) < len(found) and not _apart(group):
         return "a hypothesis twice"
     scores = [one.score for one in found]
     if scores != sorted(scores, reverse=True):
