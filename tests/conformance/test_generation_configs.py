@@ -66,8 +66,8 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[jackfield.Engine]:
-    with jackfield.load(build("llama", torch.float32)) as found:
+def engine(model: Any) -> Iterator[jackfield.Engine]:
+    with jackfield.load(copy.deepcopy(model)) as found:
         yield found
 
 
