@@ -170,5 +170,6 @@ def test_greedy_tokens_are_those_of_generate(
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = model.generate(torch.tensor([PROMPT]), **asked)
+        ids = torch.tensor([PROMPT])  # without a mask it would take pad_token_id for padding
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
     assert found.token_ids == expected[0, len(PROMPT) :].tolist()
