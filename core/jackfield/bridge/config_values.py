@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jackfield.errors import CheckpointError
+from jackfield.errors import CheckpointError, shown
 
 _MANY = 100_000
 _WIDE = 1 << 22
@@ -45,10 +45,10 @@ _APART = frozenset({"quantization_config", "generation_config", "task_specific_p
 
 
 def check_values(config: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for a number that no model can have. `where` is whose config it is."""
+    """Raise CheckpointError for a number that no model can have. `where` names the config."""
     for name, value, problem in _problems(config):
         raise CheckpointError(
-            f"{name}={str(value)[:40]!r} in the config of {where} means nothing: {problem}; mend it"
+            f"{where} has {name}={shown(repr(value), 40)}, which no model can have: {problem}; mend it"
         )
 
 

@@ -73,7 +73,7 @@ def find(
     if isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model"):
         return _live(model)
     if isinstance(model, PreTrainedConfig):
-        check_values(model.to_dict(), type(model).__name__)
+        check_values(model.to_dict(), f"the {type(model).__name__}")
         return ModelSource(model)
     if not isinstance(model, str | Path):
         raise CheckpointError(
@@ -115,14 +115,14 @@ def _live(model: Any) -> ModelSource:
 def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     folder = Path(location)
     written = _check_folder(folder, location)
-    check_values(written, location)  # before transformers makes a list of so many layers
+    check_values(written, f"the config.json of {location}")  # before transformers makes a list of so many layers
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location, revision=revision, trust_remote_code=False
         )
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
-    check_values(config.to_dict(), location)
+    check_values(config.to_dict(), f"the config.json of {location}")
     _ignore_selectors(config, written, location)
     return config
 
