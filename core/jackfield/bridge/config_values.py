@@ -47,9 +47,8 @@ _APART = frozenset({"quantization_config", "generation_config", "task_specific_p
 def check_values(config: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError for a number that no model can have. `where` names the config."""
     for name, value, problem in _problems(config):
-        raise CheckpointError(
-            f"{where} has {name}={shown(repr(value), 40)}, which no model can have: {problem}; mend it"
-        )
+        asked = f"{name}={shown(repr(value), 40)}"
+        raise CheckpointError(f"{where} has {asked}, which no model can have: {problem}; mend it")
 
 
 def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -115,14 +115,15 @@ def _live(model: Any) -> ModelSource:
 def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
     folder = Path(location)
     written = _check_folder(folder, location)
-    check_values(written, f"the config.json of {location}")  # before transformers makes a list of so many layers
+    where = f"the config.json of {location}"
+    check_values(written, where)  # before transformers makes a list of so many layers
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             location, revision=revision, trust_remote_code=False
         )
     except Exception as error:
         raise CheckpointError(_explain(location, error)) from error
-    check_values(config.to_dict(), f"the config.json of {location}")
+    check_values(config.to_dict(), where)
     _ignore_selectors(config, written, location)
     return config
 
