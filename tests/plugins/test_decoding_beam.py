@@ -293,6 +293,44 @@ def test_a_search_that_fails_ends_alone(cache: str, processor: Any, why: str) ->
         assert found[3].token_ids == oracle(plain("llama"), PROMPT, COUNT)
 
 
+class Panic(BaseException):
+    """What the failure of a library in Rust is."""
+
+
+class Panicking:
+    """A tokenizer that panics at one token, from the `after`th time on that it sees it."""
+
+    def __init__(self, token: int, after: int) -> None:
+        self._inner, self._token, self._left = character_tokenizer(), token, after
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        return self._inner(*arguments, **more)
+
+    def decode(self, ids: list[int], **more: Any) -> str:
+        if self._token in ids:
+            self._left -= 1
+            if self._left < 0:
+                raise Panic("index out of bounds")
+        return self._inner.decode(ids, **more)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_tokenizer_that_panics_in_a_search_ends_it_alone(after: int) -> None:
+    """Whoever is the one that asks it: the search, its check, or what the beams grow by."""
+    own = {"num_beams": 2, "stop": ["zzzz"]}
+    expected = oracle(plain("llama"), PROMPT, COUNT)
+    other = prompts(LENGTHS)[1]
+    with load() as engine:
+        (beams,) = engine.generate(other, num_beams=2, max_new_tokens=COUNT)
+    token = next(t for t in beams.token_ids if t not in expected)
+    with load(tokenizer=Panicking(token, after)) as engine:
+        found = engine.generate([other, PROMPT], settings=[own, {}], max_new_tokens=COUNT)
+        assert [c.finish_reason for c in found] == ["error", "length"]
+        assert found[0].error == "its tokens do not decode: Panic: index out of bounds"
+        assert found[1].token_ids == expected
+        assert engine.health().failure is None
+
+
 def test_fewer_texts_than_were_asked_for() -> None:
     """Two tokens that may come, one of which ends the text, make few texts of three tokens."""
     ends, goes = 7, 8

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
+from typing import TypeVar
 
 from jackfield.asking.detokenize import Detokenizer
 from jackfield.asking.settings import Settings
 from jackfield.contracts import Accepted, Continuation, Decision, Hypothesis
 from jackfield.running.sequences import Sequence, Tokens
+from jackfield.tokens.fenced import OwnFailure, fenced
+
+T = TypeVar("T")
 
 
 class Group:
@@ -61,16 +67,15 @@ class Group:
         By an EOS token, by its length, by a stop string, or by what it must look like.
         """
         beam = self.beams[parent]
-        if token in self.settings.eos_token_ids:
+        if self.error is not None or token in self.settings.eos_token_ids:
             return True
         if beam.num_new + 1 >= self.settings.max_new_tokens:
             return True
-        try:
-            return _stopped(beam, token) or self._whole(beam, token)
-        except Exception as error:  # noqa: BLE001 - a tokenizer of whatever kind
-            told = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self.error = f"its tokens do not decode: {told}"
-            return True
+        if beam.detokenizer is None and beam.constraint is None:
+            return False
+        stopped = self._fenced("text", lambda: _stopped(beam, token))
+        whole = stopped or self._fenced("structure", lambda: self._whole(beam, token))
+        return bool(whole) or self.error is not None
 
     def _whole(self, beam: Sequence, token: int) -> bool:
         """Whether `token` completes what the text must look like."""
@@ -78,9 +83,16 @@ class Group:
             return False
         constraint = beam.constraint.copy()
         whole = constraint.advance([token]) is not None
-        if (cause := constraint.error) is not None:
-            self.error = f"its structure cannot be followed: {cause}"
+        self.error = self.error or constraint.error
         return whole
+
+    def _fenced(self, what: str, act: Callable[[], T]) -> T | None:
+        """What `act`, the `what` of the request, returns. None: it fails, which ends the search."""
+        try:
+            return fenced(what, self.members[0].id, act)
+        except OwnFailure as failure:
+            self.error = str(failure)
+            return None
 
     def grow(
         self, chosen: Seq[Continuation]
@@ -99,11 +111,13 @@ class Group:
             if parent in beams:
                 beams.append(next(free))
                 copies.append((parent, beams[-1]))
-                _become(beams[-1], parent)
+                self._fenced("structure", partial(_become, beams[-1], parent))
             else:
                 beams.append(parent)
         for beam, continuation in zip(beams, chosen, strict=True):
-            _append(beam, continuation.token)
+            list.append(beam.tokens, continuation.token)
+            self._fenced("text", partial(_read, beam, continuation.token))
+            self._fenced("structure", partial(_follow, beam, continuation.token))
         self.beams, self.scores = beams, [c.score for c in chosen]
         return copies, dropped
 
@@ -148,13 +162,15 @@ def _stopped(beam: Sequence, token: int) -> bool:
 
 def _become(member: Sequence, source: Sequence) -> None:
     member.tokens = Tokens(source.tokens)
-    member.constraint = source.constraint and source.constraint.copy()
     member.detokenizer = source.detokenizer and source.detokenizer.copy()
+    member.constraint = source.constraint and source.constraint.copy()
 
 
-def _append(beam: Sequence, token: int) -> None:
-    list.append(beam.tokens, token)
-    if beam.constraint is not None:
-        beam.constraint.advance([token])
+def _read(beam: Sequence, token: int) -> None:
     if beam.detokenizer is not None:
         beam.detokenizer.push([token])
+
+
+def _follow(beam: Sequence, token: int) -> None:
+    if beam.constraint is not None:
+        beam.constraint.advance([token])

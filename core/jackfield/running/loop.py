@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from jackfield.running.bounds import UNLIMITED, Bounds
 from jackfield.running.sequences import Event, Feed, Sequence, Step
 from jackfield.running.statistics import Recorder
 from jackfield.tokens.decoder import Decoder
+from jackfield.tokens.fenced import OwnFailure, fenced
 
 LONG = 10_000  # steps after which a request that waits has waited long
 FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
@@ -254,7 +256,7 @@ class Loop:
             if not (gain.tokens or gain.error):
                 continue  # a part of its prompt
             if gain.error is not None:
-                sequence.error, sequence.finish_reason = gain.error, "error"
+                sequence.fail(gain.error)
             events.append(_told(sequence, gain))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
@@ -314,19 +316,20 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
-        taken, text = sequence.extend(gain.tokens, gain.logprobs, ends=gain.ends)
+        extend = partial(sequence.extend, gain.tokens, gain.logprobs, ends=gain.ends)
+        taken, text = fenced("text", sequence.id, extend)
         if gain.error is not None:  # also where the last of these tokens is an end
             sequence.finish_reason = "error"
         return Event(sequence, taken, text)
-    except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
-        sequence.undecodable(error)
+    except OwnFailure as failure:
+        sequence.fail(failure)
         return Event(sequence, sequence.tokens[before:], "")
 
 
 def _ended(sequence: Sequence, gain: Accepted) -> Event:
     """What a search says with one of its sequences."""
     if gain.error is not None:
-        sequence.error, sequence.finish_reason = gain.error, "error"
+        sequence.fail(gain.error)
     return _told(sequence, gain)
 
 
@@ -337,7 +340,7 @@ def _cancelled(sequence: Sequence, gain: Accepted, why: str | None) -> Event:
         return event
     sequence.finish_reason, sequence.error, text = "cancelled", why, event.text
     try:
-        text += sequence.flush()
-    except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
-        sequence.undecodable(error)
+        text += fenced("text", sequence.id, sequence.flush)
+    except OwnFailure as failure:
+        sequence.fail(failure)
     return Event(sequence, event.tokens, text)

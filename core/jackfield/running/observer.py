@@ -12,6 +12,7 @@ from jackfield.running.loop import Loop
 from jackfield.running.report import Compiled, Observation, Report, Speculation, observe, total
 from jackfield.running.sequences import Completion, Delta, Event, Sequence, Usage
 from jackfield.tokens.assistant import DraftModel
+from jackfield.tokens.fenced import OwnFailure, fenced
 
 
 class Observer:
@@ -107,7 +108,7 @@ class Observer:
         if self._text.tokenizer is None:
             return None
         try:
-            return self._text.decode(sequence.new_tokens)
-        except BaseException as error:  # noqa: BLE001 - a tokenizer of whatever kind
-            sequence.undecodable(error)
+            return fenced("text", sequence.id, lambda: self._text.decode(sequence.new_tokens))
+        except OwnFailure as failure:
+            sequence.fail(failure)
             return None

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from jackfield.errors import first_line
 from jackfield.tokens.drafted import Drafted
 from jackfield.tokens.fenced import OwnFailure, met
 
@@ -148,10 +147,9 @@ class Sequence:
                 self.finish_reason = "stop"
         return taken, text
 
-    def undecodable(self, error: BaseException) -> None:
-        """End it because its text cannot be made."""
-        told = f"{type(error).__name__}: {first_line(error)}"
-        self.finish_reason, self.error = "error", f"its tokens do not decode: {told}"
+    def fail(self, why: str | OwnFailure) -> None:
+        """End it by an error."""
+        self.finish_reason, self.error = "error", str(why)
 
     def flush(self) -> str:
         """The text that was held back, of a sequence that ends early."""
@@ -172,7 +170,7 @@ class Sequence:
         try:
             return met(self.id, self.settings.stopping_criteria, self.tokens)
         except OwnFailure as failure:
-            self.error = f"its stopping_criteria failed: {failure}"
+            self.error = str(failure)
             return True
 
 

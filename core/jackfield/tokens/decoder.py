@@ -147,9 +147,9 @@ def _within(sequence: Sequence, gain: Accepted) -> Accepted:
     try:
         end = fenced("structure", sequence.id, lambda: constraint.advance(gain.tokens))
     except OwnFailure as failure:
-        return replace(gain, error=f"its structure cannot be followed: {failure}")
+        return replace(gain, error=str(failure))
     if (cause := constraint.error) is not None:
-        return replace(gain, error=f"its structure cannot be followed: {cause}")
+        return replace(gain, error=cause)
     if end is None:
         return gain
     least, new = sequence.settings.min_new_tokens, sequence.num_new + end

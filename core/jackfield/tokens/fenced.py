@@ -19,8 +19,12 @@ T = TypeVar("T")
 _inside: dict[int, str] = {}
 
 
+#: what of a request failed -> how that is told; all else is told by its own name
+_FAILED = {"text": "its tokens do not decode", "structure": "its structure cannot be followed"}
+
+
 class OwnFailure(Exception):  # noqa: N818 - no error of the engine: it ends one request
-    """Something that a request brought along failed; the text says how, in one line."""
+    """Something that a request brought along failed; the text is the error of that request."""
 
 
 def fenced(what: str, request: int, act: Callable[[], T]) -> T:
@@ -33,9 +37,14 @@ def fenced(what: str, request: int, act: Callable[[], T]) -> T:
     try:
         return act()
     except BaseException as error:
-        raise OwnFailure(f"{type(error).__name__}: {first_line(error)}") from error
+        raise OwnFailure(failed(what, f"{type(error).__name__}: {first_line(error)}")) from error
     finally:
         _inside.pop(thread, None)
+
+
+def failed(what: str, why: str) -> str:
+    """The error of a request whose `what` failed."""
+    return f"{_FAILED.get(what, f'its {what} failed')}: {why}"
 
 
 def inside(thread: int | None) -> str | None:

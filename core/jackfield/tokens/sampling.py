@@ -355,7 +355,7 @@ class Batch:
         try:
             scores[row] = processed(sequence.id, own, tokens, scores[row : row + 1])[0]
         except OwnFailure as failure:
-            self.failures[row] = f"its logits_processor failed: {failure}"
+            self.failures[row] = str(failure)
             return False
         return True
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.choosing.guarded import shown
 from jackfield.errors import SettingsError
-from jackfield.tokens.fenced import OwnFailure, fenced
+from jackfield.tokens.fenced import OwnFailure, failed, fenced
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class Constraint:
 
     def __init__(self, matcher: Any, forbidden: tuple[int, ...]) -> None:
         self.matcher = matcher
-        self.failure: str | None = None  # what raised, instead of saying that it is broken
+        self.failure: str | None = None  # the error that it ends with
         self.forbidden = forbidden  # ends that the grammar knows and the request does not
 
     def copy(self) -> Constraint:
@@ -147,10 +147,12 @@ class Constraint:
 
     @property
     def error(self) -> str | None:
-        """Why nobody knows what may follow (it costs too much to find out); None: all is well."""
-        if self.failure is not None:
-            return self.failure
-        return _broken(self.matcher.get_error()) if self.matcher.is_error() else None
+        """Why nobody knows what may follow (it costs too much to find out), as the error of the
+        request; None: all is well.
+        """
+        if self.failure is None and self.matcher.is_error():
+            self.failure = failed("structure", _broken(self.matcher.get_error()))
+        return self.failure
 
 
 class Structures:
