@@ -125,8 +125,7 @@ TOLD = {  # loaded all the same
     "hooks threads' errors": ("import threading; threading.excepthook = print", "another hook"),
     "takes print away": ("import builtins; builtins.print = None", "the builtins"),
     "adds a builtin": ("import builtins; builtins.noise = 1", "the builtins"),
-    "deepens recursion": ("import sys; sys.setrecursionlimit(5000)", "the recursion limit"),
-    "stops the collector": ("import gc; gc.disable()", "garbage"),
+    "shows warnings": ("import warnings; warnings.showwarning = print", "another hook"),
     "seeds": ("import random; random.seed(0)", "Python's random numbers"),
     "forks": ("import os; os.fork()", ""),
     "changes its name": (
@@ -247,3 +246,88 @@ def test_no_output_and_no_exit_code_is_spoilt(machine: Machine) -> None:
     sick = machine.run("doctor", "--json")
     assert sick.returncode == 1
     assert not json.loads(sick.stdout)["ok"]
+
+
+HOST = """
+import json, os, random, sys, threading, warnings
+from jackfield.choosing.discovery import discover, installed
+
+begun, acted = threading.Event(), threading.Event()
+drawn = []
+
+def act():
+    begun.wait()
+    drawn.extend(random.random() for _ in range(9))
+    os.environ["HOST_SET"] = "yes"
+    sys.path.append("/of/the/host")
+    os.write(1, b"by number\\n")
+    print("by name", flush=True)
+    if sys.argv[1] == "good":
+        os.chdir("/")
+        warnings.simplefilter("ignore")
+        newer = threading.Thread(target=print, args=["by a newer thread"])
+        newer.start()
+        newer.join()
+    acted.set()
+
+threading.Thread(target=act).start()
+(plugin,) = (p for p in discover(installed()[0], {}).plugins if p.distribution != "jackfield")
+print(json.dumps({
+    "state": plugin.state,
+    "problems": plugin.problems,
+    "drawn again": random.random() in drawn,
+    "variables": [n for n in ("HOST_SET", "PLUGIN_SET") if n in os.environ],
+    "paths": [p for p in sys.path if p.startswith("/of")],
+    "folder": os.getcwd(),
+    "filter": warnings.filters[0][0],
+}), file=sys.stderr)
+"""
+
+#: the host's other thread acts while the module is imported
+MEETS = """
+import sys
+host = sys.modules["__main__"]
+if hasattr(host, "begun"):
+    host.begun.set()
+    host.acted.wait()
+"""
+
+BAD = """
+import os, sys, warnings
+os.environ["PLUGIN_SET"] = "yes"
+sys.path.append("/of/the/plugin")
+os.chdir("/usr")
+warnings.simplefilter("error")
+print("noise")
+os.close(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["good", "bad"])
+def test_what_threads_of_the_host_do_meanwhile_stays(site: Site, tmp_path: Path, kind: str) -> None:
+    site.add(kind, MEETS + (BAD if kind == "bad" else "") + site.attention(kind))
+    done = subprocess.run(
+        [sys.executable, "-c", HOST, kind],
+        env={
+            **os.environ, "PYTHONPATH": str(site.folder), "XDG_CACHE_HOME": str(tmp_path / "kept")
+        },
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads(done.stderr)
+    printed = ["by number", "by name", *(["by a newer thread"] if kind == "good" else [])]
+    assert done.stdout.splitlines() == printed
+    problems = found.pop("problems")
+    assert found == {
+        "state": "loaded",
+        "drawn again": False,
+        "variables": ["HOST_SET"],
+        "paths": ["/of/the/host"],
+        "folder": "/" if kind == "good" else str(tmp_path),
+        "filter": "ignore" if kind == "good" else "default",
+    }
+    parts = "the current folder, environment variables, sys.path, the filters of all warnings"
+    assert problems == ([] if kind == "good" else [
+        "it wrote to standard output while it loaded: 'noise'",
+        "it closed or replaced file descriptor 0: it was put back",
+        f"it changed {parts} while it loaded, which was put back",
+    ])  # fmt: skip

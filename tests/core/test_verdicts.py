@@ -17,6 +17,7 @@ from jackfield.choosing.verdicts import Verdict, path_of, recall, remember
 if TYPE_CHECKING:
     from conftest import Site
 
+KNOWN = Verdict(writes=True, seconds=20.0, changes={"the current folder": [""]})
 REFUSED = Verdict("it ended its process", seconds=20.0)
 
 
@@ -41,8 +42,8 @@ def known(site: Site) -> EntryPoint:
 def test_more_time_is_another_chance(known: EntryPoint) -> None:
     assert recall(known, 5.0) == REFUSED
     assert recall(known, 21.0) is None
-    remember(known, Verdict(writes=True, seconds=20.0))
-    assert recall(known, 21.0) == Verdict(writes=True, seconds=20.0)
+    remember(known, KNOWN)
+    assert recall(known, 21.0) == KNOWN
 
 
 @pytest.mark.parametrize("what", ["METADATA", "RECORD", "module"])
@@ -65,9 +66,12 @@ def test_another_installation_is_another_chance(known: EntryPoint, site: Site, w
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"key": 1}',
-        b'{"refused": 7, "writes": false, "seconds": 20.0, "key": KEY}',
-        b'{"refused": null, "writes": null, "seconds": 20.0, "key": KEY}',
-        b'{"refused": null, "writes": false, "seconds": "x", "key": KEY}',
+        b'{"refused": 7, "writes": false, "seconds": 20.0, "changes": {}, "key": KEY}',
+        b'{"refused": null, "writes": null, "seconds": 20.0, "changes": {}, "key": KEY}',
+        b'{"refused": null, "writes": false, "seconds": "x", "changes": {}, "key": KEY}',
+        b'{"refused": null, "writes": false, "seconds": 20.0, "key": KEY}',
+        b'{"refused": null, "writes": false, "seconds": 20.0, "changes": 1, "key": KEY}',
+        b'{"refused": null, "writes": false, "seconds": 20.0, "changes": {"a": [1]}, "key": KEY}',
         b'{"refused": null, "more": 1, "key": KEY}',
     ],
 )

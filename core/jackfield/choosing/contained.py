@@ -1,11 +1,14 @@
-"""While a stranger's plugin loads: what it prints is kept, and what it changes is put back."""
+"""While a stranger's plugin loads: what it prints is kept, and what it changes is put back.
+
+Other threads go on meanwhile, and what they print and change is theirs. So what is put back is
+only what the plugin was seen to change in a process of its own (`trial`), thing by thing: nothing
+of a plugin that changes nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-import locale
 import logging
 import os
 import random
@@ -14,104 +17,141 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
+TIMER, DESCRIPTORS, PRINTS = "the timer of SIGALRM", "file descriptors", "standard streams"
+
+#: part of the process -> names of what was changed in it
+Changes = Mapping[str, Collection[str]]
+
+_here = threading.local()
+
+
+def is_loading() -> bool:
+    """Whether this thread is a plugin's that loads."""
+    return getattr(_here, "loads", False)
+
+
+def loads() -> None:
+    """From now on this thread is a plugin's that loads."""
+    _here.loads = True
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a plugin did while it loaded: for a reader, and as a later `contained` wants it."""
+
+    problems: list[str] = field(default_factory=list)
+    changes: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, part: str, name: str, problem: str) -> None:
+        self.changes.setdefault(part, []).append(name)
+        self.problems.append(problem)
 
 
 @contextlib.contextmanager
-def contained(*, writes: bool) -> Iterator[list[str]]:
-    """Yields a list that, at the end, says what was printed and what was put back.
+def contained(changes: Changes | None = None, *, writes: bool = False) -> Iterator[Seen]:
+    """Yields what, at the end, says what was printed and what was put back.
 
-    `writes`: it is known to write to file descriptor 1, which leads nowhere for that time.
-    Threads that were there before print as ever.
+    Only what is in `changes` is; None: everything, as nobody knows what the plugin does. `writes`:
+    it is known to write to file descriptor 1, which leads nowhere for that time.
     """
-    problems: list[str] = []
-    before = [(part, part.read()) for part in PARTS]
-    filters = warnings.filters[:]
-    with _descriptors(problems, writes), _streams(problems), warnings.catch_warnings():
+    seen = Seen()
+    parts = [part for part in PARTS if changes is None or part.what in changes]
+    before = [(part, part.read()) for part in parts]
+    with _descriptors(seen, changes, writes), _streams(seen, changes is None or PRINTS in changes):
         try:
-            yield problems
+            yield seen
         finally:
-            changed = [part.what for part, value in before if _put_back(part, value)]
-            added = [f for f in warnings.filters if f not in filters]
-            gone = any(f not in warnings.filters for f in filters)
-            if gone or any(f[1] is None and f[3] is None for f in added):
-                changed.append("the filters of all warnings")
-    for action, message, category, module, line in reversed(added):
-        if message is not None or module is not None:  # of its libraries, for messages of theirs
-            texts = (getattr(p, "pattern", p) or "" for p in (message, module))
-            warnings.filterwarnings(action, next(texts), category, next(texts), line)  # type: ignore[arg-type]
-    if changed:
-        problems.append(f"it changed {', '.join(changed)} while it loaded, which was put back")
+            for part, values in before:
+                own = None if changes is None else changes[part.what]
+                if names := _put_back(part, values, own):
+                    seen.changes[part.what] = names
+    if told := [part.what for part in PARTS if part.what in seen.changes]:
+        seen.problems.append(f"it changed {', '.join(told)} while it loaded, which was put back")
 
 
 class Part(NamedTuple):
-    """Something that a whole process shares. `read` gives what compares, `write` puts it back.
+    """Something that a whole process shares: names and values, of which each is put back alone.
 
-    `read` gives None while there is no such thing, and `fresh` is what it then begins with.
+    `fresh` is what it begins with where there was no such thing before.
     """
 
     what: str
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-    fresh: Callable[[], Any] = lambda: None
+    read: Callable[[], dict[str, Any]]
+    write: Callable[[str, Any], object]
+    drop: Callable[[str], object] = lambda name: None
+    fresh: Callable[[], dict[str, Any]] = dict
 
 
-def _put_back(part: Part, before: Any) -> bool:
-    """Whether it had to be."""
+def _put_back(part: Part, before: dict[str, Any], own: Collection[str] | None) -> list[str]:
+    """The names of what had to be; of others than `own` it is somebody else who changed them."""
     now = part.read()
-    if now is not None and before is None:
-        before = part.fresh()
-    if now == before:
-        return False
-    with contextlib.suppress(OSError):  # a folder that is gone
-        part.write(before)
-    return True
+    before = before or (part.fresh() if now else {})
+    names = [n for n in {**before, **now} if own is None or n in own]
+    names = [n for n in names if not (n in before and n in now and _same(before[n], now[n]))]
+    for name in names:
+        with contextlib.suppress(OSError):  # a folder that is gone
+            if name in before:
+                part.write(name, before[name])
+            else:
+                part.drop(name)
+    return names
 
 
-def _folder() -> str | None:
+def _same(one: Any, other: Any) -> bool:
+    return one is other or bool(one == other)
+
+
+def _folder() -> dict[str, Any]:
     try:
-        return os.getcwd()
+        return {"": os.getcwd()}
     except OSError:
-        return None
+        return {}
 
 
-def _set_folder(path: str | None) -> None:
-    if path is not None:
-        os.chdir(path)
+def _path() -> dict[str, Any]:
+    """Its entries; None behind each, since another one in front of it does not change it."""
+    return dict.fromkeys(sys.path)
 
 
-def _set_collecting(on: bool) -> None:
-    if on:
-        gc.enable()
+def _add_path(name: str, _: Any) -> None:
+    sys.path.append(name)
+
+
+def _drop_path(name: str) -> None:
+    sys.path.remove(name)
+
+
+def _logging() -> dict[str, Any]:
+    root = logging.root
+    return {"level": root.level, "disable": root.manager.disable, "handlers": tuple(root.handlers)}
+
+
+def _set_logging(name: str, value: Any) -> None:
+    if name == "level":
+        logging.root.setLevel(value)
+    elif name == "disable":
+        logging.disable(value)
     else:
-        gc.disable()
+        logging.root.handlers[:] = value
 
 
-def _environment(values: dict[str, str]) -> None:
-    for name in set(os.environ) - set(values):
-        del os.environ[name]
-    os.environ.update(values)
+#: name -> the module that has it
+_HOOKS: dict[str, Any] = {
+    "sys.excepthook": sys,
+    "sys.displayhook": sys,
+    "sys.unraisablehook": sys,
+    "threading.excepthook": threading,
+    "warnings.showwarning": warnings,
+}
 
 
-def _logging() -> tuple[Any, ...]:
-    return logging.root.level, logging.root.manager.disable, tuple(logging.root.handlers)
-
-
-def _set_logging(values: tuple[Any, ...]) -> None:
-    logging.root.setLevel(values[0])
-    logging.disable(values[1])
-    logging.root.handlers[:] = values[2]
-
-
-def _hooks() -> tuple[Any, ...]:
-    return sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook
-
-
-def _set_hooks(values: tuple[Any, ...]) -> None:
-    sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook = values
+def _hooks() -> dict[str, Any]:
+    return {name: getattr(own, name.partition(".")[2]) for name, own in _HOOKS.items()}
 
 
 def _builtins() -> dict[str, Any]:
@@ -120,62 +160,109 @@ def _builtins() -> dict[str, Any]:
     return vars(builtins)
 
 
-def _set_builtins(values: dict[str, Any]) -> None:
-    own = _builtins()
-    for name in set(own) - set(values):
-        del own[name]
-    own.update(values)
+class _Filters:
+    """Filters of warnings. What a library says of messages of its own changes nobody else's."""
+
+    def __init__(self) -> None:
+        self.all = list(warnings.filters)
+
+    def __eq__(self, later: object) -> bool:
+        """Whether none is gone since, and none came that is of all warnings."""
+        assert isinstance(later, _Filters)
+        came = [f for f in later.all if f not in self.all]
+        gone = [f for f in self.all if f not in later.all]
+        return not gone and all(map(_is_of_its_own, came))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def put_back(self) -> None:
+        came = [f for f in warnings.filters if f not in self.all and _is_of_its_own(f)]
+        warnings.filters[:] = [*came, *self.all]  # type: ignore[index]
+        with warnings.catch_warnings():  # tells it that they are others
+            pass
 
 
-def _torch() -> tuple[Any, ...] | None:
+def _is_of_its_own(one: Any) -> bool:
+    _, message, _, module, _ = one
+    return message is not None or module is not None
+
+
+def _torch() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_rng_state"):
-        return None
-    return (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        bytes(torch.get_rng_state().tolist()),
-    )
+        return {}
+    return {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "random": bytes(torch.get_rng_state().tolist()),
+    }
 
 
-def _fresh_torch() -> tuple[Any, ...]:
+def _fresh_torch() -> dict[str, Any]:
     torch: Any = sys.modules["torch"]
-    return torch.float32, "highest", False, bytes(torch.Generator().get_state().tolist())
+    random = bytes(torch.Generator().get_state().tolist())
+    return {
+        "dtype": torch.float32,
+        "precision": "highest",
+        "deterministic": False,
+        "random": random,
+    }
 
 
-def _set_torch(values: tuple[Any, ...]) -> None:
+def _set_torch(name: str, value: Any) -> None:
     torch: Any = sys.modules["torch"]
-    torch.set_default_dtype(values[0])
-    torch.set_float32_matmul_precision(values[1])
-    torch.use_deterministic_algorithms(values[2])
-    torch.set_rng_state(torch.tensor(list(values[3]), dtype=torch.uint8))
+    if name == "dtype":
+        torch.set_default_dtype(value)
+    elif name == "precision":
+        torch.set_float32_matmul_precision(value)
+    elif name == "deterministic":
+        torch.use_deterministic_algorithms(value)
+    else:
+        torch.set_rng_state(torch.tensor(list(value), dtype=torch.uint8))
 
 
 PARTS = (
-    Part("the current folder", _folder, _set_folder),
-    Part("environment variables", lambda: dict(os.environ), _environment),
-    Part("sys.path", lambda: list(sys.path), lambda v: sys.path.__setitem__(slice(None), v)),
-    Part("the root logger", _logging, _set_logging),
-    Part("sys.excepthook or another hook", _hooks, _set_hooks),
-    Part("the builtins", lambda: dict(_builtins()), _set_builtins),
+    Part("the current folder", _folder, lambda _, value: os.chdir(value)),
     Part(
-        "the locale",
-        lambda: locale.setlocale(locale.LC_ALL),
-        lambda v: locale.setlocale(locale.LC_ALL, v),
+        "environment variables",
+        lambda: dict(os.environ),
+        os.environ.__setitem__,
+        lambda name: os.environ.pop(name, None),
     ),
-    Part("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Part("whether garbage is collected", gc.isenabled, _set_collecting),
-    Part("Python's random numbers", random.getstate, random.setstate),
-    Part("torch's defaults or random numbers", _torch, _set_torch, _fresh_torch),
+    Part("sys.path", _path, _add_path, _drop_path),
+    Part("the root logger", _logging, _set_logging),
+    Part(
+        "sys.excepthook or another hook",
+        _hooks,
+        lambda name, value: setattr(_HOOKS[name], name.partition(".")[2], value),
+    ),
+    Part(
+        "the builtins",
+        lambda: dict(_builtins()),
+        lambda name, value: _builtins().__setitem__(name, value),
+        lambda name: _builtins().pop(name, None),
+    ),
+    Part(
+        "the filters of all warnings", lambda: {"": _Filters()}, lambda _, value: value.put_back()
+    ),
+    Part(
+        "Python's random numbers",
+        lambda: {"": random.getstate()},
+        lambda _, value: random.setstate(value),
+    ),
+    Part("torch's defaults or random numbers", _torch, _set_torch, fresh=_fresh_torch),
 )
 
 
 @contextlib.contextmanager
-def _streams(problems: list[str]) -> Iterator[None]:
-    """The four names of standard output and error stand for kept ones; then they are as before."""
+def _streams(seen: Seen, known: bool) -> Iterator[None]:
+    """The four names of standard output and error stand for kept ones; then they are as before.
+
+    `known`: the plugin prints or replaces them, also in threads of its own.
+    """
     own = {name: getattr(sys, name) for name in STREAMS}
-    there = {thread.ident for thread in threading.enumerate()}
+    there = {thread.ident for thread in threading.enumerate()} if known else None
     kept = {n: Kept(s, there, sys.stderr) for n, s in own.items() if s is not None}
     for name, stream in kept.items():
         setattr(sys, name, stream)
@@ -184,14 +271,16 @@ def _streams(problems: list[str]) -> Iterator[None]:
     finally:
         replaced = [n for n, s in kept.items() if getattr(sys, n, None) is not s]
         for name, stream in own.items():
-            setattr(sys, name, stream)
+            if known or name not in replaced:
+                setattr(sys, name, stream)
         for name, stream in kept.items():
             if text := stream.end():
                 told = "standard output" if "out" in name else "standard error"
-                problems.append(f"it wrote to {told} while it loaded: {text}")
-        if replaced:
+                seen.add(PRINTS, name, f"it wrote to {told} while it loaded: {text}")
+        if known and replaced:
             names = ", ".join(f"sys.{name}" for name in replaced)
-            problems.append(f"it replaced {names} while it loaded, which was put back")
+            problem = f"it replaced {names} while it loaded, which was put back"
+            seen.add(PRINTS, names, problem)
 
 
 class _Bytes(io.BytesIO):
@@ -202,10 +291,11 @@ class _Bytes(io.BytesIO):
 class Kept(io.TextIOWrapper):
     """Stands for a standard stream; what threads `there` before write goes to it as ever.
 
-    The plugin may hold on to it: what it writes later goes to `later`, where nothing is spoilt.
+    None: only what the thread that loads writes is kept. The plugin may hold on to it: what it
+    writes later goes to `later`, where nothing is spoilt.
     """
 
-    def __init__(self, stream: Any, there: set[int | None], later: Any) -> None:
+    def __init__(self, stream: Any, there: set[int | None] | None, later: Any) -> None:
         self._bytes = _Bytes()
         super().__init__(self._bytes, "utf-8", "backslashreplace", "", write_through=True)
         self._stream, self._there, self._later = stream, there, later
@@ -213,8 +303,11 @@ class Kept(io.TextIOWrapper):
 
     def _target(self) -> Any:
         """None: it is kept."""
-        if self._ended:
-            return self._later
+        if self._ended:  # somebody who redirects the streams may have put it back
+            again = any(getattr(sys, name, None) is self for name in STREAMS)
+            return self._stream if again else self._later
+        if self._there is None:
+            return None if is_loading() else self._stream
         return self._stream if threading.get_ident() in self._there else None
 
     def write(self, text: str) -> int:
@@ -234,7 +327,8 @@ class Kept(io.TextIOWrapper):
         return int(self._stream.fileno())
 
     def isatty(self) -> bool:
-        return False
+        target = self._target()
+        return target is not None and target.isatty()
 
     def close(self) -> None:
         """Never: the stream is not the plugin's."""
@@ -247,12 +341,18 @@ class Kept(io.TextIOWrapper):
 
 
 @contextlib.contextmanager
-def _descriptors(problems: list[str], writes: bool) -> Iterator[None]:
+def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[None]:
     """File descriptors 0, 1 and 2, and the timer of SIGALRM, are what they were."""
-    saved = {number: os.dup(number) for number in (0, 1, 2) if _identity(number)}
-    timer = signal.getitimer(signal.ITIMER_REAL) if hasattr(signal, "getitimer") else None
+    own = "012" if changes is None else changes.get(DESCRIPTORS, ())
+    moving = {number for number in (0, 1, 2) if str(number) in own}
+    wanted = moving | ({1} if writes else set())
+    saved = {number: os.dup(number) for number in wanted if _identity(number)}
+    timed = hasattr(signal, "getitimer") and (changes is None or TIMER in changes)
+    timed = timed and not signal.getitimer(signal.ITIMER_REAL)[0]
     if writes and 1 in saved:
-        problems.append("it wrote to file descriptor 1 while it loaded, which is not passed on")
+        seen.problems.append(
+            "it wrote to file descriptor 1 while it loaded, which is not passed on"
+        )
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
     during = {number: _identity(number) for number in saved}
@@ -260,14 +360,15 @@ def _descriptors(problems: list[str], writes: bool) -> Iterator[None]:
         yield
     finally:
         for number, copy in saved.items():
-            if moved := _identity(number) != during[number]:
-                problems.append(f"it closed or replaced file descriptor {number}: it was put back")
+            if moved := number in moving and _identity(number) != during[number]:
+                problem = f"it closed or replaced file descriptor {number}: it was put back"
+                seen.add(DESCRIPTORS, str(number), problem)
             if moved or (writes and number == 1):
                 os.dup2(copy, number)
             os.close(copy)
-        if timer is not None and not timer[0] and signal.getitimer(signal.ITIMER_REAL)[0]:
+        if timed and signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            problems.append("it set the timer of SIGALRM, which was taken off")
+            seen.add(TIMER, "", "it set the timer of SIGALRM, which was taken off")
 
 
 def _identity(number: int) -> tuple[int, int] | None:

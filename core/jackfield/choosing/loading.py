@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jackfield import hookspecs
-from jackfield.choosing.contained import contained
+from jackfield.choosing.contained import Seen, contained, loads
 from jackfield.choosing.guarded import shown, told
 from jackfield.choosing.selection import nearest
 from jackfield.choosing.trial import tried
@@ -74,26 +75,24 @@ def load(source: Source, timeout: float) -> tuple[list[Offer], list[str]]:
         raise PluginError(source.flaw)
     check_version_contract(source)
     if canonicalize_name(source.distribution) == DISTRIBUTION:
-        return _within(timeout, source), []
+        return within(timeout, source), []
     verdict = recall(source.entry_point, timeout)
     if verdict is None and (verdict := tried(source.entry_point, timeout)) is not None:
         remember(source.entry_point, verdict)
     if verdict is not None and verdict.refused:
         raise PluginError(f"{verdict.refused}, in a process of its own{_again(source)}")
     try:
-        return load_contained(source, timeout, writes=verdict is not None and verdict.writes)
+        with _as_known(verdict) as seen:
+            offers = within(timeout, source)
+        return offers, seen.problems
     except _HangError as error:
         remember(source.entry_point, Verdict(str(error), seconds=float(timeout)))
         raise PluginError(f"{error}{_again(source)}") from None
 
 
-def load_contained(
-    source: Source, timeout: float, *, writes: bool = False
-) -> tuple[list[Offer], list[str]]:
-    """As `load`, but here and now."""
-    with contained(writes=writes) as problems:
-        offers = _within(timeout, source)
-    return offers, problems
+def _as_known(verdict: Verdict | None) -> AbstractContextManager[Seen]:
+    """Contains what the plugin is known to do; all, where it could not be tried."""
+    return contained() if verdict is None else contained(verdict.changes, writes=verdict.writes)
 
 
 def _again(source: Source) -> str:
@@ -129,15 +128,7 @@ def check_version_contract(source: Source) -> None:
             )
 
 
-def is_loading() -> bool:
-    """Whether this thread is a plugin's that loads."""
-    return getattr(_here, "loads", False)
-
-
-_here = threading.local()
-
-
-def _within(timeout: float, source: Source) -> list[Offer]:
+def within(timeout: float, source: Source) -> list[Offer]:
     """Load in a thread, so that a plugin that hangs is reported, not waited for.
 
     BaseException, because a plugin that calls sys.exit() must not end its host.
@@ -146,7 +137,7 @@ def _within(timeout: float, source: Source) -> list[Offer]:
     what = f"loading {source.entry_point.value}"
 
     def run() -> None:
-        _here.loads = True
+        loads()
         try:
             outcome.append(_collect(_import(source), source))
         except BaseException as error:  # noqa: BLE001 - see above

@@ -55,10 +55,10 @@ def tried(entry_point: EntryPoint, seconds: float) -> Verdict | None:
             return None  # it never came to the plugin
         output = (folder / "output").read_bytes()
         answer = folder / "answer"
-        written = int(answer.read_text()) if answer.exists() else None
+        written, changes = json.loads(answer.read_text()) if answer.exists() else (None, {})
         hung = code is None or (folder / "hung").stat().st_size > 0
     reason = _reason(code, written, output, seconds if hung else None)
-    return Verdict(reason, bool(written), float(seconds))
+    return Verdict(reason, bool(written), float(seconds), changes)
 
 
 def _run(folder: Path, seconds: float) -> int | None:
@@ -103,7 +103,8 @@ def _reason(code: int | None, written: int | None, output: bytes, hung: float | 
 
 def begin(name: str) -> None:
     """The other process: load what the request names, and leave it to end as it will."""
-    from jackfield.choosing.loading import Source, load_contained
+    from jackfield.choosing.contained import contained
+    from jackfield.choosing.loading import Source, within
     from jackfield.errors import PluginError
 
     folder = Path(name)
@@ -112,10 +113,11 @@ def begin(name: str) -> None:
     hung = os.open(folder / "hung", os.O_WRONLY | os.O_CREAT)  # stays open to the end
     (folder / "begun").touch()
     faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
-    with contextlib.suppress(PluginError):
-        load_contained(Source(entry_point, "", ""), threading.TIMEOUT_MAX)
+    with contained() as seen, contextlib.suppress(PluginError):
+        within(threading.TIMEOUT_MAX, Source(entry_point, "", ""))
     _flush()
-    (folder / "answer").write_text(str(os.lseek(1, 0, os.SEEK_END)))
+    written = os.lseek(1, 0, os.SEEK_END)
+    (folder / "answer").write_text(json.dumps([written, seen.changes]))
     faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
 
 

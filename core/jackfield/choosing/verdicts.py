@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -25,12 +25,14 @@ from packaging.utils import canonicalize_name
 class Verdict:
     """What a trial showed. `refused`: why the plugin must not be loaded, None where it may be.
 
-    `writes`: it writes to file descriptor 1 while it loads. `seconds` is the time that it had.
+    `writes`: it writes to file descriptor 1 while it loads. `changes`: what it changes in its
+    process, as `contained` says it. `seconds` is the time that it had.
     """
 
     refused: str | None = None
     writes: bool = False
     seconds: float = 0.0
+    changes: dict[str, list[str]] = field(default_factory=dict)
 
 
 def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
@@ -42,11 +44,16 @@ def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
         told = json.loads(path.read_bytes())
         if told.pop("key") != _key(entry_point):
             return None
+        if len(told) != len(fields(Verdict)):
+            return None
         found = Verdict(**told)
+        names = [name for part in found.changes.values() for name in part]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     kinds = (type(found.refused), type(found.writes), type(found.seconds))
     if kinds[0] not in (str, type(None)) or kinds[1:] != (bool, float):
+        return None
+    if not all(isinstance(name, str) for name in names):
         return None
     return None if found.refused and found.seconds < seconds else found
 
