@@ -57,7 +57,7 @@ def test_only_then_the_weights_are_missed(llama: str) -> None:
     [
         ({"attn_implementation": "spda"}, SelectionError, "did you mean 'sdpa'"),
         ({"attn_implementation": "dynamic"}, SelectionError, "'dynamic' is of kind cache"),
-        ({"attn_implementation": None}, SelectionError, "not None"),
+        ({"attn_implementation": 3}, SelectionError, "not 3"),
         ({"attn_implementation": ["sdpa", "nobody"]}, SelectionError, "no attention 'nobody'"),
         ({"cache_implementation": "dynamic?page_size=5"}, OptionError, "no option 'page_size'"),
         ({"decoding": "beem"}, SelectionError, "no decoding 'beem'"),

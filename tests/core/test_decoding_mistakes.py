@@ -12,6 +12,7 @@ from drafting import draft_of, model_of, small_draft
 from families import build, character_tokenizer, config_of, prompts
 
 import jackfield
+from jackfield.asking.settings import Settings
 from jackfield.contracts import Strategy
 from jackfield.errors import (
     CheckpointError,
@@ -24,6 +25,7 @@ from jackfield.errors import (
     UsageError,
 )
 from jackfield.running.checked import CheckedStrategy
+from jackfield.running.sequences import Sequence
 
 MODEL = functools.partial(model_of, "llama")
 DRAFT = functools.partial(draft_of, "llama")
@@ -201,6 +203,7 @@ class Broken(Strategy):
 )  # fmt: skip
 def test_a_strategy_that_breaks_its_contract_is_an_error_by_name(answer: Any) -> None:
     strategy = CheckedStrategy(Broken(answer), "decoding 'bad' of outside 1.0", 50)
+    one = Sequence(0, [5, 6], Settings(max_new_tokens=4), None)
     with pytest.raises(PluginError, match=r"decoding 'bad' of outside 1\.0: propose "):
-        strategy.propose([object()], [2])  # type: ignore[list-item]
-    assert CheckedStrategy(Broken([[49, 0]]), "x", 50).propose([object()], [2]) == [[49, 0]]  # type: ignore[list-item]
+        strategy.propose([one], [2])
+    assert CheckedStrategy(Broken([[49, 0]]), "x", 50).propose([one], [2]) == [[49, 0]]

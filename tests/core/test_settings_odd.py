@@ -107,7 +107,7 @@ def assert_sound(found: Settings) -> None:
     assert whole(found.min_new_tokens, 0, found.max_new_tokens)
     assert type(found.do_sample) is bool
     assert whole(found.top_k, 0)
-    assert whole(found.num_return_sequences, 1, 1024)
+    assert whole(found.num_return_sequences, 1, 10_000)
     assert whole(found.seed, -math.inf)  # type: ignore[arg-type]
     assert whole(found.priority, -math.inf)  # type: ignore[arg-type]
     assert found.logprobs is None or whole(found.logprobs, 0, VOCAB)

@@ -201,7 +201,7 @@ def test_what_fits_together_is_counted_with_a_running_maximum() -> None:
     assert all(map(store.admit, waiting))
     assert looked_at == 500
     store.release(waiting)
-    waiting[7].tokens += [1] * 10
+    waiting[7].tokens = [*waiting[7].tokens, *[1] * 10]
     waiting[7].prompt_length += 10
     assert [store.admit(s) for s in waiting[:9]] == [True] * 7 + [False, True]
     store.release(waiting)

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import jackfield
+from jackfield.choosing.guarded import fault
 from jackfield.contracts import CompilerCapabilities
-from jackfield.errors import ExecutionError, PlanError
+from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
 
 CACHES = ("paged", "static", "dynamic")
@@ -198,8 +199,9 @@ def test_what_cannot_be_recorded_is_told_in_one_line(monkeypatch: pytest.MonkeyP
             with pytest.raises(ExecutionError) as caught:
                 engine.generate([5, 6, 7], max_new_tokens=4)
             assert str(caught.value) == (
-                "cuda_graph cannot compile LlamaForCausalLM: CUDA error: operation not permitted "
-                "when stream is capturing; load it without compile"
+                f"compiler 'cuda_graph' of jackfield {jackfield.__version__}: cuda_graph cannot "
+                "compile LlamaForCausalLM: CUDA error: operation not permitted when stream is "
+                "capturing; load it without compile"
             )
         assert compiled(engine).compiled.graphs == 0
         monkeypatch.setattr(Tapes, "broken", None)
@@ -215,10 +217,11 @@ def test_an_attention_that_fails_is_not_told_as_a_recording(
         honest = engine._bound.compiled.attend
 
         def fails(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("out of ideas")
+            raise fault("attention 'mine' of outside 1.0", "forward is out of ideas")
 
         monkeypatch.setattr(engine._bound.compiled, "attend", fails)
-        with pytest.raises(ExecutionError, match="out of ideas") as caught:
+        said = r"^attention 'mine' of outside 1\.0: .*out of ideas"
+        with pytest.raises(PluginError, match=said) as caught:
             engine.generate([5, 6, 7], max_new_tokens=4)
         assert "cannot compile" not in str(caught.value)
         monkeypatch.setattr(engine._bound.compiled, "attend", honest)

@@ -229,7 +229,8 @@ def test_a_model_that_cannot_be_traced_fails_in_one_line_each_time() -> None:
             with pytest.raises(ExecutionError) as caught:
                 engine.generate([5, 6, 7], max_new_tokens=4)
             text = str(caught.value)
-            assert text.startswith("inductor cannot compile LlamaForCausalLM: Data-dependent")
+            assert "' of jackfield " in text
+            assert "inductor cannot compile LlamaForCausalLM: Data-dependent" in text
             assert text.endswith("; load it without compile")
             assert "\n" not in text
         (done,) = engine.generate([5, 6, 7], max_new_tokens=1)  # its prompt is not compiled
@@ -401,7 +402,7 @@ def test_a_compiler_that_fails_is_told_in_one_line(
         with pytest.raises(ExecutionError) as caught:
             engine.generate([5, 6, 7], max_new_tokens=4)
         text = str(caught.value)
-        assert text.startswith("inductor cannot compile LlamaForCausalLM: ")
+        assert "inductor cannot compile LlamaForCausalLM: " in text
         assert "step.cpp:7: error: out of ideas" in text
         assert "\n" not in text
 

@@ -98,6 +98,10 @@ def test_a_folder_that_goes_bad_fails_each_request(caches: Path) -> None:
         caches.mkdir(parents=True)
         caches.chmod(0o777)
         for _ in range(2):
-            with pytest.raises(ExecutionError, match=r"^others can write to .*; make it yours"):
+            said = r"^compiler 'inductor' of .*: others can write to .*; make it yours"
+            with pytest.raises(ExecutionError, match=said):
+                ExecutionError,
+                match=r"^compiler 'inductor' of jackfield .*: others can write to .*; make it yours",
+            ):
                 engine.generate([5, 6, 7], max_new_tokens=4)
         assert engine.report()["compiler"].calls == 0

@@ -24,7 +24,7 @@ from jackfield.errors import SettingsError
 from jackfield.tokens import structured
 from jackfield.tokens.structured import Structure
 
-MOST_SEQUENCES = 1024  # of one request, as each of them takes memory before it runs
+MOST_SEQUENCES = 10_000  # of one request, as each of them takes memory before it runs
 
 
 @dataclass(frozen=True, kw_only=True)
