@@ -461,7 +461,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     assert warm[3:] == cold[3:]
 
 
-def test_twenty_engines_with_the_compiler_of_the_guide(
+def test_ten_engines_with_the_compiler_of_the_guide(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """torch gives up where one code object was compiled eight times; each engine has its own."""
@@ -474,7 +474,7 @@ def test_twenty_engines_with_the_compiler_of_the_guide(
     monkeypatch.setitem(registry().backends, "compiler", [*registry().backends["compiler"], mine])
     model = build("llama")
     expected = references("llama", (5,), 3)
-    for _ in range(20):
+    for _ in range(10):
         with jackfield.load(model, compile="traced", cache_implementation="paged") as engine:
             (found,) = engine.generate(prompts((5,)), max_new_tokens=3)
             compiled = engine.report()["compiler"].compiled

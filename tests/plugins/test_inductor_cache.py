@@ -100,8 +100,5 @@ def test_a_folder_that_goes_bad_fails_each_request(caches: Path) -> None:
         for _ in range(2):
             said = r"^compiler 'inductor' of .*: others can write to .*; make it yours"
             with pytest.raises(ExecutionError, match=said):
-                ExecutionError,
-                match=r"^compiler 'inductor' of jackfield .*: others can write to .*; make it yours",
-            ):
                 engine.generate([5, 6, 7], max_new_tokens=4)
         assert engine.report()["compiler"].calls == 0
