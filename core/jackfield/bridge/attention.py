@@ -58,7 +58,6 @@ class AttentionPort:
     ) -> None:
         self.registered = registered
         self.tally = Tally()
-        self.inside: int | None = None  # the layer whose attention is being computed
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
         self._hooks: list[Any] = []
@@ -120,14 +119,13 @@ class AttentionPort:
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
         ) -> Any:
-            self.inside = layer = module.layer_idx
+            guard.layer = layer = module.layer_idx
             rows, heads, length, _ = query.shape
             count(layer, length)
             note(layer)
             with guard:
                 output, weights = inner(module, query, key, value, attention_mask, **kwargs)
             self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
-            self.inside = None
             return output, weights
 
         return forward
@@ -172,7 +170,7 @@ class AttentionPort:
                 )
             number = module.layer_idx
             layer = pages.write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            self.inside = number
+            guard.layer = number
             for length in layer.step.query_lengths:
                 count(number, length)
             note(number)
@@ -180,7 +178,6 @@ class AttentionPort:
             with guard:
                 output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
             self._check("packed", output, (tokens, heads, value.shape[3]), query, value)
-            self.inside = None
             return output[None], None
 
         return forward
@@ -248,7 +245,6 @@ class AttentionPort:
     def begin(self) -> None:
         """A step begins: what was called before it counts no more."""
         self._called.clear()
-        self.inside = None
 
     def check_selected(self) -> None:
         """Raise ExecutionError where the model names another attention than this one by now."""

@@ -39,11 +39,12 @@ class guarded:  # noqa: N801 - reads as a word of the language
     microsecond; a guard can be entered any number of times, also from several threads.
     """
 
-    __slots__ = ("what", "who")
+    __slots__ = ("layer", "what", "who")
 
     def __init__(self, who: object, what: str) -> None:
         self.who = who
         self.what = what
+        self.layer: int | None = None  # of the model, where the call is one layer's
 
     def __enter__(self) -> None:
         _open.setdefault(get_ident(), []).append(self)
@@ -67,8 +68,11 @@ class guarded:  # noqa: N801 - reads as a word of the language
 def inside(thread: int | None) -> str | None:
     """Which call into a plugin a thread is inside of now, the innermost one; None: none."""
     guards = _open.get(thread or 0)
-    innermost = guards[-1:] if guards else ()
-    return next((f"{guard.who}: {guard.what}" for guard in innermost), None)
+    if not guards:
+        return None
+    guard = guards[-1]
+    where = "" if guard.layer is None else f" of layer {guard.layer}"
+    return f"{guard.who}: {guard.what}{where}"
 
 
 def all_of(acts: Iterable[Callable[[], object]]) -> None:
