@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from families import VOCAB
+from torch._subclasses import FakeTensorMode
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 USER = {"role": "user", "content": "a"}
@@ -98,7 +99,19 @@ def writes(ids: torch.Tensor, scores: torch.Tensor) -> Any:
     return None
 
 
+def leaves_on(act: Callable[[], Any]) -> Callable[..., Any]:
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        act()
+        return scores
+
+    return processor
+
+
 NONSENSE: dict[str, Callable[..., Any]] = {
+    "leaves a default device": leaves_on(lambda: torch.set_default_device("meta")),
+    "leaves a device on": leaves_on(lambda: torch.device("meta").__enter__()),
+    "leaves a mode on": leaves_on(lambda: FakeTensorMode().__enter__()),
+    "leaves autocast on": leaves_on(lambda: torch.autocast("cpu").__enter__()),
     "raises": fails,
     "asks to end": raises(SystemExit(1)),
     "is interrupted": raises(KeyboardInterrupt()),

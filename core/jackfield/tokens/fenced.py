@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from jackfield.errors import first_line
+from jackfield.tokens.left_on import left_on, surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ _inside: dict[int, str] = {}
 
 #: what of a request failed -> how that is told; all else is told by its own name
 _FAILED = {"text": "its tokens do not decode", "structure": "its structure cannot be followed"}
+_LEFT = "it left {} on in torch, for all that runs after it; use a `with` block"
 
 
 class OwnFailure(Exception):  # noqa: N818 - no error of the engine: it ends one request
@@ -30,16 +32,23 @@ class OwnFailure(Exception):  # noqa: N818 - no error of the engine: it ends one
 def fenced(what: str, request: int, act: Callable[[], T]) -> T:
     """What `act`, the `what` of a request, returns. Raises OwnFailure, whatever `act` raises.
 
-    Also SystemExit and its like: in a thread of ours they ask nobody to end but the request.
+    Also SystemExit and its like: in a thread of ours they ask nobody to end but the request. What
+    it leaves on in torch, as a default device, is put back and is an error as well.
     """
     thread = threading.get_ident()
     _inside[thread] = f"the {what} of request {request}"
+    before = surroundings()
     try:
-        return act()
+        found = act()
     except BaseException as error:
-        raise OwnFailure(failed(what, f"{type(error).__name__}: {first_line(error)}")) from error
+        left = left_on(before)
+        why = _LEFT.format(left) if left else f"{type(error).__name__}: {first_line(error)}"
+        raise OwnFailure(failed(what, why)) from error
     finally:
         _inside.pop(thread, None)
+    if left := left_on(before):
+        raise OwnFailure(failed(what, _LEFT.format(left)))
+    return found
 
 
 def failed(what: str, why: str) -> str:
