@@ -44,7 +44,7 @@ def surroundings() -> Surroundings:
     return Surroundings(
         tuple(map(_get_function_stack_at, range(functions))) if functions else (),
         tuple(map(_get_dispatch_stack_at, range(dispatches))) if dispatches else (),
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),  # type: ignore[attr-defined]
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
         _is_any_autocast_enabled(),
@@ -71,7 +71,7 @@ def _put_back(before: Surroundings, now: Surroundings) -> list[str]:
         if mode not in surroundings().functions:
             found.append(f"no {type(mode).__name__}")
             mode.__enter__()
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = before.device  # type: ignore[attr-defined]
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = before.device
     if now.autocast and not before.autocast:
         found.append("torch.autocast")
         _end_autocast()
