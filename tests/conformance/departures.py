@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from jackfield.asking.turns import OF_A_CHAT
 from jackfield.asking.vocabulary import (
     ALIASES,
     ARGUMENTS,
@@ -42,7 +43,8 @@ def tables() -> dict[str, str]:
         name: "every decoding" if who == every else ", ".join(f"`{one}`" for one in sorted(who))
         for name, who in by.items()
     }
-    also = {alias: f"another name of `{name}`" for alias, name in ALIASES.items()}
+    also = dict.fromkeys(OF_A_CHAT, "every decoding, for a chat")
+    also |= {alias: f"another name of `{name}`" for alias, name in ALIASES.items()}
     rest = {name: why for name, why in DRAFTING.items() if name not in REFUSED and name not in by}
     assert not rest, rest
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from families import character_tokenizer
 from poison import GREEDY
 from transformers import AutoTokenizer
 
+import jackfield
 from jackfield.asking.chats import text_of
 from jackfield.bridge import chat_templates
 from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.demo import MODEL_PATH
-from jackfield.errors import PromptError
+from jackfield.errors import PromptError, SettingsError
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 JOINED = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -77,6 +79,90 @@ def test_a_chat_is_what_transformers_makes_of_it(template: str, chat: list[Any])
     made = AutoTokenizer.from_pretrained(MODEL_PATH) if template == "demo" else tokenizer(template)
     expected = made.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text_of(chat, ChatTemplate(made)) == expected
+
+
+ENDS = [
+    "7 23", " two  ", "", "a {{ b }} CONTINUE", "x\n\n", "<think>hm</think>Fine,\tthanks.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [PLAIN, JOINED, BOTH, AGENT, "demo"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_a_message_goes_on_as_in_transformers(template: str, end: str, role: str) -> None:
+    made = AutoTokenizer.from_pretrained(MODEL_PATH) if template == "demo" else tokenizer(template)
+    chat = [SYSTEM, USER, {"role": role, "content": end}]
+
+    def theirs(**how: bool) -> str | None:
+        try:
+            return str(made.apply_chat_template(chat, tokenize=False, **how))
+        except Exception:  # noqa: BLE001 - whatever transformers or the template says
+            return None
+
+    for ours, how in (
+        ({"begins": False, "continues": True}, {"continue_final_message": True}),
+        ({"begins": True}, {"add_generation_prompt": True}),
+        ({"begins": False}, {"add_generation_prompt": False}),
+    ):
+        expected = theirs(**how)
+        if expected is None:
+            with pytest.raises(PromptError):
+                text_of(chat, ChatTemplate(made, **ours))
+        else:
+            assert text_of(chat, ChatTemplate(made, **ours)) == expected
+
+
+def test_what_follows_the_text_of_a_message_that_goes_on_is_not_dropped() -> None:
+    for last in (CALL, {**CALL, "content": "I look."}):
+        with pytest.raises(PromptError, match=r"no 'content'|does not read 'tool_calls'"):
+            text_of([USER, last], ChatTemplate(tokenizer(AGENT), begins=False, continues=True))
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
+    for template in (PARTS, PLAIN):
+        made = ChatTemplate(tokenizer(template), begins=False, continues=True)
+        assert text_of([USER, parts], made).endswith("<assistant>a")
+
+
+def test_a_call_says_how_a_chat_ends(demo: Any) -> None:
+    chat = [
+        {"role": "user", "content": "Sort these numbers: 41 7 88 23"},
+        {"role": "assistant", "content": "7 23"},
+    ]
+    short: dict[str, Any] = {"max_new_tokens": 12}
+
+    def rendered(**how: bool) -> Any:
+        return demo.tokenizer.apply_chat_template(chat, **how)
+
+    with pytest.raises(PromptError, match=r"continue_final_message=True.*add_generation_prompt="):
+        demo.generate(chat, **short)
+    for asked in (
+        {"continue_final_message": True},
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+    ):
+        (expected,) = demo.generate(rendered(**asked), **short)
+        (found,) = demo.generate(chat, **asked, **short)
+        assert found.token_ids == expected.token_ids
+        assert demo.submit(chat, **asked, **short).result().token_ids == expected.token_ids
+        (own,) = demo.generate([chat], settings=[asked], **short)
+        assert own.token_ids == expected.token_ids
+    (new,) = demo.generate(chat, continue_final_message=False, **short)
+    assert (
+        new.token_ids == demo.generate(rendered(add_generation_prompt=True), **short)[0].token_ids
+    )
+    with pytest.raises(SettingsError, match="contradict each other"):
+        demo.generate(chat, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(SettingsError, match="must be True or False, not 'content'"):
+        demo.generate(chat, continue_final_message="content")
+    for prompt in ("Hello", [5, 6]):
+        with pytest.raises(PromptError, match="continue_final_message=True is about chat messages"):
+            demo.generate(prompt, continue_final_message=True)
+        assert demo.generate(prompt, continue_final_message=False, **short)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[jackfield.Engine]:
+    with jackfield.load("demo") as engine:
+        yield engine
 
 
 def test_calls_and_thoughts_arrive_as_transformers_says_them() -> None:

@@ -21,6 +21,8 @@ _LINKS = ("tool_call_id",)
 def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
     """The text of a chat. Raises PromptError, also where the template would leave out a part."""
     chat = [_plain(at, message) for at, message in enumerate(messages)]
+    if template.continues and chat[-1]["content"] is None:
+        raise PromptError("the last message has no 'content' that could be continued; give it some")
     chat = _without_content(chat, template)
     try:
         found, lost = _tried(chat, template)

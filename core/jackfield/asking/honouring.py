@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jackfield.asking.turns import OF_A_CHAT
 from jackfield.asking.vocabulary import (
     ALIASES,
     ARGUMENTS,
@@ -65,7 +66,7 @@ def _check_known(name: object, limits: Limits) -> None:
         raise SettingsError(f"a setting has a name, and {shown(name)} is none")
     if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | limits.honoured:
         return
-    known = LOOP | limits.honoured | ALIASES.keys()
+    known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
     raise SettingsError(
         f"there is no setting {shown(name)}{nearest(name, known)} (settings are the fields of "
         f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
+from jackfield.asking.turns import UNSAID, Turn
 from jackfield.bridge.foreign import named
 from jackfield.choosing.guarded import shown
 from jackfield.errors import JackfieldError, PromptError, first_line
@@ -51,9 +52,11 @@ def encode(
     vocab_size: int,
     most: int | None = None,
     lock: contextlib.AbstractContextManager[Any] = _NO_LOCK,
+    turn: Turn = UNSAID,
 ) -> list[int]:
     """Token ids of `prompt`. Raises PromptError, early where there are far more than `most`.
 
+    `turn` says how a chat ends; it asks for nothing where the prompt is none.
     `lock` is held while `tokenizer` is called, and not while its chat template is at work.
     """
 
@@ -62,6 +65,8 @@ def encode(
         with lock, named("the prompt cannot be read", PromptError):  # also where Rust panics
             return list(reads(text, **how)["input_ids"])
 
+    if not _is_chat(prompt):
+        turn.refuse_without_chat()
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
@@ -78,9 +83,9 @@ def encode(
         )
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token or message")
-    if isinstance(prompt[0], Mapping):
+    if _is_chat(prompt):
         ids = _read(
-            _chat(prompt, _need(tokenizer)),
+            _chat(prompt, _need(tokenizer), turn.of(prompt)),
             partial(read, add_special_tokens=False),
             vocab_size,
             most,
@@ -89,6 +94,11 @@ def encode(
             raise PromptError("the chat template makes no token of these messages; give plain text")
         return ids
     return _check_ids(prompt, vocab_size)
+
+
+def _is_chat(prompt: Any) -> bool:
+    sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | _BYTES)
+    return sequence and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def is_batch(prompts: Any) -> bool:
@@ -175,13 +185,14 @@ def _need(tokenizer: Any | None) -> Any:
     return tokenizer
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any) -> str:
+def _chat(messages: Sequence[Any], tokenizer: Any, turn: Turn) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; give plain text instead")
     from jackfield.asking.chats import text_of  # jinja is read where there is a chat
     from jackfield.bridge.chat_templates import ChatTemplate
 
-    return text_of(messages, ChatTemplate(tokenizer))
+    how = {"begins": bool(turn.begins), "continues": bool(turn.continues)}
+    return text_of(messages, ChatTemplate(tokenizer, **how))
 
 
 def _read(

@@ -11,6 +11,7 @@ from typing import Any
 
 from jackfield.asking.detokenize import Detokenizer, opening
 from jackfield.asking.prompts import Prompt, encode
+from jackfield.asking.turns import UNSAID, Turn
 from jackfield.running.sequences import Sequence
 
 Lock = contextlib.AbstractContextManager[Any]
@@ -31,9 +32,12 @@ class Text:
         self._reading: Lock = contextlib.nullcontext() if shared else threading.Lock()
         self._spelling: Lock = contextlib.nullcontext() if shared else threading.Lock()
 
-    def encode(self, prompt: Prompt, most: int | None = None) -> list[int]:
-        """Token ids of a prompt. Raises PromptError, early where it has far more than `most`."""
-        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading)
+    def encode(self, prompt: Prompt, most: int | None = None, turn: Turn = UNSAID) -> list[int]:
+        """Token ids of a prompt; a chat ends with `turn`.
+
+        Raises PromptError, early where it has far more than `most`.
+        """
+        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, turn)
 
     def decode(self, ids: list[int]) -> str:
         with self._spelling:

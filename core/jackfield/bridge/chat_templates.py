@@ -33,6 +33,7 @@ SECONDS = 5.0  # of its thread's own time for one chat; an ordinary one takes a 
 MOST = 16_000_000  # characters and items that a template may make in all, and …
 _TIMES = 32  # … as many times what the chat has
 
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: templates strip the space, or do not
 _TEMPLATE = "<template>"  # what jinja calls the file of a template that comes as a string
 _LARGEST_INT = 4096  # bits
 _METHODS = frozenset(
@@ -245,14 +246,38 @@ def _compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, with a mark at the end of the last one's text."""
+    *before, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _MARK}]
+    *parts, end = content
+    return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + _MARK}]}]
+
+
+def _open_ended(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text up to the mark, and what transformers says where there is none."""
+    content = messages[-1]["content"]
+    told = content if isinstance(content, str) else content[-1]["text"]
+    found, mark, rest = text.rpartition(_MARK.strip())
+    if not mark or told.strip() not in text:
+        raise ValueError("the last message is not in the text as it is, so it cannot be continued")
+    return found if rest.startswith(" ") else found.rstrip()  # where texts are stripped
+
+
 class ChatTemplate:
     """The template of a tokenizer, for one chat: all of its renderings share one time limit.
 
+    It `begins` a turn of the assistant's after the last message, or `continues` that: the text
+    ends where the message does, as `continue_final_message` of transformers has it.
     `reads(key)`: whether the template speaks of a key at all. A tokenizer of a kind of its own,
     which renders by itself, is called instead.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, begins: bool = True, continues: bool = False) -> None:
+        self.continues = continues
+        self._begins = begins
         self._tokenizer = tokenizer
         self._end = time.thread_time() + SECONDS
         own = getattr(type(tokenizer), "apply_chat_template", None)
@@ -266,12 +291,15 @@ class ChatTemplate:
         """The text of `messages`, which are plain JSON. Raises PromptError where there is none."""
         try:
             if not self._by_template:
+                how = {"continue_final_message": True} if self.continues else {}
                 return str(
                     self._tokenizer.apply_chat_template(
-                        list(messages), tokenize=False, add_generation_prompt=True
+                        list(messages), tokenize=False, add_generation_prompt=self._begins, **how
                     )
                 )
             with _until(self._end):
+                if self.continues:
+                    return _open_ended(self._rendered(_marked(messages)), messages)
                 return self._rendered(messages)
         except _Exceeded as error:
             raise PromptError(f"the chat template {error}; give plain text instead") from None
@@ -290,7 +318,7 @@ class ChatTemplate:
             messages=alias(messages),
             tools=None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=self._begins,
             **self._tokenizer.special_tokens_map,
         )
         found = []

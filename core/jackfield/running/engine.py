@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.progress import track
 
+from jackfield.asking import turns
 from jackfield.asking.beam_settings import check_width
 from jackfield.asking.honouring import Limits
 from jackfield.asking.prompts import Prompt, is_batch, taken
@@ -323,7 +324,8 @@ class Engine:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         refuse_autocast(input_device(self.model).type)
-        ids = self._text.encode(prompt, self.plan.requirements.context_length)
+        turn, asked = turns.taken(asked)
+        ids = self._text.encode(prompt, self.plan.requirements.context_length, turn)
         wished = wishes(asked, self.model.generation_config)
         decoding = pick(self.plan, wished)
         settings = resolve(wished, len(ids), self._limits(decoding), number)
