@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.asking.surroundings import refuse_autocast
-from jackfield.bridge.weights import load_tokenizer
+from jackfield.bridge.weights import tokenizer_of
 from jackfield.choosing.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.choosing.deciding import Job, understand
 from jackfield.choosing.discovery import registry
@@ -195,8 +195,7 @@ def _prepared(
             f"one piece ({reason}); drop prefill_chunk_size"
         )
     bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(job.source)
+    tokenizer = tokenizer_of(tokenizer, job.source)
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
     return Prepared(job, plan, helper, tokenizer, bounds, max_waiting, stall_after)

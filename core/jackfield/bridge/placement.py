@@ -121,6 +121,10 @@ def _check_bound(device: str, total: int, asked: Asked) -> None:
             f"max_memory says nothing of device_map={device!r}, where all weights go; name that, "
             "or device_map='auto'"
         )
+    if stray := [place for place in given or () if place != device]:
+        raise UsageError(
+            f"max_memory names {stray[0]}, and device_map={device!r} puts nothing there; drop it"
+        )
 
 
 def _single(device: str, total: int, asked: Asked) -> str | None:

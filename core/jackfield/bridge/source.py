@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.foreign import read_json, told
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError, JackfieldError, first_line, shown
+from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -33,6 +33,9 @@ SELECTORS = frozenset(
         "experts_implementation",
     }
 )
+
+#: The models inside the package.
+PACKAGED = ("demo", "demo-draft")
 
 #: The files of a folder that somebody may open and then wait for, if they are pipes.
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".txt"})
@@ -69,7 +72,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def find(
     model: str | Path | PreTrainedModel | PreTrainedConfig, revision: str | None
 ) -> ModelSource:
-    """Find `model` and read its config. Raises CheckpointError."""
+    """Find `model` and read its config. Raises CheckpointError, UsageError for a `revision` of what
+    has none.
+    """
+    if revision is not None:
+        _check_revision(model, revision)
     if isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model"):
         return _live(model)
     if isinstance(model, PreTrainedConfig):
@@ -83,16 +90,33 @@ def find(
     location = str(model)
     if not location:
         raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")
-    if location in ("demo", "demo-draft"):  # a folder of that name is "./demo"
-        from jackfield.demo import DRAFT_PATH, MODEL_PATH
-
-        location = str(MODEL_PATH if location == "demo" else DRAFT_PATH)
+    location = packaged(location)
     config = _read_config(location, revision)
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{location} is an encoder-decoder model; jackfield runs decoders only"
         )
     return ModelSource(config, location, revision)
+
+
+def packaged(location: str) -> str:
+    """The folder of a model inside the package; a folder of that name is "./demo"."""
+    if location not in PACKAGED:
+        return location
+    from jackfield.demo import DRAFT_PATH, MODEL_PATH
+
+    return str(MODEL_PATH if location == "demo" else DRAFT_PATH)
+
+
+def _check_revision(model: Any, revision: Any) -> None:
+    if not isinstance(revision, str) or not revision:
+        raise UsageError(f"revision must be a branch, a tag or a commit, not {revision!r}")
+    named = isinstance(model, str | Path) and str(model)
+    if not named or model in PACKAGED or is_folder(Path(model), str(model)):
+        raise UsageError(
+            f"revision={shown(revision)!r}: only models of the hub have revisions, a folder, a "
+            "live model, a config and demo have none; drop it"
+        )
 
 
 def _live(model: Any) -> ModelSource:
@@ -132,7 +156,7 @@ def _check_folder(folder: Path, location: str) -> dict[str, Any]:
     """What is in the config.json of a folder, after making sure that it is one with a model in it,
     and nothing in it that one could wait for. An empty dict for a hub id. Raises CheckpointError.
     """
-    if not _is_folder(folder, location):
+    if not is_folder(folder, location):
         return {}
     for path in folder.iterdir():
         if path.suffix in _SUFFIXES and not path.is_file():
@@ -201,7 +225,7 @@ def blamed(source: ModelSource) -> Iterator[None]:
         raise CheckpointError(f"{origin} gives no model that runs: {told(error)}") from error
 
 
-def _is_folder(folder: Path, location: str) -> bool:
+def is_folder(folder: Path, location: str) -> bool:
     """Whether it is one; False for what may be a hub id. Raises CheckpointError."""
     try:
         if folder.is_dir():

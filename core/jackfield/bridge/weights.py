@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.foreign import named, read_json
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.placement import check_placed, native, no_notes
 from jackfield.bridge.read_back import check_shapes
-from jackfield.bridge.source import ModelSource, quiet
+from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
 from jackfield.choosing.placement import Placement
 from jackfield.contracts import Quantization, Requirements, StoredTensor
-from jackfield.errors import CheckpointError, shown
+from jackfield.errors import CheckpointError, UsageError, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -116,21 +116,61 @@ def load_tokenizer(source: ModelSource) -> Any | None:
     """
     if source.location is None:
         return None
-    if source.folder:
-        if not any((source.folder / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        for name in _TOKENIZER_SETTINGS:
-            if (file := source.folder / name).is_file():
-                read_json(file)
-    with named(f"cannot load the tokenizer of {source.location}"):
+    if source.folder and not _has_tokenizer(source.folder):
+        return None
+    return _read_tokenizer(source.location, source.revision)
+
+
+def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
+    """The caller's own tokenizer, or the one that its folder or hub id names; None: the model's.
+
+    Raises CheckpointError, UsageError for what is no tokenizer.
+    """
+    if given is None:
+        return load_tokenizer(source)
+    if isinstance(given, str | Path):
+        location = packaged(str(given))
+        if not location:
+            raise UsageError("tokenizer='' names nothing; give a folder, a hub id, or none")
+        if is_folder(Path(location), location) and not _has_tokenizer(Path(location)):
+            files = " or ".join(_TOKENIZER_FILES)
+            raise CheckpointError(f"tokenizer={str(given)!r} is a folder without {files}")
+        return _read_tokenizer(location, None)
+    if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
+        kind, rust = type(given).__name__, type(given).__module__.partition(".")[0] == "tokenizers"
+        wrap = (
+            "write PreTrainedTokenizerFast(tokenizer_object=…)"
+            if rust
+            else ("give one of transformers, a folder or a hub id")
+        )
+        lacks = (
+            "is a class and not a tokenizer"
+            if isinstance(given, type)
+            else (f"cannot be called with a text and decode tokens, as {kind} does not")
+        )
+        raise UsageError(f"tokenizer={shown(repr(given), 60)} {lacks}: {wrap}")
+    if isinstance(given, ProcessorMixin):
+        raise UsageError("tokenizer=… is a processor; give its tokenizer: processor.tokenizer")
+    return given
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _read_tokenizer(location: str, revision: str | None) -> Any:
+    for name in _TOKENIZER_SETTINGS:
+        if (file := Path(location) / name).is_file():
+            read_json(file)
+    with named(f"cannot load the tokenizer of {location}"):
         tokenizer = AutoTokenizer.from_pretrained(
-            source.location, revision=source.revision, trust_remote_code=False
+            location, revision=revision, trust_remote_code=False
         )
         tokenizer("")  # some files are found to be broken by the first text only
     longest = getattr(tokenizer, "model_max_length", 0)
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise CheckpointError(
-            f"the tokenizer_config.json of {source.location}: model_max_length is {shown(longest)}"
+            f"the tokenizer_config.json of {location}: model_max_length is {shown(longest)}"
             ", which is no number"
         )
     return tokenizer

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from jackfield.asking.texts import Text, same_tokens
 from jackfield.bridge.attention import decoder_configs
 from jackfield.bridge.source import ModelSource
-from jackfield.bridge.weights import load_tokenizer
+from jackfield.bridge.weights import tokenizer_of
 from jackfield.choosing.deciding import Job, understand
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.placement import STRATEGIES, DeviceMap
@@ -73,10 +73,11 @@ def find_assistant(
     """
     needing = [n for n, c in plan.decodings.items() if c.backend.capabilities.assistant]
     if not needing:
-        if model is not None or how:
+        if model is not None or how is not None:
+            stray = "assistant" if model is None else "assistant_model"
             raise UsageError(
-                f"assistant_model={model!r} is used by none of the decodings "
-                f"({', '.join(plan.decodings)}); choose decoding='assisted', or drop it"
+                f"{stray} is used by none of the decodings ({', '.join(plan.decodings)}); choose "
+                "decoding='assisted', or drop it"
             )
         return None
     if model is None:
@@ -97,8 +98,7 @@ def find_assistant(
         job = replace(job, needs=replace(job.needs, rollback=True))
         chosen = {kind: how[key] for key, kind in KINDS.items() if key in how}
         found = job.decide(registry(), chosen)
-        given = how.get("tokenizer")
-        return FoundAssistant(job, found, given or load_tokenizer(job.source))
+        return FoundAssistant(job, found, tokenizer_of(how.get("tokenizer"), job.source))
     except JackfieldError as error:
         raise type(error)(f"assistant_model: {error}") from error
 

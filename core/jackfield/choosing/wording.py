@@ -31,15 +31,16 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
     None is the same as nothing. Raises UsageError for what cannot be taken, with what to write.
     """
     found: dict[str, Any] = {}
+    typed: dict[str, str] = {}  # what was written for each of `found`
     for name, value in given.items():
         if value is None:
             _check_known(name, known, call)
         elif name in known:
-            _put(found, name, value, name)
+            _put(found, typed, name, value, f"{name}={_shown(name, value)}")
         elif (habit := KEYWORDS.get(name)) is not None:
             if not any(type(value) is type(same) and value == same for same in habit.inert):
                 ours, worth = _taken(name, value, habit, known, call)
-                _put(found, ours, worth, name)
+                _put(found, typed, ours, worth, f"{name}={_shown(name, value)}")
         elif name not in DECODINGS and name not in DECODING_OPTIONS:
             _check_known(name, known, call)
             shown = _shown(name, value)
@@ -67,14 +68,16 @@ def _taken(
 
 def _shown(name: str, value: Any) -> str:
     """A value for a message: short, and never a secret."""
-    plain = isinstance(value, str | int | float) and "token" not in name.split("_")
+    plain = isinstance(value, str | int | float) or type(value).__module__ == "torch"
+    plain = plain and "token" not in name.split("_")
     return repr(value) if plain and len(repr(value)) < 60 else "…"
 
 
-def _put(found: dict[str, Any], name: str, value: Any, said: str) -> None:
-    before = found.setdefault(name, value)
-    if before is not value and (type(before) is not type(value) or before != value):
-        raise UsageError(f"{said}={value!r} stands for {name}, which is given too; give one")
+def _put(found: dict[str, Any], typed: dict[str, str], ours: str, worth: Any, said: str) -> None:
+    """Note that `ours` is `worth`, which the caller wrote as `said`. Raises UsageError."""
+    before, wrote = found.setdefault(ours, worth), typed.setdefault(ours, said)
+    if before is not worth and (type(before) is not type(worth) or before != worth):
+        raise UsageError(f"{wrote} and {said} say two things of one argument, {ours}; give one")
 
 
 def _check_known(name: str, known: Collection[str], call: str) -> None:
