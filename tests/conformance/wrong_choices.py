@@ -180,6 +180,15 @@ SEARCHES: dict[str, Callable[[], Decoding]] = {
     "token that is none": lambda: beams(lambda b: replace(b, token=10**6)),
     "token as float": lambda: beams(lambda b: replace(b, token=float(b.token))),
     "token that is forbidden": lambda: beams(lambda b: replace(b, token=7)),
+    "token that is forbidden, in scores that it changed": lambda: search(
+        lambda found, groups, scores: [
+            [own.zero_() for own in scores],
+            [replace(d, beams=[replace(b, token=7) for b in d.beams]) for d in found],
+        ][1]
+    ),
+    "ends a text by a token that is forbidden": lambda: each(
+        lambda d, g: _texts(d, [Hypothesis(g.new_tokens(0, 7), 0.0)]) if _last(g) else d
+    ),
     "parent that is none": lambda: beams(lambda b: replace(b, parent=99)),
     "parent as True": lambda: beams(lambda b: replace(b, parent=True)),
     "all beams the same": lambda: each(lambda d, _: replace(d, beams=[*d.beams[:1]] * 2)),

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from jackfield.running.groups import Group
 
 
+Place = tuple[int, int]  # the number of a beam, and a token behind it
+
+
 class CheckedSearch(CheckedStrategy, Search):
-    """`inner`, called `name` in errors; its groups go on with what they have."""
+    """`inner`, called `name` in errors; its groups go on with what they have.
+
+    Unlike it, `decide` is handed scores without those of the beams, which it adds: what it was
+    handed nobody changes, and only the places that were chosen are looked up there.
+    """
 
     def __init__(self, inner: Search, name: str, vocab_size: int) -> None:
         super().__init__(inner, name, vocab_size)
@@ -33,22 +40,24 @@ class CheckedSearch(CheckedStrategy, Search):
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
         groups = tuple(groups)
-        may = [own > -torch.inf for own in scores]  # which it may change
+        summed = [_added(own, group.scores) for own, group in zip(scores, groups, strict=True)]
         before = [_state(group) for group in groups]
         beams = [beam for group in groups for beam in group.beams]
         with guarded(self, "decide"), unchanged(self, "decide", beams):
-            found: Any = self._search.decide(groups, scores)
+            found: Any = self._search.decide(groups, summed)
             wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
             if before != [_state(group) for group in groups]:
                 raise fault(self, "decide changed a group, to be read")
-            for group, decision, own in zip(groups, found, may, strict=False):
+            places: list[list[Place]] = [[] for _ in groups]
+            for group, decision, own in zip(groups, found, places, strict=False):
                 wrong = wrong or self._flaw(group, decision, own)
+            wrong = wrong or _forbidden(places, scores)
         if wrong:
             raise fault(self, f"decide must return one decision a group; got {wrong}")
         return list(found)
 
-    def _flaw(self, group: Group, decision: Any, may: torch.Tensor) -> str:
-        """What is wrong with a decision, in words; empty: nothing."""
+    def _flaw(self, group: Group, decision: Any, chosen: list[Place]) -> str:
+        """What is wrong with a decision, in words; empty: nothing. Adds what was `chosen`."""
         if not isinstance(decision, Decision):
             return shown(decision)
         error: Any = decision.error
@@ -59,11 +68,10 @@ class CheckedSearch(CheckedStrategy, Search):
         for beam in decision.beams:
             if flaw := self._flaw_of_beam(group, beam):
                 return flaw
-        places = [(beam.parent, beam.token) for beam in decision.beams]
-        if len(set(places)) < len(places) and not _apart(group):
+        chosen += [(beam.parent, beam.token) for beam in decision.beams]
+        if len(set(chosen)) < len(chosen) and not _apart(group):
             return f"a beam twice, of {shown(decision.beams)}"
-        flaw = self._flaw_of_texts(group, decision, may)
-        return flaw or _forbidden(places, may)
+        return self._flaw_of_texts(group, decision, chosen)
 
     def _flaw_of_beam(self, group: Group, beam: Continuation) -> str:
         parent: Any = beam.parent
@@ -80,11 +88,10 @@ class CheckedSearch(CheckedStrategy, Search):
             return f"{shown(beam)} to go on with, whose token ends a text"
         return ""
 
-    def _flaw_of_texts(self, group: Group, decision: Any, may: torch.Tensor) -> str:
+    def _flaw_of_texts(self, group: Group, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with its hypotheses: all it had, or a beam and a token that ends it."""
         known = {h.tokens for h in group.hypotheses}
         grown = {tuple(beam.new_tokens): at for at, beam in enumerate(group.beams)}
-        new = []
         for one in decision.hypotheses:
             if not isinstance(one, Hypothesis) or not one.tokens:
                 return f"a hypothesis of {shown(getattr(one, 'tokens', one))}"
@@ -98,8 +105,8 @@ class CheckedSearch(CheckedStrategy, Search):
                 return f"a hypothesis of {shown(one.tokens)}, which no beam and no text began"
             if not group.ends(at, one.tokens[-1]):
                 return f"a hypothesis of {shown(one.tokens)}, which does not end there"
-            new.append((at, one.tokens[-1]))
-        return _order(group, decision.hypotheses) or _forbidden(new, may)
+            chosen.append((at, one.tokens[-1]))
+        return _order(group, decision.hypotheses)
 
 
 def _apart(group: Group) -> bool:
@@ -118,13 +125,20 @@ def _order(group: Group, found: Seq[Hypothesis]) -> str:
     return ""
 
 
-def _forbidden(places: Seq[tuple[int, int]], may: torch.Tensor) -> str:
-    """Says which of the places, of beams and tokens, no score allows."""
-    if not places:
+def _forbidden(places: Seq[Seq[Place]], scores: Seq[torch.Tensor]) -> str:
+    """Says which of the places of each group its scores forbid; one copy from the device."""
+    every = [place for own in places for place in own]
+    if not every:
         return ""
-    allowed = may[tuple(torch.tensor(places, device=may.device).T)].tolist()
-    wrong = [token for (_, token), fine in zip(places, allowed, strict=True) if not fine]
+    at = torch.tensor(every, device=scores[0].device).T.split([len(own) for own in places], 1)
+    found = torch.cat([own[tuple(where)] for own, where in zip(scores, at, strict=True)])
+    allowed = (found > -torch.inf).tolist()
+    wrong = [token for (_, token), fine in zip(every, allowed, strict=True) if not fine]
     return f"token {wrong[0]}, which is forbidden there" if wrong else ""
+
+
+def _added(scores: torch.Tensor, of_beams: Seq[float]) -> torch.Tensor:
+    return scores + torch.tensor(of_beams, dtype=scores.dtype, device=scores.device)[:, None]
 
 
 def _is_score(score: object) -> bool:

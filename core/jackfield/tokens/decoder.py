@@ -14,7 +14,8 @@ import torch
 
 from jackfield.asking.settings import Settings
 from jackfield.choosing.guarded import all_of
-from jackfield.contracts import Accepted, Decision, Search, Strategy
+from jackfield.contracts import Accepted, Decision, Strategy
+from jackfield.running.checked_search import CheckedSearch
 from jackfield.running.groups import Group
 from jackfield.running.report import Speculation, total
 from jackfield.running.sequences import Feed, Sequence, Step
@@ -48,7 +49,7 @@ class Decoder:
         self._structures = structures
         self._allowed: Future[torch.Tensor] | None = None
         self._sampler = Sampler()
-        searches = {name: s for name, s in self.strategies.items() if isinstance(s, Search)}
+        searches = {n: s for n, s in self.strategies.items() if isinstance(s, CheckedSearch)}
         self.searcher = Searcher(searches) if searches else None
         self.decided: list[tuple[Group, Decision]] = []
 
@@ -127,7 +128,7 @@ class Decoder:
     def width(self, settings: Settings) -> int | None:
         """How many beams a request has; None where its strategy does not search."""
         strategy = self.strategies[settings.decoding]
-        return strategy.width(settings) if isinstance(strategy, Search) else None
+        return strategy.width(settings) if isinstance(strategy, CheckedSearch) else None
 
     def speculation(self) -> Speculation | None:
         """What the drafts of all strategies did; None where none drafts."""

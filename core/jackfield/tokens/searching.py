@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from jackfield.contracts import Decision, Search
+from jackfield.contracts import Decision
+from jackfield.running.checked_search import CheckedSearch
 from jackfield.running.groups import Group
 from jackfield.running.sequences import Feed
 from jackfield.tokens.sampling import NEVER, Batch
@@ -20,10 +21,10 @@ class Searcher:
 
     transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
     model's dtype; then the processors, on log-probabilities and not on logits, and where a request
-    samples the warpers; then the score of the beam is added. Nothing is normalized again.
+    samples the warpers. Nothing is normalized again. `CheckedSearch` adds the score of the beam.
     """
 
-    def __init__(self, strategies: Mapping[str, Search]) -> None:
+    def __init__(self, strategies: Mapping[str, CheckedSearch]) -> None:
         self.strategies = strategies
 
     def decide(
@@ -47,7 +48,7 @@ class Searcher:
             own = [g for g in groups if g is not None and g.settings.decoding == name]
             if own:
                 rows = [[row[beam.id] for beam in group.beams] for group in own]
-                parts = [_added(scores[at], g.scores) for at, g in zip(rows, own, strict=True)]
+                parts = [scores[at] for at in rows]
                 found += zip(own, strategy.decide(own, parts), strict=True)
         failed = {feeds[at].sequence.group: why for at, why in batch.failures.items()}
         return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
@@ -70,10 +71,6 @@ def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
     floor = best.gather(1, least[:, None] - 1)
     warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
     return torch.where(batch.do_sample, warped, scores)
-
-
-def _added(scores: torch.Tensor, of_beams: list[float]) -> torch.Tensor:
-    return scores + torch.tensor(of_beams, dtype=scores.dtype, device=scores.device)[:, None]
 
 
 def _unless(error: str | None, decision: Decision) -> Decision:
