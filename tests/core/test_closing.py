@@ -14,7 +14,7 @@ import jackfield
 from jackfield.bridge import attention
 from jackfield.choosing.guarded import all_of
 from jackfield.errors import ExecutionError, JackfieldError, PluginError
-from jackfield.running import engine as engines
+from jackfield.running import worker
 from jackfield_plugins.attention.sdpa import SdpaAttention as Sdpa
 
 pytestmark = pytest.mark.timeout(120)  # what hangs does so for ever
@@ -25,7 +25,7 @@ Gate = Callable[[Any], Callable[..., Any]]
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Makes a function hang until the test ends."""
-    monkeypatch.setattr(engines, "CLOSE_WITHIN", 0.2)
+    monkeypatch.setattr(worker, "CLOSE_WITHIN", 0.2)
     opened, entered = threading.Event(), threading.Event()
 
     def hanging(inner: Any) -> Callable[..., Any]:

@@ -118,3 +118,19 @@ def test_a_bind_that_breaks_is_named(bind: Any, message: str) -> None:
 def test_an_error_of_our_tree_stays_itself() -> None:
     with pytest.raises(PlanError, match="needs sm90"):
         bound_by(lambda: raises(PlanError("needs sm90")))
+
+
+def test_a_size_that_cannot_be_told_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def weight_bytes(self: Any) -> int:
+        raise ZeroDivisionError
+
+    methods: dict[str, Any] = {"bind": weight_bytes, "weight_bytes": weight_bytes}
+    backend = type("Mine", (Attention,), {"name": "sizeless", **methods})()
+    registered = Registered(backend, "odd", "1.5", "odd-ep")
+    assert [registered.size("weight_bytes") for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message == (
+        "attention 'sizeless' of odd 1.5: weight_bytes raised ZeroDivisionError: sizes are told "
+        "without it"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class Registered:
         try:
             found = self.ask(what, *arguments)
         except JackfieldError as error:
-            logger.debug("%s", error)
+            _warn_once(f"{error}: sizes are told without it")
             return None
         return found if type(found) is int and found >= 0 else None
 
@@ -102,6 +103,11 @@ class Registered:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 @dataclass

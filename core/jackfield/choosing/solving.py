@@ -11,7 +11,6 @@ from jackfield.choosing.guarded import shown
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Quantizable
 from jackfield.contracts import GivenConfig, Requirements
-from jackfield.contracts.cache import impossible
 from jackfield.errors import JackfieldError
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
@@ -122,7 +121,7 @@ def judge(registered: Registered, needs: Requirements, options: Any) -> list[str
     reasons = (
         *_reasons(registered, "available"),
         *_reasons(registered, "refuse", needs, options),
-        *impossible(registered.backend, needs),
+        *_reasons(registered, "impossible", needs),
     )
     return list(dict.fromkeys(reasons))
 

@@ -89,6 +89,11 @@ class Backend(ABC):
         del requirements, options
         return []
 
+    def impossible(self, requirements: Requirements) -> list[str]:
+        """Why no backend of this shape can do this job, whatever `refuse` says; for contracts."""
+        del requirements
+        return []
+
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """What the kinds that are decided later must meet, once this backend is chosen."""
         del options

@@ -249,6 +249,10 @@ class Cache(Backend):
         del options
         return self.capabilities.lacks(requirements)
 
+    def impossible(self, requirements: Requirements) -> list[str]:
+        packed = self.capabilities.layout == "packed"
+        return not_packed(requirements) if packed else []
+
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
         from jackfield.figures.memory import known, kv_bytes  # which needs the contracts
@@ -286,12 +290,6 @@ class Cache(Backend):
         if not isinstance(getattr(self, "capabilities", None), CacheCapabilities):
             found.append("`capabilities` must be a CacheCapabilities")
         return found
-
-
-def impossible(backend: Backend, requirements: Requirements) -> list[str]:
-    """Why no cache of the layout of `backend` can do this job, whatever that one says itself."""
-    packed = isinstance(backend, Cache) and backend.capabilities.layout == "packed"
-    return not_packed(requirements) if packed else []
 
 
 class TransformersCache(Cache):

@@ -28,12 +28,10 @@ from jackfield.asking.wishes import mapping, notice_selectors, wishes
 from jackfield.bridge.source import input_device
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
-from jackfield.choosing.guarded import all_of, told
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.strategies import elsewhere, pick
 from jackfield.errors import (
     CacheFullError,
-    ExecutionError,
     JackfieldError,
     SettingsError,
     UsageError,
@@ -49,7 +47,7 @@ from jackfield.running.requests import Request
 from jackfield.running.sequences import Completion, Delta
 from jackfield.running.sequences import Sequence as Running
 from jackfield.running.statistics import Statistics
-from jackfield.running.worker import Health, Worker
+from jackfield.running.worker import Health, Worker, drop, finish
 from jackfield.tokens.assistant import DraftModel
 from jackfield.tokens.decoder import Decoder
 from jackfield.tokens.structured import Structures
@@ -58,28 +56,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("jackfield")
-
-STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
-CLOSE_WITHIN = 30.0  # seconds that one which is closed waits
-
-
-def _dropped(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
-    """Give back what an engine held that nobody closed; there is nobody to raise to."""
-    try:
-        _give_back(worker, acts, STOP_WITHIN)
-    except BaseException as error:  # noqa: BLE001 - of plugins, mostly
-        logger.error("an engine was dropped: %s", told(error))
-
-
-def _give_back(worker: Worker, acts: Iterable[Callable[[], None]], seconds: float) -> None:
-    def stop() -> None:
-        if (hanging := worker.close(seconds)) is not None:
-            raise ExecutionError(
-                f"the engine is closed, and a step did not end within {seconds:g} s: it hangs in "
-                f"{hanging}; its thread is left behind, and the model may be in use by it"
-            )
-
-    all_of((stop, *acts))
 
 
 def _one(prompt: Any, otherwise: str) -> Any:
@@ -124,7 +100,7 @@ class Engine:
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         self._when_closed = plugged
         plugged.append(self._structures.close)
-        self._finalizer = weakref.finalize(self, _dropped, self._worker, plugged)
+        self._finalizer = weakref.finalize(self, drop, self._worker, plugged)
 
     def _assemble(
         self,
@@ -381,11 +357,12 @@ class Engine:
     def close(self) -> None:
         """End every request, wait for the step that runs, give the model back as it was.
 
-        A second call does nothing. Raises ExecutionError where the step hangs (`CLOSE_WITHIN`
-        seconds), which says in what, and what plugins raise; all else is given back all the same.
+        A second call does nothing. Raises ExecutionError where the step hangs
+        (`worker.CLOSE_WITHIN` seconds), which says in what, and what plugins raise; all else is
+        given back all the same.
         """
         if self._finalizer.detach() is not None:
-            _give_back(self._worker, self._when_closed, CLOSE_WITHIN)
+            finish(self._worker, self._when_closed)
 
     def _check_open(self) -> None:
         if self.closed:

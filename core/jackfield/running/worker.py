@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from jackfield.choosing.guarded import all_of, told
 from jackfield.choosing.guarded import inside as within_plugin
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, first_line
 from jackfield.running.loop import Loop
@@ -26,6 +27,8 @@ logger = logging.getLogger("jackfield.statistics")
 
 LINGER = 0.2  # seconds that an idle thread waits for more, so that calls in a row share one
 LOG_EVERY = 10.0  # seconds between log lines of statistics
+STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
+CLOSE_WITHIN = 30.0  # seconds that one which is closed waits
 
 
 @dataclass(frozen=True)
@@ -282,6 +285,33 @@ class Worker:
     def _check_open(self) -> None:
         if self.closed:
             raise _closed()
+
+
+def finish(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
+    """Close, and do all of `acts`, which give back what the engine held.
+
+    Raises ExecutionError where a step hangs, which says in what.
+    """
+    _give_back(worker, acts, CLOSE_WITHIN)
+
+
+def drop(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
+    """The same for an engine that nobody closed; there is nobody to raise to."""
+    try:
+        _give_back(worker, acts, STOP_WITHIN)
+    except BaseException as error:  # noqa: BLE001 - of plugins, mostly
+        logging.getLogger("jackfield").error("an engine was dropped: %s", told(error))
+
+
+def _give_back(worker: Worker, acts: Iterable[Callable[[], None]], seconds: float) -> None:
+    def stop() -> None:
+        if (hanging := worker.close(seconds)) is not None:
+            raise ExecutionError(
+                f"the engine is closed, and a step did not end within {seconds:g} s: it hangs in "
+                f"{hanging}; its thread is left behind, and the model may be in use by it"
+            )
+
+    all_of((stop, *acts))
 
 
 def _compute_with(threads: int) -> None:
