@@ -65,7 +65,9 @@ OF_A_PLAN = frozenset(get_type_hints(PlanArguments))
 _OF_LOADING = frozenset(get_type_hints(LoadArguments))
 
 
-def load(model: str | Path | PreTrainedModel, **arguments: Unpack[LoadArguments]) -> Engine:
+def load(
+    model: str | Path | PreTrainedModel | None = None, **arguments: Unpack[LoadArguments]
+) -> Engine:
     """Decide, load, bind.
 
     `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
@@ -107,7 +109,8 @@ def load(model: str | Path | PreTrainedModel, **arguments: Unpack[LoadArguments]
 
 
 def plan(
-    model: str | Path | PreTrainedModel | PreTrainedConfig, **arguments: Unpack[PlanArguments]
+    model: str | Path | PreTrainedModel | PreTrainedConfig | None = None,
+    **arguments: Unpack[PlanArguments],
 ) -> Plan:
     """Decide, without loading a weight, what `jackfield.load` would run with these arguments.
 
@@ -129,6 +132,7 @@ def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None 
     not be here.
     """
     words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
+    _check_given(model, "jackfield.plan")
     _, plan, _ = _decided(model, **words, device_memory=device_memory)
     return plan
 
@@ -165,7 +169,14 @@ class Prepared:
 
 def prepare(model: Any, **arguments: Any) -> Prepared:
     """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
-    return _prepared(model, **in_our_words(arguments, _OF_LOADING, "jackfield.load"))
+    words = in_our_words(arguments, _OF_LOADING, "jackfield.load")
+    _check_given(model, "jackfield.load")
+    return _prepared(model, **words)
+
+
+def _check_given(model: Any, call: str) -> None:
+    if model is None:
+        raise UsageError(f"there is no model; write {call}('MODEL'), with a hub id or a folder")
 
 
 def _prepared(

@@ -15,8 +15,8 @@ from jackfield.choosing.guarded import shown
 FIELDS = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 #: Arguments of `generate` whose values are read like settings.
 READ = {
-    "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
-    "streamer",
+    "generation_config", "inputs", "logits_processor", "prefix_allowed_tokens_fn",
+    "stopping_criteria", "streamer",
 }  # fmt: skip
 
 
@@ -53,5 +53,5 @@ def test_processors_that_are_named_exist() -> None:
     import transformers.generation.logits_process as there
 
     for text in REFUSED.values():
-        if found := re.match(r"transformers' (\w+) does it", text):
-            assert hasattr(there, found[1])
+        for name in re.findall(r"\w+(?:Warper|Processor|Normalization|Penalty)\b", text):
+            assert hasattr(there, name)

@@ -19,6 +19,7 @@ from jackfield.asking.vocabulary import (
 )
 from jackfield.asking.wishes import VOCABULARY, Wishes
 from jackfield.choosing.guarded import shown
+from jackfield.choosing.habits import KEYWORDS
 from jackfield.choosing.selection import nearest
 from jackfield.errors import SettingsError
 
@@ -45,12 +46,18 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
     for name, value in wishes.given.items():
         if name in LOOP | limits.honoured | FACTS or asks_for_nothing(name, value):
             continue
+        habit = None if name in VOCABULARY | OWN else KEYWORDS.get(name)
+        if habit is not None and habit.asks_for_nothing(value):
+            continue
         if wishes.of_the_model(name) and name in DRAFTING:
             continue  # `notice_selectors` has told
         if name in CODE:
             raise SettingsError(f"{name} is not a setting of a request: {CODE[name]}")
         if name in ARGUMENTS:
             raise SettingsError(f"{name} is not a setting of a request: {ARGUMENTS[name]}")
+        if habit is not None:
+            instead = f"jackfield.load(…, {habit.ours}=…) has it" if habit.ours else habit.answer
+            raise SettingsError(f"{name} is not a setting of a request: {instead}")
         lift = f"lift it with {name}=None" if wishes.of_the_model(name) else "so drop it"
         advice = f"; {REFUSED[name]}" if name in REFUSED else ""
         raise SettingsError(
@@ -64,7 +71,9 @@ def _check_known(name: object, limits: Limits) -> None:
     """Whether there is such a setting; also one that is None."""
     if not isinstance(name, str):
         raise SettingsError(f"a setting has a name, and {shown(name)} is none")
-    if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | limits.honoured:
+    if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | KEYWORDS.keys():
+        return
+    if name in limits.honoured:
         return
     known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
     raise SettingsError(

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from jackfield.asking.turns import UNSAID, Turn
 from jackfield.bridge.foreign import named
 from jackfield.choosing.guarded import shown
+from jackfield.choosing.habits import PROMPTS
 from jackfield.errors import JackfieldError, PromptError, first_line
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
@@ -74,6 +75,8 @@ def encode(
         if not ids:
             raise PromptError(f"the prompt {prompt[:100]!r} gives no token; give more text")
         return ids
+    if prompt is None:
+        raise PromptError("there is no prompt; write engine.generate('…'), or stream or submit")
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
     if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
@@ -114,8 +117,14 @@ def taken(prompts: Any, settings: dict[str, Any]) -> Any:
 
     That is a tensor or an array with a row for each prompt, or what a tokenizer returns: a mapping
     with `input_ids` and an `attention_mask`, which may also be among the `settings`, out of which
-    it is taken. Rows are cut by the mask, which must be padding at the left. Raises PromptError.
+    it is taken, as are prompts under another of their names. Rows are cut by the mask, which must
+    be padding at the left. Raises PromptError.
     """
+    for name in PROMPTS:
+        if (named := settings.pop(name, None)) is not None:
+            if prompts is not None:
+                raise PromptError(f"there is a prompt and {name} beside it; give one of the two")
+            prompts = named
     given = {k: settings.pop(k) for k in (_IDS, _MASK, "token_type_ids") if k in settings}
     if isinstance(prompts, Mapping):
         if _IDS not in prompts:
@@ -134,6 +143,8 @@ def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     if given:
         raise PromptError(f"nothing here reads {', '.join(map(repr, given))} of a prompt; drop it")
     prompts = _listed(prompts if ids is None else ids)
+    if mask is not None and prompts is None:
+        raise PromptError("there is an attention_mask and no prompt; it stands beside input_ids")
     return prompts if mask is None else _cut(prompts, _listed(mask))
 
 

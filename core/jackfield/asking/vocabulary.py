@@ -121,6 +121,26 @@ def _processor(name: str) -> str:
     return f"transformers' {name} does it, given as logits_processor=[…]"
 
 
+#: The stages of drawing in their order, and the classes of transformers that are them.
+_STAGES = {
+    "temperature": "TemperatureLogitsWarper",
+    "top_k": "TopKLogitsWarper",
+    "top_p": "TopPLogitsWarper",
+    "min_p": "MinPLogitsWarper",
+}
+
+
+def _after(name: str, *stages: str) -> str:
+    """What comes after some stages, which then stand before it in the list: ours run later."""
+    lifted = ", ".join(f"{stage}=None" for stage in stages)
+    before = ", ".join(f"{_STAGES[stage]}(…)" for stage in stages)
+    return (
+        f"transformers' {name} does it, given as logits_processor=[…]; where tokens are drawn, "
+        "what comes before it goes into the list too, as far as it is wanted: do_sample=True, "
+        f"{lifted}, logits_processor=[{before}, {name}(…)]"
+    )
+
+
 _MOVED = "transformers has moved it out of itself"
 _SCORES = "logprobs=N gives log-probabilities, of the N likeliest tokens too"
 _INSIDE = "call the model itself to see its insides"
@@ -135,8 +155,8 @@ REFUSED: Mapping[str, str] = {
     "dola_layers": _MOVED,
     "encoder_no_repeat_ngram_size": _processor("EncoderNoRepeatNGramLogitsProcessor"),
     "encoder_repetition_penalty": _processor("EncoderRepetitionPenaltyLogitsProcessor"),
-    "epsilon_cutoff": _processor("EpsilonLogitsWarper"),
-    "eta_cutoff": _processor("EtaLogitsWarper"),
+    "epsilon_cutoff": _after("EpsilonLogitsWarper", *_STAGES),
+    "eta_cutoff": _after("EtaLogitsWarper", *_STAGES),
     "exponential_decay_length_penalty": _processor("ExponentialDecayLengthPenalty"),
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "forced_bos_token_id": "put the token at the end of the prompt",
@@ -150,12 +170,12 @@ REFUSED: Mapping[str, str] = {
     "output_scores": _SCORES,
     "penalty_alpha": _MOVED,
     "remove_invalid_values": "scores that are no numbers end a request with an error",
-    "renormalize_logits": _processor("LogitNormalization"),
+    "renormalize_logits": _after("LogitNormalization", *_STAGES),
     "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",
     "token_healing": "give a prompt that ends where a token does",
-    "top_h": _processor("TopHLogitsWarper"),
-    "typical_p": _processor("TypicalLogitsWarper"),
-    "watermarking_config": _processor("WatermarkLogitsProcessor"),
+    "top_h": _after("TopHLogitsWarper", "temperature"),
+    "typical_p": _after("TypicalLogitsWarper", *_STAGES),
+    "watermarking_config": _after("WatermarkLogitsProcessor", *_STAGES),
 }  # fmt: skip
 
 #: Arguments of `generate` that are no settings: what to do.
@@ -165,7 +185,7 @@ ARGUMENTS: Mapping[str, str] = {
     "attention_mask": "it stands beside input_ids, for all rows of the call",
     "custom_generate": "jackfield.load(decoding='plugin:…') chooses how tokens are found",
     "input_ids": "it stands beside attention_mask, for all rows of the call",
-    "inputs": "the prompts are the first argument",
+    "inputs": "it is the prompts of the whole call",
     "inputs_embeds": "prompts are texts, token ids or chat messages",
     "negative_prompt_attention_mask": "it belongs to guidance_scale, which is not honoured",
     "negative_prompt_ids": "it belongs to guidance_scale, which is not honoured",
@@ -176,6 +196,11 @@ ARGUMENTS: Mapping[str, str] = {
     "tokenizer": "jackfield.load(tokenizer=…) takes it",
     "trust_remote_code": "code from a model's repository is never run",
 }
+
+
+def unhonoured(name: str) -> str | None:
+    """What to do instead of a setting that no request has; None: some do."""
+    return CODE.get(name) or ARGUMENTS.get(name) or REFUSED.get(name)
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:

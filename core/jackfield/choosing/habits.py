@@ -24,6 +24,9 @@ class Habit:
     values: Mapping[Any, str] = field(default_factory=dict)
     inert: tuple[Any, ...] = ()
 
+    def asks_for_nothing(self, value: Any) -> bool:
+        return any(type(value) is type(same) and value == same for same in self.inert)
+
 
 _HERE = "give a folder of your own as the model"
 _HUB = "the hub's own environment variable does that"
@@ -33,12 +36,18 @@ _PROMPT = "it belongs to a call, not to loading"
 _PARALLEL = "one process runs a model, over several devices with device_map='balanced'; drop it"
 _NO_CODE = f"jackfield runs no code from a model's repository; {_LIVE}"
 _BOOL = "say True or False"
+_GUIDANCE = "it belongs to guidance_scale, which is not honoured"
+
+#: Names that the prompts of a call have, beside being its first argument.
+PROMPTS = ("inputs", "text_inputs", "prompt", "prompts")
 
 #: What `from_pretrained` and `pipeline` take beside the arguments that have the same name here.
 KEYWORDS: Mapping[str, Habit] = {
     # the same thing under another name
     "device": Habit(ours="device_map", values={-1: "cpu"}),
-    "pretrained_model_name_or_path": Habit("give it as the first argument"),
+    "pretrained_model_name_or_path": Habit(
+        "it is the first argument, without a name: jackfield.load('MODEL')"
+    ),
     "quantization_config": Habit(ours="quantization"),
     "torch_dtype": Habit(ours="dtype"),
     "load_in_4bit": Habit(_BOOL, "quantization", {True: "bnb-4bit"}, (False,)),
@@ -133,7 +142,7 @@ KEYWORDS: Mapping[str, Habit] = {
     "clean_up_tokenization_spaces": Habit("text is what its tokens say; drop it", inert=(False,)),
     "prefix": Habit("write it in front of the prompts; drop it", inert=("",)),
     "handle_long_generation": Habit("a prompt that is too long is an error; shorten it"),
-    "stop_sequence": Habit(f"{_PROMPT}: engine.generate(…, stop=['…'])"),
+    "stop_sequence": Habit("a call stops at a text: engine.generate(…, stop=['…'])"),
     "truncation": Habit("a prompt that is too long is an error; shorten it", inert=(False,)),
     "padding": Habit("rows of several lengths need no padding; drop it", inert=(False, True)),
     "add_special_tokens": Habit("give token ids, if the tokenizer's own are not to be added"),
@@ -141,17 +150,30 @@ KEYWORDS: Mapping[str, Habit] = {
     "add_generation_prompt": Habit(f"{_PROMPT}: engine.generate(…, add_generation_prompt=True)"),
     "skip_special_tokens": Habit("text has no special tokens; token_ids has them", inert=(True,)),
     "tokenizer_encode_kwargs": Habit("give token ids, made by the tokenizer as you like"),
-    "tools": Habit("render the chat template yourself, and give its token ids"),
-    "documents": Habit("render the chat template yourself, and give its token ids"),
+    **{
+        name: Habit(
+            "render the chat and give its token ids: engine.generate(engine.tokenizer."
+            f"apply_chat_template(messages, add_generation_prompt=True, {how}))"
+        )
+        for name, how in (
+            ("tools", "tools=…"),
+            ("documents", "documents=…"),
+            ("chat_template", "chat_template=…"),
+            ("chat_template_kwargs", "**kwargs"),
+            ("enable_thinking", "enable_thinking=…"),
+        )
+    },
     # what `generate` takes beside settings
-    "inputs": Habit(f"{_PROMPT}: engine.generate(inputs)"),
+    "input_ids": Habit(f"{_PROMPT}: engine.generate(input_ids=…, attention_mask=…)"),
+    "attention_mask": Habit(f"{_PROMPT}: engine.generate(input_ids=…, attention_mask=…)"),
+    **dict.fromkeys(PROMPTS, Habit(f"{_PROMPT}: engine.generate('…')")),
     "logits_processor": Habit(f"{_PROMPT}: engine.generate(…, logits_processor=…)"),
     "stopping_criteria": Habit(f"{_PROMPT}: engine.generate(…)"),
     "prefix_allowed_tokens_fn": Habit(f"{_PROMPT}: engine.generate(…)"),
     "streamer": Habit(f"{_PROMPT}: for delta in engine.stream(…)"),
     "synced_gpus": Habit(_PARALLEL, inert=(False,)),
-    "negative_prompt_ids": Habit(f"{_PROMPT}: engine.generate(…)"),
-    "negative_prompt_attention_mask": Habit(f"{_PROMPT}: engine.generate(…)"),
+    "negative_prompt_ids": Habit(_GUIDANCE),
+    "negative_prompt_attention_mask": Habit(_GUIDANCE),
     "use_model_defaults": Habit("a model's generation_config.json counts; drop it", inert=(True,)),
 }
 

@@ -38,16 +38,12 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
         elif name in known:
             _put(found, typed, name, value, f"{name}={_shown(name, value)}")
         elif (habit := KEYWORDS.get(name)) is not None:
-            if not any(type(value) is type(same) and value == same for same in habit.inert):
+            if not habit.asks_for_nothing(value):
                 ours, worth = _taken(name, value, habit, known, call)
                 _put(found, typed, ours, worth, f"{name}={_shown(name, value)}")
         elif name not in DECODINGS and name not in DECODING_OPTIONS:
             _check_known(name, known, call)
-            shown = _shown(name, value)
-            raise UsageError(
-                f"{name}={shown} is a setting of a request, not of loading: "
-                f"engine.generate(…, {name}={shown})"
-            )
+            _refuse_setting(name, value, call)
     return _with_decoding(found, given)
 
 
@@ -64,6 +60,23 @@ def _taken(
         if not habit.answer:
             return ours, value
     raise UsageError(f"{call} takes no {name}={_shown(name, value)}: {habit.answer}")
+
+
+def _refuse_setting(name: str, value: Any, call: str) -> None:
+    """Raise UsageError with the way to have it in a request, or with what a request says to it.
+
+    Where requests have no such setting, a neutral value asks for nothing here either.
+    """
+    from jackfield.asking.vocabulary import asks_for_nothing, unhonoured
+
+    shown = _shown(name, value)
+    if (instead := unhonoured(name)) is None:
+        raise UsageError(
+            f"{name}={shown} is a setting of a request, not of loading: "
+            f"engine.generate(…, {name}={shown})"
+        )
+    if not asks_for_nothing(name, value):
+        raise UsageError(f"{call} takes no {name}={shown}, nor does a request: {instead}")
 
 
 def _shown(name: str, value: Any) -> str:
@@ -84,12 +97,13 @@ def _check_known(name: str, known: Collection[str], call: str) -> None:
     """Raise UsageError for a name that is neither ours nor transformers'."""
     if name in known or name in KEYWORDS or name in DECODINGS or name in DECODING_OPTIONS:
         return
-    from jackfield.asking.vocabulary import OWN
+    from jackfield.asking.vocabulary import ARGUMENTS, OWN
 
     settings = OWN | _settings()
-    if name not in settings:
-        near = nearest(name, [*known, *KEYWORDS, *DECODINGS])
-        if not near and (near := nearest(name, settings)):
+    if name not in settings | ARGUMENTS.keys():
+        of_loading = [*known, *KEYWORDS, *DECODINGS]
+        near = nearest(name, [*of_loading, *settings])
+        if near and near != nearest(name, of_loading):
             near += " It is a setting of engine.generate"
         raise UsageError(f"{call} takes no argument {name!r}{near}")
 

@@ -18,7 +18,7 @@ from rich.progress import track
 
 from jackfield.asking import turns
 from jackfield.asking.beam_settings import check_width
-from jackfield.asking.honouring import Limits
+from jackfield.asking.honouring import Limits, refuse_unhonoured
 from jackfield.asking.prompts import Prompt, is_batch, taken
 from jackfield.asking.settings import resolve
 from jackfield.asking.streaming import check_streamer, tell
@@ -301,10 +301,13 @@ class Engine:
         self._check_open()
         refuse_autocast(input_device(self.model).type)
         turn, asked = turns.taken(asked)
-        ids = self._text.encode(prompt, self.plan.requirements.context_length, turn)
         wished = wishes(asked, self.model.generation_config)
         decoding = pick(self.plan, wished)
-        settings = resolve(wished, len(ids), self._limits(decoding), number)
+        limits = self._limits(decoding)
+        if prompt is None:  # maybe as it was given under a name that is answered
+            refuse_unhonoured(wished, limits)
+        ids = self._text.encode(prompt, self.plan.requirements.context_length, turn)
+        settings = resolve(wished, len(ids), limits, number)
         if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
         ):

@@ -1,0 +1,205 @@
+"""Answers lead somewhere: what `load` sends to a call is taken there, and each row is reached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import departures
+import pytest
+import torch
+import transformers.generation.logits_process as theirs
+from families import build
+from transformers import GenerationConfig
+
+import jackfield
+from jackfield.asking.honouring import Limits
+from jackfield.asking.settings import resolve
+from jackfield.asking.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
+from jackfield.asking.wishes import VOCABULARY, wishes
+from jackfield.choosing.habits import KEYWORDS, PROMPTS
+from jackfield.errors import JackfieldError, PromptError, UsageError
+from jackfield.running.sequences import Sequence
+from jackfield.tokens.sampling import Batch
+
+STRANGE = object()  # a value that nothing takes
+SHORT: dict[str, Any] = {"max_new_tokens": 2}
+PAGES = Path(__file__).parents[2] / "docs"
+#: A value with which a request honours a setting, and what must stand beside it.
+HONOURED: dict[str, dict[str, Any]] = {
+    **{name: {name: value} for name, value in {
+        "bad_words_ids": [[5]], "bos_token_id": 1, "cache_salt": "a", "choices": ["a", "b"],
+        "deadline": 60.0, "decoder_start_token_id": 1, "do_sample": True, "eos_token_id": 5,
+        "frequency_penalty": 0.5, "grammar": 'start: "a"', "json_schema": {"type": "object"},
+        "logprobs": 1, "max_length": 30, "max_new_tokens": 3, "max_time": 60.0, "min_length": 1,
+        "min_new_tokens": 1, "min_p": 0.1, "pad_token_id": 0, "presence_penalty": 0.5,
+        "priority": 1, "regex": "a+", "repetition_penalty": 1.2, "seed": 1,
+        "sequence_bias": {(5,): 1.0}, "stop": ["x"], "stop_strings": ["x"], "suppress_tokens": [5],
+        "temperature": 0.5, "top_k": 5, "top_p": 0.5, "transformers_version": "5",
+    }.items()},
+    "diversity_penalty": {"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2},
+    "num_beam_groups": {"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2},
+    "num_return_sequences": {"num_return_sequences": 2, "do_sample": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[jackfield.Engine]:
+    offered = {"sample": "sample", "beam": "beam"}
+    with jackfield.load("demo", decoding=offered) as found:
+        yield found
+
+
+def said(call: Any, *arguments: Any, **keywords: Any) -> str:
+    """The words with which a call is refused; empty where it is taken."""
+    try:
+        call(*arguments, **keywords)
+    except (JackfieldError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", sorted(VOCABULARY | OWN | ALIASES.keys() | ARGUMENTS.keys()))
+def test_what_load_sends_to_a_call_is_taken_there(engine: jackfield.Engine, name: str) -> None:
+    value = HONOURED.get(name, {}).get(name, STRANGE)
+    answer = said(jackfield.load, **{name: value})
+    if "is a setting of a request, not of loading" in answer:
+        asked = {**SHORT, **HONOURED[name]}
+        assert engine.generate("Once upon a time", **asked)
+    elif name in REFUSED or (name in CODE and name not in KEYWORDS and "no model" not in answer):
+        own = REFUSED.get(name) or CODE[name]
+        assert own in answer
+        assert own in said(engine.generate, "Hello", **{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(KEYWORDS))
+def test_a_call_answers_what_load_answers(engine: jackfield.Engine, name: str) -> None:
+    habit = KEYWORDS[name]
+    for value in habit.inert:
+        if name not in CODE:
+            assert engine.generate("Hello", **{name: value}, **SHORT)
+    answer = said(engine.generate, "Hello", **{name: STRANGE})
+    assert name in answer
+    assert "there is no setting" not in answer
+    if name not in {
+        *PROMPTS,
+        *ARGUMENTS,
+        *CODE,
+        *OWN,
+        "generation_config",
+    } and "a call, not" not in (habit.answer):
+        assert (habit.ours or habit.answer) in answer
+
+
+def rows(page: str) -> list[str]:
+    """The names in the first column of the page's tables."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return [name for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text, re.M)
+            for name in re.findall(r"\w+", row)]  # fmt: skip
+
+
+def test_every_row_of_the_pages_is_reached(engine: jackfield.Engine) -> None:
+    """Typed with and without a prompt or a model, each name is taken or answered as it stands."""
+    names = {*rows("departures.md"), *rows("coming-from-transformers.md")}
+    assert {"inputs_embeds", "typical_p", "pretrained_model_name_or_path", "tools"} <= names
+    for name in names & (KEYWORDS.keys() | VOCABULARY | ARGUMENTS.keys()):
+        answers = [
+            said(engine.generate, "Hello", **{name: STRANGE}),
+            said(engine.generate, **{name: STRANGE}),
+            said(engine.generate, ["Hello"], settings=[{name: STRANGE}]),
+            said(engine.submit, "Hello", **{name: STRANGE}),
+            said(jackfield.load, **{name: STRANGE}),
+        ]
+        for answer in answers:
+            assert "there is no setting" not in answer, name
+            assert "takes no argument" not in answer, name
+        for table in (CODE, ARGUMENTS, REFUSED):
+            if name in table and name != "prefill_chunk_size":
+                assert any(table[name] in answer for answer in answers), name
+        if name in KEYWORDS and KEYWORDS[name].answer:
+            assert KEYWORDS[name].answer in answers[-1], name
+
+
+def test_prompts_may_be_named(engine: jackfield.Engine) -> None:
+    ids = engine.tokenizer("Once upon a time")["input_ids"]
+    (expected,) = engine.generate(ids, **SHORT)
+    rows_of = torch.tensor([[0, *ids]])
+    mask = torch.tensor([[0] + [1] * len(ids)])
+    for name in PROMPTS:
+        for given in ({name: ids}, {name: rows_of, "attention_mask": mask}):
+            assert engine.generate(**given, **SHORT)[0].token_ids == expected.token_ids
+        assert engine.submit(**{name: ids}, **SHORT).result().token_ids == expected.token_ids
+        with pytest.raises((PromptError, TypeError), match=f"{name} beside it|multiple values"):
+            engine.generate("Hello", **{name: "Hello"})
+    for call in (engine.generate, engine.submit, engine.stream, engine.astream):
+        with pytest.raises(PromptError, match="there is no prompt"):
+            call()
+        with pytest.raises(UsageError, match="prompts are texts, token ids or chat messages"):
+            call(inputs_embeds=torch.zeros(1, 2, 3))
+    with pytest.raises(PromptError, match="attention_mask and no prompt"):
+        engine.generate(attention_mask=mask)
+
+
+@pytest.mark.parametrize("call", [jackfield.load, jackfield.plan])
+def test_a_model_that_is_not_given(call: Any) -> None:
+    assert "there is no model" in said(call)
+    assert "('MODEL')" in said(call, pretrained_model_name_or_path="demo")
+    assert "did you mean 'dtype'" in said(call, dtyp="float32")
+
+
+def test_the_advice_about_a_chat_template_works(engine: jackfield.Engine) -> None:
+    messages = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
+    advice = KEYWORDS["tools"].answer.partition(": ")[2].replace("…", "None")
+    found = eval(advice, {"engine": engine, "messages": messages})  # noqa: S307 - ours
+    assert found[0].token_ids == engine.generate(messages)[0].token_ids
+
+
+WARPED = {
+    "typical_p": 0.6, "epsilon_cutoff": 0.02, "eta_cutoff": 0.05, "top_h": 0.5,
+    "renormalize_logits": True,
+}  # fmt: skip
+MADE = {
+    "TypicalLogitsWarper": theirs.TypicalLogitsWarper,
+    "EpsilonLogitsWarper": theirs.EpsilonLogitsWarper,
+    "EtaLogitsWarper": theirs.EtaLogitsWarper,
+    "TopHLogitsWarper": theirs.TopHLogitsWarper,
+    "LogitNormalization": lambda _: theirs.LogitNormalization(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WARPED))
+@pytest.mark.parametrize("temperature", [3.0, 0.7])
+def test_the_advice_about_a_warper_gives_the_distribution_of_transformers(
+    name: str, temperature: float
+) -> None:
+    """Followed as it is printed, also where the model's own config draws in another way."""
+    asked: dict[str, Any] = {"temperature": temperature, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+    model = build("llama", torch.float32)
+    config = GenerationConfig(do_sample=True, **asked, **{name: WARPED[name]})
+    expected = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+
+    advice = REFUSED[name].partition("do_sample=True, ")[2]
+    listed = re.findall(r"(\w+)\(…\)", advice)
+    lifted = re.findall(r"(\w+)=None", advice)
+    assert lifted[0] == "temperature"
+    assert len(listed) == len(lifted) + 1
+    before = {
+        "TemperatureLogitsWarper": lambda: theirs.TemperatureLogitsWarper(temperature),
+        "TopKLogitsWarper": lambda: theirs.TopKLogitsWarper(12),
+        "TopPLogitsWarper": lambda: theirs.TopPLogitsWarper(0.9),
+        "MinPLogitsWarper": lambda: theirs.MinPLogitsWarper(0.01),
+    }
+    processors = [before[one]() if one in before else MADE[one](WARPED[name]) for one in listed]
+    own = GenerationConfig(do_sample=True, temperature=0.2, top_k=2)
+    given = {**asked, **dict.fromkeys(lifted), "do_sample": True, "logits_processor": processors}
+    honoured = frozenset(departures.honoured())
+    settings = resolve(wishes(given, own), 1, Limits(32, 64, honoured, "sample", False))
+
+    logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) * 2
+    batch = Batch([Sequence(0, [1], settings, None)], logits)
+    found = batch.warped(batch.processed(logits.clone()))
+    wanted = expected(torch.tensor([[1]]), logits.clone())
+    torch.testing.assert_close(found.softmax(-1), wanted.softmax(-1), rtol=1e-5, atol=1e-7)
+    assert (wanted.softmax(-1) == 0).any() or name == "renormalize_logits"
