@@ -149,3 +149,27 @@ def test_what_is_no_tokenizer_is_refused_at_load(folder: Path) -> None:
             jackfield.load("demo", tokenizer=given)
         with pytest.raises(UsageError, match=f"assistant_model: .*{says}"):
             jackfield.load("demo", assistant_model="demo-draft", assistant={"tokenizer": given})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"dtype": "half"}, "did you mean 'float16'"),
+        ({"dtype": "bf16"}, "did you mean 'bfloat16'"),
+        ({"quantization": "int8"}, "write 'bnb-8bit' or 'torchao'"),
+        ({"device_map": "mps:7"}, "not a device of this machine, which has .*cpu$"),
+    ],
+)
+def test_other_names_are_told_with_ours(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        jackfield.plan("demo", **arguments)
+
+
+def test_a_compiled_model_is_told_how_to_be_compiled(live: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="compile='inductor'"):
+        jackfield.load(torch.compile(live))  # type: ignore[arg-type]
+
+
+def test_an_estimate_says_how_to_plan_for_a_device_elsewhere() -> None:
+    with pytest.raises(UsageError, match="give --device-memory 80GB"):
+        jackfield.estimate("demo", device_map="cuda:99")

@@ -239,5 +239,5 @@ def test_a_file_that_asks_for_what_nothing_honours_is_lifted_with_none() -> None
         with jackfield.load(model) as engine:
             message = refusal(engine)
             assert f"lift it with {name}=None" in message
-            assert "generation_config.json sets" in message
+            assert "generation_config sets" in message
             assert engine.generate(PROMPTS[0], max_new_tokens=2, **{name: None})

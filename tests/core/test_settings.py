@@ -141,7 +141,7 @@ def test_data_never_selects_code(name: str, caplog: pytest.LogCaptureFixture) ->
     notice_selectors(from_files, frozenset(), "a model")
     (record,) = caplog.records
     assert f"ignored {name}='static'" in record.getMessage()
-    assert "generation_config.json of a model: data never selects code" in record.getMessage()
+    assert "generation_config of a model: data never selects code" in record.getMessage()
     caplog.clear()
     notice_selectors(GenerationConfig(num_assistant_tokens=20, use_cache=True), frozenset(), "x")
     notice_selectors(GenerationConfig(num_assistant_tokens=3), frozenset(DRAFTING), "x")
@@ -358,7 +358,7 @@ def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
     model = GenerationConfig(**{name: value})
     message = refusal(model)
     assert f"{name}={value}" in message
-    assert "generation_config.json" in message
+    assert "the model's generation_config" in message
     assert f"lift it with {name}=None" in message
     assert ask(model, **{name: None})
     assert ask(model, **{name: INERT[name][0]})
@@ -367,7 +367,7 @@ def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
 def test_a_default_of_the_model_that_is_no_token_says_where_it_comes_from() -> None:
     message = refusal(GenerationConfig(eos_token_id=50256))
     assert "50256" in message
-    assert "generation_config.json" in message
+    assert "the model's generation_config" in message
     assert ask(GenerationConfig(eos_token_id=50256), eos_token_id=[]).eos_token_ids == ()
 
 
@@ -384,3 +384,30 @@ def test_a_decoding_that_honours_less_refuses_by_name() -> None:
         value = HONOURED.get(name, 1)
         with pytest.raises(SettingsError, match=f"'bare' does not honour {name}"):
             resolve(wishes({name: value}, GenerationConfig()), PROMPT, bare)
+
+
+def test_a_live_models_own_config_is_not_told_as_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    import jackfield
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    said: dict[str, Any] = {"cache_implementation": "static", "eos_token_id": 999}
+    model.generation_config = GenerationConfig(**said)
+    with jackfield.load(model) as engine, pytest.raises(SettingsError) as caught:
+        engine.generate([1, 2])
+    texts = [str(caught.value), *(record.getMessage() for record in caplog.records)]
+    assert len([text for text in texts if "generation_config" in text]) == 2
+    assert not any("generation_config.json" in text for text in texts)
+
+
+def test_the_way_to_end_at_no_token_is_told() -> None:
+    import jackfield
+
+    with jackfield.load("demo") as engine:
+        with pytest.raises(SettingsError, match="eos_token_id=None ends at none"):
+            engine.generate("a", eos_token_id=-1)
+        assert (
+            len(engine.generate("Hello", eos_token_id=None, max_new_tokens=30)[0].token_ids) == 30
+        )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 import jackfield
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, PlanError
 
 SIZES = ((64, 96), (48, 96), (40, 72), (34, 66))
 OPTIONS = {
@@ -39,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return found
 
 
-def refusal(act: Any, folder: Path, selection: str) -> str | None:
+def refusal(act: Any, folder: Path, selection: Any) -> str | None:
     try:
         made = act(folder, quantization=selection, dtype="bfloat16")
     except JackfieldError as error:
@@ -56,6 +58,48 @@ def test_a_plan_refuses_what_loading_refuses(folders: dict[Any, Path], selection
     for sizes, folder in folders.items():
         planned = refusal(jackfield.plan, folder, selection)
         assert refusal(jackfield.load, folder, selection) == planned, (selection, sizes)
+
+
+def gptq(**fields: Any) -> GPTQConfig:
+    tokens = {name: torch.ones(1, 8, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    return GPTQConfig(**{"bits": 4, "dataset": [tokens], **fields})
+
+
+OBJECTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "gptq": ("gptqmodel", gptq),
+    "gptq, groups of 32": ("gptqmodel", lambda: gptq(group_size=32)),
+    "gptq, groups of 16": ("gptqmodel", lambda: gptq(group_size=16)),
+    "gptq, whole rows": ("gptqmodel", lambda: gptq(group_size=-1)),
+    "gptq, whole rows as they come": (
+        "gptqmodel", lambda: gptq(group_size=-1, act_group_aware=False)),
+    "gptq, no texts": ("gptqmodel", lambda: gptq(group_size=32, dataset=None)),
+    "bnb-4bit": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_4bit=True)),
+    "bnb-8bit": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True)),
+    "bnb, neither": ("bitsandbytes", BitsAndBytesConfig),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+def test_a_plan_refuses_what_loading_refuses_of_a_config_object(
+    folders: dict[Any, Path], name: str
+) -> None:
+    library, make = OBJECTS[name]
+    pytest.importorskip(library)
+    for sizes, folder in folders.items():
+        planned = refusal(jackfield.plan, folder, make())
+        assert refusal(jackfield.load, folder, make()) == planned, (name, sizes)
+
+
+def test_groups_that_do_not_divide_are_told_with_what_does() -> None:
+    pytest.importorskip("gptqmodel")
+    with pytest.raises(PlanError, match=r"groups of 128 do not divide 192 .*'group_size=64'"):
+        jackfield.plan("demo", quantization=gptq())
+
+
+def test_a_config_that_names_no_method_is_told_what_it_lacks() -> None:
+    with pytest.raises(PlanError, match="load_in_4bit=True or load_in_8bit=True"):
+        jackfield.plan("demo", quantization=BitsAndBytesConfig())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

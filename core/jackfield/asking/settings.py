@@ -111,7 +111,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
 
 def _origin(wishes: Wishes) -> str:
     of_model = wishes.of_the_model("eos_token_id")
-    return " (from the model's generation_config.json)" if of_model else ""
+    return " (from the model's generation_config)" if of_model else ""
 
 
 def _penalties(number: CheckedNumbers) -> dict[str, Any]:

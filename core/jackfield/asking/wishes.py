@@ -60,7 +60,7 @@ class Wishes:
     def origin(self, name: str) -> str:
         """Where a field comes from, for a message, if it is not the caller."""
         of_model = self.of_the_model(name)
-        return ", which the model's generation_config.json sets" if of_model else ""
+        return ", which the model's generation_config sets" if of_model else ""
 
 
 def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
@@ -126,6 +126,6 @@ def notice_selectors(config: GenerationConfig | None, honoured: Set[str], whose:
     for name in (*CODE, *DRAFTING, *_STRAY):
         if name in said and name not in honoured and not asks_for_nothing(name, said[name]):
             logger.warning(
-                "ignored %s=%s in the generation_config.json of %s: data never selects code",
+                "ignored %s=%s in the generation_config of %s: data never selects code",
                 name, shown(said[name]), whose,
             )  # fmt: skip

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.bridge.requirements import check_device, named_device, pick_device, skeleton
+from jackfield.bridge.devices import check_device, named_device, pick_device
+from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import ModelSource, input_device, quiet
 from jackfield.choosing.placement import DISK, Asked, Placement, spell
 from jackfield.choosing.selection import AUTO, nearest

@@ -27,6 +27,7 @@ from transformers import (
     cache_utils,
 )
 
+from jackfield.bridge.devices import pick_device
 from jackfield.bridge.drivable import (
     check_calls,
     check_decoder,
@@ -50,8 +51,9 @@ from jackfield.bridge.source import (
     quiet,
 )
 from jackfield.bridge.trial import tried
+from jackfield.choosing.habits import DTYPES_OF
 from jackfield.choosing.selection import AUTO, nearest
-from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements
+from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
 
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
@@ -346,55 +348,6 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
     if name not in DTYPES:
         raise UsageError(
             f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}"
-            f"{nearest(name, DTYPES)}"
+            f"{nearest(DTYPES_OF.get(name.lower(), name), DTYPES)}"
         )
     return name
-
-
-def pick_device(device: str | torch.device, source: ModelSource) -> torch.device:
-    """ "auto" is where a live model is, otherwise the best single device of this machine.
-
-    A torch.device need not be one of this machine.
-    """
-    if isinstance(device, torch.device):
-        return device
-    live = None if source.live is None else input_device(source.live)
-    if device == AUTO:
-        return live if live is not None else torch.device(_best_device())
-    found = check_device(device)
-    if live is not None and found != live:
-        raise UsageError(
-            f"the model is on {live} and is used there; move it yourself, or drop "
-            f"device_map={device!r}"
-        )
-    return found
-
-
-def check_device(device: str) -> torch.device:
-    """A device of this machine, from its name. Raises UsageError."""
-    found = named_device(device)
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise UsageError(_NOT_HERE.format(device, first_line(error))) from None
-    return found
-
-
-def named_device(device: str) -> torch.device:
-    """A device that models run on, here or elsewhere, from its name. Raises UsageError."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(_NOT_HERE.format(device, first_line(error))) from None
-    if found.type not in DEVICES:
-        raise UsageError(f"device_map={device!r}: models run on {', '.join(DEVICES)}")
-    return found
-
-
-_NOT_HERE = "device_map={!r} is not a device of this machine: {}"
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"

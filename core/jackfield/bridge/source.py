@@ -77,6 +77,11 @@ def find(
     """
     if revision is not None:
         _check_revision(model, revision)
+    if isinstance(model, torch.nn.Module) and hasattr(model, "_orig_mod"):
+        raise CheckpointError(
+            "the model is wrapped by torch.compile; give the model itself, and name a compiler in "
+            "load: compile='inductor'"
+        )
     if isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model"):
         return _live(model)
     if isinstance(model, PreTrainedConfig):

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from jackfield.choosing.guarded import shown
+from jackfield.choosing.habits import UNSAID
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Selection, parse_all
 from jackfield.contracts import GivenConfig, Requirements
@@ -51,8 +52,11 @@ def _reader(registry: Registry, config: Any, needs: Requirements) -> Candidate:
     for candidate in _automatic(registry, "quantizer", replace(needs, stored=stored)):
         if candidate.registered.ask("reads", stored):
             return Candidate(candidate.registered, GivenConfig(config), "named")
+    kind = type(config).__name__
+    if kind in UNSAID:
+        raise PlanError(f"quantization={kind}(…) {UNSAID[kind]}")
     raise PlanError(
-        f"no quantizer backend takes a {type(config).__name__} (method {method(stored)}); see "
+        f"no quantizer backend takes a {kind} (method {method(stored)}); see "
         "`jackfield plugins` for those that there are"
     )
 

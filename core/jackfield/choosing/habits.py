@@ -220,12 +220,30 @@ NAMES: Mapping[str, Mapping[Any, str]] = {
     "quantizer": {
         "4bit": "bnb-4bit",
         "8bit": "bnb-8bit",
+        "int4": "bnb-4bit' or 'int4-cpu",
+        "int8": "bnb-8bit' or 'torchao",
         "bitsandbytes": "bnb-4bit' or 'bnb-8bit",
         "bitsandbytes_4bit": "bnb-4bit",
         "bitsandbytes_8bit": "bnb-8bit",
         "nf4": "bnb-4bit?type=nf4",
         "fp4": "bnb-4bit?type=fp4",
     },
+}
+
+#: A config object of transformers that no backend takes -> what it left unsaid.
+UNSAID: Mapping[str, str] = {
+    "BitsAndBytesConfig": "quantizes nothing: write load_in_4bit=True or load_in_8bit=True in it",
+}
+
+#: Other names of dtypes -> ours.
+DTYPES_OF: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "double": "float64",
+    "float": "float32",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
 }
 
 _SERVER = "jackfield has no server yet; an engine serves requests from any thread in Python"

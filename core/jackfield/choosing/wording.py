@@ -183,7 +183,7 @@ def _value(kind: str, value: Any, registry: Registry) -> Any:
     if value in VALUES.get(kind, {}):
         return VALUES[kind][value]
     if value in NAMES.get(kind, {}):
-        raise SelectionError(f"there is no {kind} {value!r} here: write {NAMES[kind][value]!r}")
+        raise SelectionError(f"there is no {kind} {value!r} here: write '{NAMES[kind][value]}'")
     if value is True and kind == "kernel":
         raise SelectionError(f"kernels=True: {KEYWORDS['use_kernels'].answer}")
     if kind == "attention" and isinstance(value, str):

@@ -319,6 +319,7 @@ def _planned(
     model: Any, revision: str | None, selections: Mapping[str, Any], device_memory: int | None
 ) -> tuple[PreTrainedConfig, Plan]:
     """The plan for the config of `model`, all of which an estimate can count."""
+    from jackfield.bridge.devices import ElsewhereError
     from jackfield.bridge.source import find
     from jackfield.front import planned
 
@@ -326,7 +327,13 @@ def _planned(
     own = {}
     if source.live is not None and selections.get("dtype", AUTO) == AUTO:
         own["dtype"] = str(source.live.dtype).removeprefix("torch.")
-    found = planned(source.config, {**selections, **own}, device_memory)
+    try:
+        found = planned(source.config, {**selections, **own}, device_memory)
+    except ElsewhereError as error:
+        raise UsageError(
+            f"{error}; to plan for one that is elsewhere give --device-memory 80GB, in Python "
+            "device_memory='80GB'"
+        ) from None
     _check_counted(found)
     return source.config, found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -106,9 +107,11 @@ class Gptq(Quantizer):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        if requirements.stored is not None or isinstance(options, GivenConfig):
+        if requirements.stored is not None:
             return reasons
-        return [*reasons, *_misfits(requirements, options)]
+        if not isinstance(options, GivenConfig):
+            return [*reasons, *_misfits(requirements, options.group_size)]
+        return [*reasons, *_misfits_of_config(requirements, options.config)]
 
     def bind(self, context: BindContext) -> Quantization:
         from jackfield_plugins.quantizer.gptqmodel import finish, import_gptqmodel, reading
@@ -117,8 +120,12 @@ class Gptq(Quantizer):
         needs: Requirements | None = context.requirements
         config = self.config_of(context)
         stored = None if needs is None else needs.stored
-        if needs is not None and stored is not None and config is None and needs.device == "cpu":
-            config = _on_cpu(stored)
+        if needs is not None and needs.device == "cpu":
+            if stored is not None and config is None:
+                config = _on_cpu(stored)
+            elif getattr(config, "backend", None) == "auto":
+                config = copy.copy(config)  # the caller's own stays as it is
+                config.backend = CPU_KERNEL
         return Quantization(config, functools.partial(_misfits_of, needs), reading, finish)
 
     def make_config(self, context: BindContext) -> GPTQConfig:
@@ -131,7 +138,7 @@ class Gptq(Quantizer):
             bits=options.bits,
             group_size=options.group_size,
             desc_act=options.desc_act,
-            act_group_aware=not options.desc_act,
+            act_group_aware=not options.desc_act and options.group_size != -1,
             sym=options.symmetric,
             damp_percent=options.damp_percent,
             backend=CPU_KERNEL if on_cpu else None,
@@ -191,7 +198,22 @@ def _converts(weight: Weight) -> bool:
     return weight.linear is not None and weight.name.startswith(BLOCKS)
 
 
-def _misfits(requirements: Requirements, options: Options) -> list[str]:
+def _misfits_of_config(requirements: Requirements, config: Any) -> list[str]:
+    """Why a caller's `GPTQConfig` cannot be followed; sizes, where all layers have the same."""
+    found = []
+    if config.group_size == -1 and config.act_group_aware:
+        found.append(
+            "orders groups of columns (act_group_aware), and group_size=-1 makes none; write "
+            "act_group_aware=False"
+        )
+    if config.dataset is None:
+        found.append("measures a model on texts, and the config has none; write dataset=[…]")
+    if _format(config.to_dict(), None) is None:
+        return found
+    return [*_misfits(requirements, config.group_size), *found]
+
+
+def _misfits(requirements: Requirements, group_size: int) -> list[str]:
     layers = [weight for weight in requirements.weights if _converts(weight)]
     if requirements.weights and not layers:
         where = ", ".join(BLOCKS)
@@ -201,12 +223,10 @@ def _misfits(requirements: Requirements, options: Options) -> list[str]:
         if out_features % WORD or in_features % WORD:
             shape = f"{out_features} × {in_features}"
             return [f"packs rows and columns in {WORD}s, and {weight.name} is {shape}"]
-        if options.group_size > 0 and in_features % options.group_size:
-            better = math.gcd(in_features, options.group_size)
+        if group_size > 0 and in_features % group_size:
+            better = math.gcd(in_features, group_size)
             where = f"{in_features} columns of {weight.name}"
-            return [
-                f"groups of {options.group_size} do not divide {where}; write 'group_size={better}'"
-            ]
+            return [f"groups of {group_size} do not divide {where}; write 'group_size={better}'"]
     return []
 
 
