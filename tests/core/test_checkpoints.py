@@ -244,7 +244,7 @@ def test_files_beside_the_weights(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"num_beams": 4}')
     with jackfield.load(folder) as engine:
         message = mistake(lambda: engine.generate([1]))
-        assert "generation_config.json" in message
+        assert "the model's generation_config" in message
         assert engine.generate([1], num_beams=1, max_new_tokens=1)
     (folder / "tokenizer.json").write_text("{broken")
     assert "tokenizer" in mistake(lambda: jackfield.load(folder), CheckpointError)

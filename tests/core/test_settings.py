@@ -408,6 +408,5 @@ def test_the_way_to_end_at_no_token_is_told() -> None:
     with jackfield.load("demo") as engine:
         with pytest.raises(SettingsError, match="eos_token_id=None ends at none"):
             engine.generate("a", eos_token_id=-1)
-        assert (
-            len(engine.generate("Hello", eos_token_id=None, max_new_tokens=30)[0].token_ids) == 30
-        )
+        found = engine.generate("Hello", eos_token_id=None, max_new_tokens=30)[0]
+        assert len(found.token_ids) == 30

@@ -118,7 +118,7 @@ class Gptq(Quantizer):
 
         import_gptqmodel()
         needs: Requirements | None = context.requirements
-        config = self.config_of(context)
+        config: Any = self.config_of(context)
         stored = None if needs is None else needs.stored
         if needs is not None and needs.device == "cpu":
             if stored is not None and config is None:
