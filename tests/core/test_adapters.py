@@ -217,6 +217,23 @@ def test_switching(
         engine.enable_adapter()
 
 
+def test_an_adapter_is_off_within_a_block_and_on_after_it(
+    model: Path, lora: Path, without: list[list[int]], with_it: list[list[int]]
+) -> None:
+    with jackfield.load(model, adapter=lora) as engine:
+        with engine.disable_adapter():
+            assert tokens(engine) == without
+            with engine.disable_adapter():  # off before, so it stays off
+                assert tokens(engine) == without
+            assert tokens(engine) == without
+        assert tokens(engine) == with_it
+        with pytest.raises(ZeroDivisionError), engine.disable_adapter():
+            raise ZeroDivisionError
+        assert tokens(engine) == with_it
+        engine.disable_adapter()
+        assert tokens(engine) == without
+
+
 def test_what_cannot_be_switched(model: Path, lora: Path) -> None:
     with (
         jackfield.load(model, adapter=lora, merge_adapter=True) as engine,

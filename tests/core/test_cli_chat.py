@@ -89,3 +89,15 @@ def test_ctrl_c_ends_generate(cli: Cli, interrupted: list[Any]) -> None:
     done = cli("generate", "--chat", "Hello!")
     assert (done.code, done.err) == (130, "")
     assert HELLO.startswith(done.out.removesuffix("\n"))
+
+
+def test_the_model_may_be_the_argument_and_flags_may_be_spelt_with_underscores(cli: Cli) -> None:
+    assert cli("chat", "demo", stdin="Hello!").out.startswith(HELLO)
+    both = cli("chat", "demo-draft", "--model", "nowhere/else", stdin="Hello!")
+    assert "two models; give one" in both.err
+    for words, ours in (
+        ("--max_new_tokens 3", "--max-new-tokens"),
+        ("--cache_implementation static", "--cache-implementation"),
+        ("--offload_folder /x", "--offload-folder"),
+    ):
+        assert f"write {ours}\n" in cli("chat", *words.split()).err

@@ -29,6 +29,8 @@ def with_values(arguments: Sequence[str]) -> list[str]:
 def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
     """What to write instead of `flag` where a command takes the flags `known`; None: no idea."""
     name = flag.lstrip("-").replace("-", "_")
+    if (ours := f"--{name.replace('_', '-')}") in known:
+        return f"write {ours}"
     if (positive := name.removeprefix("no_")) in KEYWORDS or positive in FLAGS:
         name = positive
     if name in FLAGS:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from jackfield.cli.generate import decoded, show, summary
 from jackfield.cli.options import Backends, Batches, ModelOption, Settings, load
 from jackfield.cli.output import note, say
-from jackfield.errors import ExecutionError, PromptError
+from jackfield.errors import ExecutionError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from jackfield.running.engine import Engine
@@ -21,15 +23,25 @@ START_AFRESH = "/reset starts afresh"
 
 
 def chat(
-    backends: Backends, settings: Settings, batches: Batches, model: ModelOption = "demo"
+    backends: Backends,
+    settings: Settings,
+    batches: Batches,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
+    ] = None,
+    model: ModelOption = "demo",
 ) -> None:
     """Talk with a chat model; it sees the whole conversation each time.
 
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. When standard
     input is a file or a pipe, each line of it is a message.
 
-    Example: jackfield chat --temperature 0.8
+    Example: jackfield chat demo --temperature 0.8
     """
+    if name is not None and model not in (name, "demo"):
+        raise UsageError(f"{name} and --model {model} name two models; give one")
+    model = name or model
     asked = settings.to_dict()
     with load(model, backends, batches) as engine:
         conversation = Conversation(engine, asked)

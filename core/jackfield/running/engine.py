@@ -145,13 +145,19 @@ class Engine:
         """Run with the adapter again. Raises UsageError while requests are open."""
         self._switch_adapter(on=True)
 
-    def disable_adapter(self) -> None:
-        """Run without the adapter. Raises UsageError while requests are open.
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """Run without the adapter, from now on, or within ``with engine.disable_adapter():``.
+
+        Raises UsageError while requests are open, also where the ``with`` ends.
 
         A request runs with it or without it from its first token to its last, and nothing that was
         cached with it is read without it. An adapter that is merged cannot be switched.
         """
+        back, switch = contextlib.ExitStack(), self._bound.adapter
+        if switch is not None and switch.use().state == "on":
+            back.callback(self.enable_adapter)
         self._switch_adapter(on=False)
+        return back
 
     def _switch_adapter(self, *, on: bool) -> None:
         self._worker.while_idle(lambda: self._bound.switch_adapter(on=on))
