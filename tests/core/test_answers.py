@@ -19,8 +19,9 @@ from jackfield.asking.honouring import Limits
 from jackfield.asking.settings import resolve
 from jackfield.asking.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
 from jackfield.asking.wishes import VOCABULARY, wishes
-from jackfield.choosing.habits import KEYWORDS, PROMPTS
+from jackfield.choosing.habits import KEYWORDS, OF_LOADING, PROMPTS
 from jackfield.errors import JackfieldError, PromptError, UsageError
+from jackfield.front import LoadArguments, PlanArguments
 from jackfield.running.sequences import Sequence
 from jackfield.tokens.sampling import Batch
 
@@ -91,6 +92,13 @@ def test_a_call_answers_what_load_answers(engine: jackfield.Engine, name: str) -
         "generation_config",
     } and "a call, not" not in (habit.answer):
         assert (habit.ours or habit.answer) in answer
+
+
+def test_a_call_answers_the_arguments_of_load(engine: jackfield.Engine) -> None:
+    assert {*LoadArguments.__annotations__, *PlanArguments.__annotations__} == OF_LOADING
+    for name in OF_LOADING - {"decoding"}:
+        assert "jackfield.load" in said(engine.generate, "Hello", **{name: STRANGE})
+        assert engine.generate("Hello", **{name: None}, **SHORT)
 
 
 def rows(page: str) -> list[str]:

@@ -19,7 +19,7 @@ from jackfield.asking.vocabulary import (
 )
 from jackfield.asking.wishes import VOCABULARY, Wishes
 from jackfield.choosing.guarded import shown
-from jackfield.choosing.habits import KEYWORDS
+from jackfield.choosing.habits import KEYWORDS, OF_LOADING
 from jackfield.choosing.selection import nearest
 from jackfield.errors import SettingsError
 
@@ -46,8 +46,8 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
     for name, value in wishes.given.items():
         if name in LOOP | limits.honoured | FACTS or asks_for_nothing(name, value):
             continue
-        habit = None if name in VOCABULARY | OWN else KEYWORDS.get(name)
-        if habit is not None and habit.asks_for_nothing(value):
+        foreign = name not in VOCABULARY | OWN
+        if foreign and name in KEYWORDS and KEYWORDS[name].asks_for_nothing(value):
             continue
         if wishes.of_the_model(name) and name in DRAFTING:
             continue  # `notice_selectors` has told
@@ -55,9 +55,8 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
             raise SettingsError(f"{name} is not a setting of a request: {CODE[name]}")
         if name in ARGUMENTS:
             raise SettingsError(f"{name} is not a setting of a request: {ARGUMENTS[name]}")
-        if habit is not None:
-            instead = f"jackfield.load(…, {habit.ours}=…) has it" if habit.ours else habit.answer
-            raise SettingsError(f"{name} is not a setting of a request: {instead}")
+        if foreign and name in KEYWORDS.keys() | OF_LOADING:
+            raise SettingsError(f"{name} is not a setting of a request: {_instead(name)}")
         lift = f"lift it with {name}=None" if wishes.of_the_model(name) else "so drop it"
         advice = f"; {REFUSED[name]}" if name in REFUSED else ""
         raise SettingsError(
@@ -67,13 +66,19 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
         )
 
 
+def _instead(name: str) -> str:
+    """What to write for a keyword of loading or of pipelines."""
+    ours = name if name in OF_LOADING else KEYWORDS[name].ours
+    return KEYWORDS[name].answer if ours is None else f"jackfield.load(…, {ours}=…) has it"
+
+
 def _check_known(name: object, limits: Limits) -> None:
     """Whether there is such a setting; also one that is None."""
     if not isinstance(name, str):
         raise SettingsError(f"a setting has a name, and {shown(name)} is none")
     if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | KEYWORDS.keys():
         return
-    if name in limits.honoured:
+    if name in limits.honoured | OF_LOADING:
         return
     known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
     raise SettingsError(
