@@ -16,6 +16,8 @@ JackfieldError                 exit code 1: a failure
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "CacheFullError",
     "CheckpointError",
@@ -30,10 +32,16 @@ __all__ = [
     "SettingsError",
     "UsageError",
     "first_line",
+    "quoted",
     "shown",
+    "told",
 ]
 
 LONGEST = 10_000  # characters of a message, whatever a plugin or a library puts into it
+
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 12
+_short.maxstring = _short.maxother = 120
 
 
 def shown(foreign: object, most: int = 200) -> str:
@@ -45,21 +53,39 @@ def shown(foreign: object, most: int = 200) -> str:
     cut = text if len(text) <= most else f"{text[:most]}…"
     if cut.isprintable():
         return cut
-    return "".join(
+    escaped = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut
     )
+    return escaped if len(escaped) <= most + 1 else f"{escaped[:most]}…"
 
 
 def first_line(error: BaseException) -> str:
     """An error's text up to the end of its first sentence, for use inside a message of ours."""
     try:
         text = str(error)
-    except BaseException as again:  # noqa: BLE001 - an exception of whoever it was
-        text = f"it cannot be told, since its own __str__ raises {type(again).__name__}"
+    except BaseException:  # noqa: BLE001 - an exception of whoever it was
+        return "(its text cannot be made)"
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
-        return shown(f"{lines[0]} {lines[1]}", 300)
-    return shown(lines[0], 300) if lines else type(error).__name__
+        return shown(f"{lines[0]} {lines[1]}", 400)
+    return shown(lines[0], 400) if lines else type(error).__name__
+
+
+def told(error: BaseException) -> str:
+    """The type of an error and its `first_line`, for a message of ours: ``ValueError: no``."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
+def quoted(value: object) -> str:
+    """A value of whoever it is as a part of a message: its `repr`, short, on one line.
+
+    Also where its `repr` is broken.
+    """
+    try:
+        return shown(" ".join(_short.repr(value).split()))
+    except BaseException:  # noqa: BLE001 - a stranger's own __repr__
+        return f"a {type(value).__name__}"
 
 
 class JackfieldError(Exception):

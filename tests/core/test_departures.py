@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig, GenerationMixin
 
 from jackfield.asking.vocabulary import ARGUMENTS, CODE, DRAFTING, FACTS, REFUSED
-from jackfield.choosing.guarded import shown
+from jackfield.errors import quoted
 
 FIELDS = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 #: Arguments of `generate` whose values are read like settings.
@@ -46,7 +46,7 @@ def test_no_table_has_what_is_honoured_or_what_there_is_not() -> None:
     for table in (CODE, REFUSED, DRAFTING):
         strays = table.keys() - FIELDS
         assert strays <= {"speculation_type", "assistant_ensemble_weight", "max_cache_len", "top_h",
-                          "use_mtp", "continuous_batching_config"}, shown(strays)  # fmt: skip
+                          "use_mtp", "continuous_batching_config"}, quoted(strays)  # fmt: skip
 
 
 def test_processors_that_are_named_exist() -> None:

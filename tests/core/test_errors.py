@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield import errors
-from jackfield.errors import JackfieldError, shown
+from jackfield.errors import JackfieldError, quoted, shown, told
 
 KINDS = [
     kind
@@ -40,3 +40,33 @@ def test_every_error_is_one_printable_line(kind: type[JackfieldError], text: str
 def test_a_copy_says_the_same(kind: type[JackfieldError]) -> None:
     there = copy.deepcopy(kind("a\nb"))
     assert (type(there), str(there)) == (kind, r"a\nb")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError(), "ValueError"),
+        (ValueError("no\nthanks"), "ValueError: no"),
+        (KeyError("a"), "KeyError: 'a'"),
+    ],
+)
+def test_an_error_is_told_with_its_type_once(error: Exception, text: str) -> None:
+    assert told(error) == text
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\nb\x1b\ud800", r"'a\nb\x1b\ud800'"),
+        ("\\", r"'\\'"),
+        ([1, "\t"], r"[1, '\t']"),
+        (Unspeakable(), "a Unspeakable"),
+    ],
+)
+def test_a_value_is_escaped_once(value: object, text: str) -> None:
+    assert quoted(value) == text

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.choosing.guarded import fault, guarded, shown, told
-from jackfield.errors import CacheFullError, JackfieldError, PluginError, SettingsError
+from jackfield.choosing.guarded import fault, guarded
+from jackfield.errors import (
+    CacheFullError,
+    JackfieldError,
+    PluginError,
+    SettingsError,
+    quoted,
+    told,
+)
 
 WHO = "attention 'x' of dist 1.2"
 
@@ -76,7 +83,7 @@ def test_an_error_is_told_on_one_line(said: str) -> None:
     "value", [UntoldError(), [UntoldError()], {"a": "b" * 10**6}, list(range(10**5))]
 )
 def test_what_a_plugin_returned_is_shown_in_few_words(value: Any) -> None:
-    assert len(shown(value)) < 400
+    assert len(quoted(value)) < 400
 
 
 def test_a_guard_needs_no_torch() -> None:

@@ -594,7 +594,7 @@ def test_a_failure_while_memory_is_given_back_leaves_nobody_waiting(
         with pytest.raises(ExecutionError, match="the kernel"):
             engine.submit(PROMPTS[0]).result(60)
         settled(engine)
-    assert "giving memory back failed too: no room" in caplog.text
+    assert "giving memory back failed too: MemoryError: no room" in caplog.text
     engine._loop.cache.release([*engine._loop.cache._running.values()])  # type: ignore[attr-defined]
 
 

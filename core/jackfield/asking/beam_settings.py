@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jackfield.asking.checked_numbers import CheckedNumbers
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -
         value = given["early_stopping"]
         if not (isinstance(value, bool) or (isinstance(value, str) and value == "never")):
             raise SettingsError(
-                f'early_stopping must be True, False or "never", not {shown(value)}'
+                f'early_stopping must be True, False or "never", not {quoted(value)}'
             )
         found["early_stopping"] = value
     return BeamSettings(**found)

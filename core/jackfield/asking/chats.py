@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackfield.bridge.chat_templates import ChatTemplate
-from jackfield.choosing.guarded import shown
-from jackfield.errors import PromptError, first_line
+from jackfield.errors import PromptError, first_line, quoted
 
 _Message = dict[str, Any]
 
@@ -35,7 +34,7 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
         return found
     if (parted := _parted(chat, template)) is None:
         raise PromptError(
-            f"message {lost} (role {shown(chat[lost]['role'])}): the chat template leaves out its "
+            f"message {lost} (role {quoted(chat[lost]['role'])}): the chat template leaves out its "
             "text; drop the message, or give plain text"
         )
     return parted
@@ -61,7 +60,7 @@ def _plain(at: int, message: Any) -> _Message:
     """A message as plain JSON, its `content` a string or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(
-            f"a chat message needs 'role' and 'content', got {shown(message)} as message {at}"
+            f"a chat message needs 'role' and 'content', got {quoted(message)} as message {at}"
         )
     try:
         plain: _Message = json.loads(json.dumps(dict(message)))
@@ -74,11 +73,11 @@ def _plain(at: int, message: Any) -> _Message:
         content = "".join(_text(at, n, part) for n, part in enumerate(content))
     elif content is None and not _may_be_silent(plain):
         raise PromptError(
-            f"a chat message needs 'role' and 'content', got {shown(message)} as message {at}"
+            f"a chat message needs 'role' and 'content', got {quoted(message)} as message {at}"
         )
     elif not (content is None or isinstance(content, str)):
         raise PromptError(
-            f"message {at}: 'content' must be a string or a list of parts, not {shown(content)}"
+            f"message {at}: 'content' must be a string or a list of parts, not {quoted(content)}"
         )
     return {**plain, "content": content}
 
@@ -96,17 +95,17 @@ def _text(at: int, n: int, part: Any) -> str:
     where = f"message {at}, part {n}"
     if not isinstance(part, dict) or "type" not in part:
         raise PromptError(
-            f"{where}: a part is like {{'type': 'text', 'text': …}}, not {shown(part)}"
+            f"{where}: a part is like {{'type': 'text', 'text': …}}, not {quoted(part)}"
         )
     if part["type"] != "text":
         raise PromptError(
-            f"{where}: nothing here reads a part of type {shown(part['type'])}; drop it"
+            f"{where}: nothing here reads a part of type {quoted(part['type'])}; drop it"
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise PromptError(f"{where}: 'text' must be a string, not {shown(text)}")
+        raise PromptError(f"{where}: 'text' must be a string, not {quoted(text)}")
     if others := sorted(part.keys() - {"type", "text"}):
-        raise PromptError(f"{where}: nothing here reads {', '.join(map(shown, others))}; drop it")
+        raise PromptError(f"{where}: nothing here reads {', '.join(map(quoted, others))}; drop it")
     return text
 
 
@@ -168,8 +167,8 @@ def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> Non
             continue
         if dropped:
             raise PromptError(
-                f"message {at} (role {shown(chat[at]['role'])}): the chat template does not read "
-                f"{shown(key)}; drop it"
+                f"message {at} (role {quoted(chat[at]['role'])}): the chat template does not read "
+                f"{quoted(key)}; drop it"
             )
 
 

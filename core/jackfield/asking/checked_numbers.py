@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 LARGEST = 3.4e38  # what float32, in which settings reach the device, can hold
 
@@ -33,11 +32,11 @@ class CheckedNumbers:
     ) -> int:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingsError(f"{name} must be a whole number, not {shown(value)}")
+            raise SettingsError(f"{name} must be a whole number, not {quoted(value)}")
         if at_least is not None and value < at_least:
-            raise SettingsError(f"{name} must be at least {at_least}, not {shown(value)}")
+            raise SettingsError(f"{name} must be at least {at_least}, not {quoted(value)}")
         if at_most is not None and value > at_most:
-            raise SettingsError(f"{name} must be at most {at_most}, not {shown(value)}")
+            raise SettingsError(f"{name} must be at most {at_most}, not {quoted(value)}")
         return int(value)
 
     def real(
@@ -51,10 +50,10 @@ class CheckedNumbers:
     ) -> float:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SettingsError(f"{name} must be a number, not {shown(value)}")
+            raise SettingsError(f"{name} must be a number, not {quoted(value)}")
         if not abs(value) <= LARGEST:  # also NaN
             raise SettingsError(
-                f"{name} must be a finite number of ordinary size, not {shown(value)}"
+                f"{name} must be a finite number of ordinary size, not {quoted(value)}"
             )
         for bound, ok, text in (
             (at_least, at_least is None or value >= at_least, "at least"),

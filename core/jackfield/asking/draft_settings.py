@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackfield.asking.checked_numbers import CheckedNumbers
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 #: How the number of drafts of a request goes on: as it is, or longer after all were right and
 #: shorter after one was not. transformers keeps the latter two apart by whether the length outlives
@@ -41,7 +40,7 @@ def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -
     if (name := "num_assistant_tokens_schedule") in own:
         if not isinstance(given[name], str) or given[name] not in SCHEDULES:
             raise SettingsError(
-                f"{name} must be one of {', '.join(SCHEDULES)}, not {shown(given[name])}"
+                f"{name} must be one of {', '.join(SCHEDULES)}, not {quoted(given[name])}"
             )
         found[name] = given[name]
     return DraftSettings(**found)

@@ -7,8 +7,7 @@ from typing import Any
 from jackfield.asking.checked_numbers import CheckedNumbers
 from jackfield.asking.vocabulary import asks_for_nothing
 from jackfield.asking.wishes import Wishes
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 _KNOBS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -36,7 +35,7 @@ def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
     for layer, name in ((keywords, ""), (config, wishes.origin("do_sample"))):
         if not isinstance(layer.get("do_sample", False), bool):
             raise SettingsError(
-                f"do_sample must be True or False, not {shown(layer['do_sample'])}{name}"
+                f"do_sample must be True or False, not {quoted(layer['do_sample'])}{name}"
             )
     if "do_sample" not in honoured:
         return False
@@ -45,7 +44,7 @@ def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
     cold = CheckedNumbers(wishes.given).real("temperature", 1.0, at_least=0) == 0
     if explicit is False and knobs and not cold:
         raise SettingsError(
-            f"{knobs[0]}={shown(keywords[knobs[0]])} has no effect with do_sample=False; drop one "
+            f"{knobs[0]}={quoted(keywords[knobs[0]])} has no effect with do_sample=False; drop one "
             "of them"
         )
     asked = explicit or (config.get("do_sample") and not wishes.of_the_model("do_sample"))

@@ -18,10 +18,9 @@ from jackfield.asking.vocabulary import (
     asks_for_nothing,
 )
 from jackfield.asking.wishes import VOCABULARY, Wishes
-from jackfield.choosing.guarded import shown
 from jackfield.choosing.habits import KEYWORDS, OF_LOADING
 from jackfield.choosing.selection import nearest
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
         lift = f"lift it with {name}=None" if wishes.of_the_model(name) else "so drop it"
         advice = f"; {REFUSED[name]}" if name in REFUSED else ""
         raise SettingsError(
-            f"the decoding {limits.decoding!r} does not honour {name}={shown(value)}"
+            f"the decoding {limits.decoding!r} does not honour {name}={quoted(value)}"
             f"{wishes.origin(name)}; it is never ignored, {lift} or choose a decoding that does"
             f"{limits.elsewhere(name)}{advice}"
         )
@@ -75,13 +74,13 @@ def _instead(name: str) -> str:
 def _check_known(name: object, limits: Limits) -> None:
     """Whether there is such a setting; also one that is None."""
     if not isinstance(name, str):
-        raise SettingsError(f"a setting has a name, and {shown(name)} is none")
+        raise SettingsError(f"a setting has a name, and {quoted(name)} is none")
     if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | KEYWORDS.keys():
         return
     if name in limits.honoured | OF_LOADING:
         return
     known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
     raise SettingsError(
-        f"there is no setting {shown(name)}{nearest(name, known)} (settings are the fields of "
+        f"there is no setting {quoted(name)}{nearest(name, known)} (settings are the fields of "
         f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"
     )

@@ -9,8 +9,7 @@ from typing import Any
 from jackfield.asking.checked_numbers import CheckedNumbers
 from jackfield.asking.honouring import Limits
 from jackfield.asking.wishes import Wishes
-from jackfield.choosing.guarded import shown
-from jackfield.errors import PromptError, SettingsError
+from jackfield.errors import PromptError, SettingsError, quoted
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -30,7 +29,7 @@ def max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:
             if wanted > room and not wishes.of_the_model(name):
                 most = room if name == "max_new_tokens" else context
                 raise PromptError(
-                    f"a prompt of {prompt_length} tokens and {name}={shown(layer[name])} do not "
+                    f"a prompt of {prompt_length} tokens and {name}={quoted(layer[name])} do not "
                     f"fit into the model's context of {context}; lower {name} to {most}"
                 )
             return int(min(wanted, room))
@@ -68,9 +67,9 @@ def min_new_tokens(wishes: Wishes, prompt_length: int) -> int:
 def check_both(wishes: Wishes, least: int, most: int) -> None:
     """Raise SettingsError where more new tokens are asked for at least than at most."""
     if least > most:
-        asked = f"min_new_tokens={shown(least)}"
+        asked = f"min_new_tokens={quoted(least)}"
         if "min_new_tokens" not in wishes.given:
             asked = f"min_length, which leaves {asked},"
         raise SettingsError(
-            f"{asked} is more than max_new_tokens={shown(most)}; lower the one or raise the other"
+            f"{asked} is more than max_new_tokens={quoted(most)}; lower the one or raise the other"
         )

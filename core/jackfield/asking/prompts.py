@@ -9,9 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from jackfield.asking.turns import UNSAID, Turn
 from jackfield.bridge.foreign import named
-from jackfield.choosing.guarded import shown
 from jackfield.choosing.habits import PROMPTS
-from jackfield.errors import JackfieldError, PromptError, first_line
+from jackfield.errors import JackfieldError, PromptError, first_line, quoted
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
 #: tokenizer of transformers returns is one too, or several.
@@ -239,6 +238,6 @@ def _check_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise PromptError(
-                f"the prompt holds {shown(token)}, which is no token id (0 to {vocab_size - 1})"
+                f"the prompt holds {quoted(token)}, which is no token id (0 to {vocab_size - 1})"
             )
     return list(prompt)

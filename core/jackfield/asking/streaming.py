@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 if TYPE_CHECKING:
     from jackfield.running.requests import Request
@@ -17,7 +16,7 @@ def check_streamer(streamer: Any, sequences: int) -> None:
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise SettingsError(
             f"streamer must have put and end, as transformers' TextStreamer has, not "
-            f"{shown(streamer)}"
+            f"{quoted(streamer)}"
         )
     if sequences != 1:
         raise SettingsError(

@@ -9,8 +9,7 @@ from typing import Any
 from jackfield.asking.checked_numbers import LARGEST, plain
 from jackfield.asking.honouring import Limits
 from jackfield.asking.prefixes import AllowedByPrefix
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 _LISTS = (list, tuple)
 
@@ -25,7 +24,7 @@ def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             never = "; eos_token_id=None ends at none" if name.startswith("eos_token_id") else ""
             raise SettingsError(
-                f"{name} holds {shown(token)}, which is no token id (0 to {vocab_size - 1}){never}"
+                f"{name} holds {quoted(token)}, which is no token id (0 to {vocab_size - 1}){never}"
             )
     return tuple(map(int, ids))
 
@@ -43,7 +42,7 @@ def biases(
     words = given.get("bad_words_ids", ())
     if not (isinstance(words, _LISTS) and all(isinstance(w, _LISTS) and w for w in words)):
         raise SettingsError(
-            f"bad_words_ids must be lists of token ids, none empty, not {shown(words)}"
+            f"bad_words_ids must be lists of token ids, none empty, not {quoted(words)}"
         )
     for word in words:
         ids = token_ids(word, "bad_words_ids", vocab_size)
@@ -58,8 +57,8 @@ def _bias(value: Any, ids: tuple[int, ...]) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and (abs(value) <= LARGEST or value == -math.inf)):
         raise SettingsError(
-            f"sequence_bias for {shown(list(ids))} must be a finite number or -inf, not "
-            f"{shown(value)}"
+            f"sequence_bias for {quoted(list(ids))} must be a finite number or -inf, not "
+            f"{quoted(value)}"
         )
     return float(value)
 
@@ -70,7 +69,7 @@ def _pairs(bias: Any) -> Sequence[tuple[Any, Any]]:
     if not isinstance(pairs, _LISTS) or not all(
         isinstance(p, _LISTS) and len(p) == 2 for p in pairs
     ):
-        raise SettingsError(f"sequence_bias must be like {{(5, 6): -1.0}}, not {shown(bias)}")
+        raise SettingsError(f"sequence_bias must be like {{(5, 6): -1.0}}, not {quoted(bias)}")
     return pairs
 
 
@@ -82,7 +81,7 @@ def functions(given: Mapping[str, Any], name: str) -> tuple[Callable[..., Any], 
         if not callable(function):
             raise SettingsError(
                 f"{name} must be functions of (input_ids, scores), such as transformers' own, not "
-                f"{shown(function)}"
+                f"{quoted(function)}"
             )
     return found
 
@@ -93,7 +92,7 @@ def processors(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any
     if allowed is not None and not callable(allowed):
         raise SettingsError(
             "prefix_allowed_tokens_fn must be a function of (number of the prompt, its tokens), "
-            f"not {shown(allowed)}"
+            f"not {quoted(allowed)}"
         )
     first = () if allowed is None else (AllowedByPrefix(allowed, number),)
     return (*first, *functions(given, "logits_processor"))
@@ -101,7 +100,7 @@ def processors(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any
 
 def salt(value: Any) -> str:
     if not isinstance(value, str):
-        raise SettingsError(f"cache_salt must be a string, not {shown(value)}")
+        raise SettingsError(f"cache_salt must be a string, not {quoted(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -114,7 +113,7 @@ def stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if not (isinstance(strings, _LISTS) and all(isinstance(s, str) and s for s in strings)):
-        raise SettingsError(f"stop_strings must be non-empty strings, not {shown(value)}")
+        raise SettingsError(f"stop_strings must be non-empty strings, not {quoted(value)}")
     if strings and not limits.has_tokenizer:
         raise SettingsError(
             "stop_strings need a tokenizer, which this model has not; stop on token ids with "

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jackfield.choosing.guarded import shown
-from jackfield.errors import PromptError, SettingsError
+from jackfield.errors import PromptError, SettingsError, quoted
 
 #: Settings of a prompt, with the names that they have in `apply_chat_template`.
 OF_A_CHAT = ("continue_final_message", "add_generation_prompt")
@@ -51,7 +50,7 @@ def taken(asked: Mapping[str, Any]) -> tuple[Turn, dict[str, Any]]:
     said = {name: asked.get(name) for name in OF_A_CHAT}
     for name, value in said.items():
         if value is not None and not isinstance(value, bool):
-            raise SettingsError(f"{name} must be True or False, not {shown(value)}")
+            raise SettingsError(f"{name} must be True or False, not {quoted(value)}")
     continues, begins = said.values()
     if continues and begins:
         raise SettingsError(

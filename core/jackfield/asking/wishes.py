@@ -24,8 +24,7 @@ from jackfield.asking.vocabulary import (
     FILLED_IN,
     asks_for_nothing,
 )
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 
 logger = logging.getLogger("jackfield")
 
@@ -69,7 +68,7 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
     given = asked.pop("generation_config", None)
     asked = _renamed(asked)
     if given is not None and not isinstance(given, GenerationConfig):
-        raise SettingsError(f"generation_config must be a GenerationConfig, not {shown(given)}")
+        raise SettingsError(f"generation_config must be a GenerationConfig, not {quoted(given)}")
     fields = {} if given is None else _renamed(_fields(given))
     config = {**_of_a_file(defaults), **fields}
     config = {k: v for k, v in config.items() if asked.get(k, v) is not None}
@@ -84,7 +83,7 @@ def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:
 def mapping(own: Any) -> Mapping[str, Any]:
     """The settings of one prompt, as its caller gave them. Raises SettingsError."""
     if not isinstance(own, Mapping):
-        raise SettingsError(f"settings are mappings, one for each prompt, not {shown(own)}")
+        raise SettingsError(f"settings are mappings, one for each prompt, not {quoted(own)}")
     return own
 
 
@@ -127,5 +126,5 @@ def notice_selectors(config: GenerationConfig | None, honoured: Set[str], whose:
         if name in said and name not in honoured and not asks_for_nothing(name, said[name]):
             logger.warning(
                 "ignored %s=%s in the generation_config of %s: data never selects code",
-                name, shown(said[name]), whose,
+                name, quoted(said[name]), whose,
             )  # fmt: skip

@@ -18,7 +18,7 @@ from jackfield.bridge.footprint import head_is_tied
 from jackfield.bridge.foreign import read_json
 from jackfield.bridge.source import quiet
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError, first_line, shown
+from jackfield.errors import CheckpointError, first_line, quoted, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     start = str(config.get("init_lora_weights"))
     if start.startswith(_CHANGES_BASE):
         raise CheckpointError(
-            f"{folder}: init_lora_weights={shown(start)!r} changes the model's own weights when it "
+            f"{folder}: init_lora_weights={quoted(start)} changes the model's own weights when it "
             "is loaded; save it with PEFT's path_initial_model_for_weight_conversion"
         )
     _check_file(folder)
@@ -145,7 +145,7 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if not _fits(value, hints.get(name, Any)):
             raise CheckpointError(
-                f"{file}: {name} is {shown(repr(value), 60)}, and has to be "
+                f"{file}: {name} is {quoted(value)}, and has to be "
                 f"{_words(hints[name])}; fetch the adapter again"
             )
 

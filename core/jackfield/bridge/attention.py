@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.choosing.registry import Registered
 from jackfield.contracts import (
     BindContext,
@@ -29,7 +29,7 @@ from jackfield.contracts import (
     PackedKVCache,
     PackedLayer,
 )
-from jackfield.errors import ExecutionError, PlanError, PluginError
+from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.running.report import Tally
 
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
@@ -134,7 +134,7 @@ class AttentionPort:
         self, what: str, output: Any, shape: tuple[int, ...], query: Any, value: Any
     ) -> None:
         if not isinstance(output, torch.Tensor):
-            raise fault(self.registered, f"{what} must return a tensor first, got {shown(output)}")
+            raise fault(self.registered, f"{what} must return a tensor first, got {quoted(output)}")
         fits = output.shape == shape and output.device == query.device
         if not fits or output.dtype not in (query.dtype, value.dtype):
             raise fault(

@@ -7,11 +7,11 @@ from transformers import Cache, PreTrainedModel
 from jackfield.bridge.requirements import describe
 from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
-from jackfield.choosing.guarded import fault, shown
+from jackfield.choosing.guarded import fault
 from jackfield.choosing.selection import parse
 from jackfield.choosing.solving import judge
 from jackfield.contracts import BindContext, TransformersCache
-from jackfield.errors import PlanError, UsageError
+from jackfield.errors import PlanError, UsageError, quoted
 
 
 def cache(selection: str, model: PreTrainedModel) -> Cache:
@@ -41,5 +41,5 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)
     made = registered.ask("make", context, None)
     if not isinstance(made, Cache):
-        raise fault(registered, f"make must return a transformers Cache, got {shown(made)}")
+        raise fault(registered, f"make must return a transformers Cache, got {quoted(made)}")
     return made

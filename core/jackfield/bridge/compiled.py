@@ -18,8 +18,8 @@ from transformers.masking_utils import create_masks_for_generate
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import Comparison, OpaqueStep, within
 from jackfield.bridge.requirements import attention_modules, layer_types
-from jackfield.choosing.guarded import fault, guarded, shown
-from jackfield.errors import PlanError
+from jackfield.choosing.guarded import fault, guarded
+from jackfield.errors import PlanError, quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ class CompiledForward:
         with guarded(registered, "compile"):
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):
-            what = "the very step" if self._compiled is step else shown(self._compiled)
+            what = "the very step" if self._compiled is step else quoted(self._compiled)
             raise fault(registered, f"compile must return a compiled step, got {what}")
         self._compared = False
         self.steps = 0
@@ -102,7 +102,7 @@ class CompiledForward:
         rows, width = ids.shape
         due = (rows, width if keep is None else len(keep))
         if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[:2] != due:
-            got = list(logits.shape) if isinstance(logits, torch.Tensor) else shown(logits)
+            got = list(logits.shape) if isinstance(logits, torch.Tensor) else quoted(logits)
             raise fault(
                 self._registered,
                 f"its compiled step must return logits [{due[0]}, {due[1]}, vocab], got {got}",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jackfield.errors import CheckpointError, shown
+from jackfield.errors import CheckpointError, quoted
 
 _MANY = 100_000
 _WIDE = 1 << 22
@@ -47,7 +47,7 @@ _APART = frozenset({"quantization_config", "generation_config", "task_specific_p
 def check_values(config: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError for a number that no model can have. `where` names the config."""
     for name, value, problem in _problems(config):
-        asked = f"{name}={shown(repr(value), 40)}"
+        asked = f"{name}={quoted(value)}"
         raise CheckpointError(f"{where} has {asked}, which no model can have: {problem}; mend it")
 
 

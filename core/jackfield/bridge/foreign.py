@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jackfield.errors import CheckpointError, UsageError, first_line, shown
+from jackfield.errors import CheckpointError, UsageError, first_line, quoted
 
 MEBIBYTE = 1 << 20
 DEPTH = 100  # levels in a JSON file; real ones have a dozen
@@ -77,7 +77,7 @@ def _complaint(data: Any) -> str | None:
             elif isinstance(value, list):
                 below += value
             elif isinstance(value, str) and not value.isascii() and not _whole(value):
-                return f"half a surrogate pair in {shown(value, 50)!r}"
+                return f"half a surrogate pair in {quoted(value)}"
         level = below
     return None
 

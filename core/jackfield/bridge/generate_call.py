@@ -17,8 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from jackfield.asking.vocabulary import CODE, DRAFTING, asks_for_nothing
-from jackfield.choosing.guarded import shown
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, quoted
 
 #: Fields that `generate` itself makes use of: of most of them processors and criteria. Every other
 #: field is refused, also one that a later version of transformers adds.
@@ -94,7 +93,7 @@ def _fields(own: GenerationConfig | None, config: GenerationConfig) -> Iterator[
         of_the_model = name in (*CODE, *DRAFTING) and value == getattr(own, name, None)
         # What a model's own config says of how things run is told in the log, and ignored.
         if not (of_the_model or asks_for_nothing(name, value)):
-            stray.append(f"{name}={shown(value)}")
+            stray.append(f"{name}={quoted(value)}")
     if stray:
         yield ", ".join(stray)
 

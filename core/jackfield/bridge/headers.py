@@ -14,7 +14,7 @@ from typing import Any
 
 from jackfield.bridge.foreign import MEBIBYTE, opened, parsed, read_json
 from jackfield.contracts import StoredTensor
-from jackfield.errors import CheckpointError, shown
+from jackfield.errors import CheckpointError, quoted, shown
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -97,7 +97,7 @@ def _inside(name: object, origin: Path) -> str:
         complaint = "is not a safetensors file"
     else:
         return name
-    raise CheckpointError(f"{origin} names the weights {shown(name)!r}, which {complaint}")
+    raise CheckpointError(f"{origin} names the weights {quoted(name)}, which {complaint}")
 
 
 def _tensors(file: Path) -> dict[str, StoredTensor]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.choosing.registry import Registered
 from jackfield.choosing.solving import Choice
 from jackfield.contracts import BindContext, FusedLayer
-from jackfield.errors import ExecutionError, PlanError
+from jackfield.errors import ExecutionError, PlanError, quoted
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4
@@ -108,7 +108,7 @@ def _forwards(
         with guarded(registered, f"make for {type(module).__name__}"):
             forward = fused.make(module)
         if not callable(forward):
-            raise fault(registered, f"make must return a function, got {shown(forward)}")
+            raise fault(registered, f"make must return a function, got {quoted(forward)}")
         key = (type(module), next(module.parameters()).shape)
         if key not in compared:
             _compare(registered, module, forward)

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.foreign import read_json, told
 from jackfield.choosing.selection import nearest
-from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, shown
+from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, quoted, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -119,7 +119,7 @@ def _check_revision(model: Any, revision: Any) -> None:
     named = isinstance(model, str | Path) and str(model)
     if not named or model in PACKAGED or is_folder(Path(model), str(model)):
         raise UsageError(
-            f"revision={shown(revision)!r}: only models of the hub have revisions, a folder, a "
+            f"revision={quoted(revision)}: only models of the hub have revisions, a folder, a "
             "live model, a config and demo have none; drop it"
         )
 
@@ -193,7 +193,7 @@ def _check_defaults(file: Path) -> None:
     for name, value in found.items():
         if _objection({name: value}) is not None:
             raise CheckpointError(
-                f"{file} says {name}={shown(repr(value), 50)}, which transformers does not take: "
+                f"{file} says {name}={quoted(value)}, which transformers does not take: "
                 f"{first_line(error)}; mend it, or delete it"
             )
     raise CheckpointError(f"{file} is not what transformers takes: {first_line(error)}; mend it")
@@ -254,7 +254,7 @@ def _explain(location: str, error: Exception) -> str:
     if Path(location).is_dir() or "valid JSON" in text:
         return f"cannot read the config.json of {location}: {first_line(error)}"
     return (
-        f"cannot find the model {shown(location)!r}: it is neither a folder here nor a model that "
+        f"cannot find the model {quoted(location)}: it is neither a folder here nor a model that "
         f"the hub gives (no network, a private one, or a misspelling){nearest(location, ['demo'])}"
     )
 
@@ -289,7 +289,7 @@ def _ignore_selectors(config: PreTrainedConfig, written: dict[str, Any], locatio
         logger.warning(
             "ignored %s=%s in the config.json of %s: data never selects code",
             key,
-            shown(repr(value)),
+            quoted(value),
             location,
         )
     for part in config_tree(config):

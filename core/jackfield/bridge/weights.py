@@ -18,7 +18,7 @@ from jackfield.bridge.read_back import check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
 from jackfield.choosing.placement import Placement
 from jackfield.contracts import Quantization, Requirements, StoredTensor
-from jackfield.errors import CheckpointError, UsageError, shown
+from jackfield.errors import CheckpointError, UsageError, quoted, shown
 
 logger = logging.getLogger("jackfield")
 
@@ -148,7 +148,7 @@ def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
             if isinstance(given, type)
             else (f"cannot be called with a text and decode tokens, as {kind} does not")
         )
-        raise UsageError(f"tokenizer={shown(repr(given), 60)} {lacks}: {wrap}")
+        raise UsageError(f"tokenizer={quoted(given)} {lacks}: {wrap}")
     if isinstance(given, ProcessorMixin):
         raise UsageError("tokenizer=… is a processor; give its tokenizer: processor.tokenizer")
     return given

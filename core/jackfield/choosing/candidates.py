@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from jackfield.choosing.guarded import shown
 from jackfield.choosing.habits import UNSAID
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Selection, parse_all
 from jackfield.contracts import GivenConfig, Requirements
 from jackfield.contracts.quantizing import method
-from jackfield.errors import JackfieldError, PlanError
+from jackfield.errors import JackfieldError, PlanError, quoted
 
 logger = logging.getLogger("jackfield")
 
@@ -78,5 +77,7 @@ def _rank(registered: Registered, needs: Requirements) -> int | None:
         return None
     if type(rank) in (int, type(None)):
         return rank  # type: ignore[no-any-return]
-    logger.warning("auto passes over %s: rank gave %s, not an int or None", registered, shown(rank))
+    logger.warning(
+        "auto passes over %s: rank gave %s, not an int or None", registered, quoted(rank)
+    )
     return None

@@ -18,11 +18,10 @@ from dataclasses import replace
 from packaging.utils import canonicalize_name
 
 from jackfield.choosing.contained import is_loading
-from jackfield.choosing.guarded import told
 from jackfield.choosing.loading import DISTRIBUTION as DISTRIBUTION
 from jackfield.choosing.loading import Offer, Source, load
 from jackfield.choosing.registry import PluginRecord, Registered, Registry
-from jackfield.errors import PluginError
+from jackfield.errors import PluginError, told
 
 logger = logging.getLogger("jackfield")
 

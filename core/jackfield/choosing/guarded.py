@@ -10,21 +10,13 @@ cause chained.
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import TracebackType
 
-from jackfield.errors import JackfieldError, PluginError
+from jackfield.errors import JackfieldError, PluginError, first_line, told
 
 logger = logging.getLogger("jackfield")
-
-_LONGEST = 400  # characters of a stranger's text inside a message of ours
-
-_short = reprlib.Repr()
-_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 12
-_short.maxstring = _short.maxother = 120
-
 
 #: thread -> the guards it is within, the innermost last
 _open: dict[int, list[guarded]] = {}
@@ -62,7 +54,7 @@ class guarded:  # noqa: N801 - reads as a word of the language
             raise fault(self.who, f"{self.what} raised {told(error)}") from error
         if error.plugin is None:
             error.plugin = str(self.who)
-            error.args = (f"{self.who}: {text(error)}",)
+            error.args = (f"{self.who}: {first_line(error)}",)
 
 
 def inside(thread: int | None) -> str | None:
@@ -97,28 +89,3 @@ def fault(who: object, what: str) -> PluginError:
     error = PluginError(f"{who}: {what}")
     error.plugin = str(who)
     return error
-
-
-def told(error: BaseException) -> str:
-    """The type and the text of an error, on one line; the text may itself be broken."""
-    said = text(error)
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def text(error: BaseException) -> str:
-    """The first line of an error's text, and the second where that only announces it."""
-    try:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except BaseException:  # noqa: BLE001 - a stranger's own __str__
-        return "(its text cannot be made)"
-    if len(lines) > 1 and lines[0].endswith(":"):
-        lines[0] = f"{lines[0]} {lines[1]}"
-    return lines[0][:_LONGEST] if lines else ""
-
-
-def shown(value: object) -> str:
-    """What a plugin returned, for a message: short, and also where its `repr` is broken."""
-    try:
-        return " ".join(_short.repr(value).split())
-    except BaseException:  # noqa: BLE001 - a stranger's own __repr__
-        return f"a {type(value).__name__}"

@@ -19,13 +19,12 @@ from packaging.utils import canonicalize_name
 
 from jackfield import hookspecs
 from jackfield.choosing.contained import Seen, contained, loads
-from jackfield.choosing.guarded import shown, told
 from jackfield.choosing.selection import nearest
 from jackfield.choosing.trial import tried
 from jackfield.choosing.verdicts import Verdict, path_of, recall, remember
 from jackfield.contracts import CONTRACTS, Backend
 from jackfield.contracts.backend import NAME
-from jackfield.errors import PluginError
+from jackfield.errors import PluginError, quoted, told
 from jackfield.hookspecs import HOOKS
 
 DISTRIBUTION = "jackfield"
@@ -225,12 +224,12 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Offer]:
     except BaseException as error:
         raise PluginError(f"hook {name} raised {told(error)}") from error
     if not isinstance(backends, list | tuple):
-        raise PluginError(f"hook {name} must return a list of backends, got {shown(backends)}")
+        raise PluginError(f"hook {name} must return a list of backends, got {quoted(backends)}")
     offers = []
     for backend in backends:
         if not isinstance(backend, contract):
             raise PluginError(
-                f"hook {name} must return instances of {contract.__name__}, got {shown(backend)}"
+                f"hook {name} must return instances of {contract.__name__}, got {quoted(backend)}"
             )
         flaws = [] if backend.kind == kind else [f"`kind` is {kind!r}, not {backend.kind!r}"]
         if flaws := flaws + backend.flaws():
@@ -242,5 +241,5 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Offer]:
 def _plain(name: Any) -> str:
     """A name that was found right, as it is now. PluginError where it says something else."""
     if type(name) is not str or not NAME.fullmatch(name):
-        raise PluginError(f"`name` must stay the plain string that it was, not {shown(name)}")
+        raise PluginError(f"`name` must stay the plain string that it was, not {quoted(name)}")
     return name

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.choosing.selection import PREFIX, Selection, make_options, nearest
 from jackfield.contracts import Backend, BindContext
-from jackfield.errors import JackfieldError, SelectionError
+from jackfield.errors import JackfieldError, SelectionError, quoted
 from jackfield.hookspecs import HOOKS
 
 logger = logging.getLogger("jackfield")
@@ -98,7 +98,7 @@ class Registered:
         bound = self.ask("bind", context)
         if not isinstance(bound, self.backend.bound):
             wanted = " or ".join(cls.__name__ for cls in self.backend.bound)
-            raise fault(self, f"bind must return a {wanted}, got {shown(bound)}")
+            raise fault(self, f"bind must return a {wanted}, got {quoted(bound)}")
         return bound
 
     def __str__(self) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from jackfield.choosing.guarded import guarded, text, told
-from jackfield.errors import OptionError, SelectionError
+from jackfield.choosing.guarded import guarded
+from jackfield.errors import OptionError, SelectionError, first_line, told
 
 AUTO = "auto"
 PREFIX = "plugin:"
@@ -126,7 +126,7 @@ def make_options(options: type, arguments: Mapping[str, str], owner: object) -> 
         try:
             return options(**values)
         except ValueError as error:
-            raise OptionError(text(error)) from None
+            raise OptionError(first_line(error)) from None
 
 
 def option_flaws(options: type) -> list[str]:

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jackfield.choosing.candidates import Candidate
-from jackfield.choosing.guarded import shown
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Quantizable
 from jackfield.contracts import GivenConfig, Requirements
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, quoted
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
 #: meet.
@@ -113,7 +112,7 @@ def _implied(registered: Registered, needs: Requirements, options: Any) -> Requi
         return [str(error)]
     if isinstance(implied, Requirements):
         return implied
-    return [f"{registered}: imply must return Requirements, got {shown(implied)}"]
+    return [f"{registered}: imply must return Requirements, got {quoted(implied)}"]
 
 
 def judge(registered: Registered, needs: Requirements, options: Any) -> list[str]:
@@ -133,7 +132,7 @@ def _reasons(registered: Registered, check: str, *arguments: Any) -> list[str]:
         return [str(error)]
     if isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons):
         return list(reasons)
-    return [f"{registered}: {check} must return a list of reasons, got {shown(reasons)}"]
+    return [f"{registered}: {check} must return a list of reasons, got {quoted(reasons)}"]
 
 
 def failure(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from jackfield.asking.vocabulary import DRAFTING, asks_for_nothing
 from jackfield.choosing.candidates import candidates_of
-from jackfield.choosing.guarded import shown
 from jackfield.choosing.selection import AUTO, Selectable, nearest
 from jackfield.choosing.solving import Choice, judge
-from jackfield.errors import PlanError, SelectionError, SettingsError
+from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
 
 if TYPE_CHECKING:
     from jackfield.asking.wishes import Wishes
@@ -116,7 +115,7 @@ def pick(plan: Plan, wishes: Wishes) -> str:
     if not isinstance(asked, str) or asked not in plan.decodings:
         near = nearest(asked, names) if isinstance(asked, str) else ""
         raise SettingsError(
-            f"decoding={shown(asked)} is not offered by this engine, which has {', '.join(names)}"
+            f"decoding={quoted(asked)} is not offered by this engine, which has {', '.join(names)}"
             f"{near}; offer it with jackfield.load(decoding={{'name': 'plugin:…'}})"
         )
     return asked

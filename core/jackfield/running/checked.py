@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 from operator import attrgetter, is_, le
 from typing import TYPE_CHECKING
 
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.contracts import Schedule, Search, Strategy
+from jackfield.errors import quoted
 
 if TYPE_CHECKING:
     from jackfield.running.sequences import Sequence
@@ -78,7 +79,7 @@ class CheckedSchedule(Schedule):
             raise fault(
                 self,
                 f"portions must return {len(pending)} whole numbers from 0 to what is "
-                f"pending {list(pending)}, 1 to {budget} in sum; got {shown(found)}",
+                f"pending {list(pending)}, 1 to {budget} in sum; got {quoted(found)}",
             )
         return found
 
@@ -107,7 +108,7 @@ class CheckedStrategy(Strategy):
             raise fault(
                 self,
                 f"propose must return {len(sequences)} lists of at most {list(most)} token "
-                f"ids from 0 to {self._vocab_size - 1}; got {shown(found)}",
+                f"ids from 0 to {self._vocab_size - 1}; got {quoted(found)}",
             )
         return found
 
@@ -115,7 +116,7 @@ class CheckedStrategy(Strategy):
         with guarded(self, "refuse"):
             found = self._inner.refuse(prompt_length)
         if type(found) not in (str, type(None)):
-            raise fault(self, f"refuse must return a reason or None, got {shown(found)}")
+            raise fault(self, f"refuse must return a reason or None, got {quoted(found)}")
         return found
 
     def _is_token(self, token: object) -> bool:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.contracts import CacheUsage, KVCache, ModelInputs, PackedKVCache, PackedLayer
+from jackfield.errors import quoted
 
 if TYPE_CHECKING:
     from jackfield.running.sequences import Sequence, Step
@@ -41,7 +42,7 @@ class CheckedCache(KVCache):
         with self._guards["admit"]:
             found = self.inner.admit(sequence)
         if type(found) is not bool:
-            raise fault(self, f"admit must return True or False, got {shown(found)}")
+            raise fault(self, f"admit must return True or False, got {quoted(found)}")
         most = len(sequence.tokens) - 1 if self.joins else 0
         if found and not self._counts(sequence, 0, most):
             raise self._lost("admit", sequence, f"0 to {most}")
@@ -54,7 +55,7 @@ class CheckedCache(KVCache):
         return fault(
             self,
             f"{what} must leave num_cached of request {sequence.id} at {due}, got "
-            f"{shown(sequence.num_cached)}",
+            f"{quoted(sequence.num_cached)}",
         )
 
     def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
@@ -72,21 +73,21 @@ class CheckedCache(KVCache):
             )
         if not right:
             due = "what is wanted," if self.joins else "whole numbers, not all 0, at most"
-            raise fault(self, f"portions must return {due} {shown(left)}, got {shown(found)}")
+            raise fault(self, f"portions must return {due} {quoted(left)}, got {quoted(found)}")
         return found
 
     def fits(self, step: Step) -> bool:
         with self._guards["fits"]:
             found = self.inner.fits(step)
         if type(found) is not bool:
-            raise fault(self, f"fits must return True or False, got {shown(found)}")
+            raise fault(self, f"fits must return True or False, got {quoted(found)}")
         return found
 
     def prepare(self, step: Step) -> ModelInputs:
         with self._guards["prepare"]:
             found: Any = self.inner.prepare(step)
             if not isinstance(found, ModelInputs):
-                raise fault(self, f"prepare must return ModelInputs, got {shown(found)}")
+                raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
             flaw = _flaw(found, step, self.joins)
         if flaw:
             raise fault(self, f"prepare must return inputs for the step, got {flaw}")
@@ -165,14 +166,14 @@ class CheckedCache(KVCache):
         with self._guards["refuse"]:
             found = self.inner.refuse(*arguments)
         if type(found) not in (str, type(None)):
-            raise fault(self, f"refuse must return a reason or None, got {shown(found)}")
+            raise fault(self, f"refuse must return a reason or None, got {quoted(found)}")
         return found
 
     def held_bytes(self) -> int | None:
         with self._guards["held_bytes"]:
             found = self.inner.held_bytes()
         if found is not None and (type(found) is not int or found < 0):
-            raise fault(self, f"held_bytes must return bytes or None, got {shown(found)}")
+            raise fault(self, f"held_bytes must return bytes or None, got {quoted(found)}")
         return found
 
     def forget(self) -> None:
@@ -183,7 +184,7 @@ class CheckedCache(KVCache):
         with self._guards["usage"]:
             found = self.inner.usage()
         if not isinstance(found, CacheUsage | None):
-            raise fault(self, f"usage must return a CacheUsage or None, got {shown(found)}")
+            raise fault(self, f"usage must return a CacheUsage or None, got {quoted(found)}")
         return found
 
 
@@ -206,7 +207,7 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
         with self._guards["write"]:
             found = self._pages.write(layer, keys, values)
             if not isinstance(found, PackedLayer):
-                raise fault(self, f"write must return a PackedLayer, got {shown(found)}")
+                raise fault(self, f"write must return a PackedLayer, got {quoted(found)}")
             tables = found.tables
             if id(tables) not in self._seen:
                 self._seen[id(tables)] = tables
@@ -235,7 +236,7 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
             at += length
             own = tables.tables[row]
             if not own or not 0 <= own[0] < number or not 0 <= own[-1] < number:
-                raise fault(self, f"write has page {shown(own)} for feed {row}, of {number}")
+                raise fault(self, f"write has page {quoted(own)} for feed {row}, of {number}")
             if tables.firsts[row] + len(own) * size < end:
                 raise fault(self, f"write has {len(own)} pages of {size} for {end} tokens")
         if len(tables.step.spans) != len(self._step.feeds) or at != len(keys):
@@ -252,7 +253,7 @@ def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:
     """What is wrong with the inputs of a step, in words; empty: nothing."""
     ids = inputs.kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long:
-        return f"input_ids={shown(ids)}"
+        return f"input_ids={quoted(ids)}"
     tokens = [feed.count + len(feed.drafts) for feed in step.feeds]
     if ids.numel() < sum(tokens) or (joins and ids.numel() != sum(tokens) and ids.shape[0] == 1):
         return f"input_ids {list(ids.shape)} for {sum(tokens)} tokens"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.choosing.guarded import fault, guarded, shown
+from jackfield.choosing.guarded import fault, guarded
 from jackfield.contracts import Continuation, Decision, Hypothesis, Search
+from jackfield.errors import quoted
 from jackfield.running.checked import CheckedStrategy, unchanged
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class CheckedSearch(CheckedStrategy, Search):
         with guarded(self, "width"):
             found = self._search.width(settings)
         if type(found) is not int or found < 1:
-            raise fault(self, f"width must return a whole number from 1 on; got {shown(found)}")
+            raise fault(self, f"width must return a whole number from 1 on; got {quoted(found)}")
         return found
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
@@ -59,10 +60,10 @@ class CheckedSearch(CheckedStrategy, Search):
     def _flaw(self, group: Group, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with a decision, in words; empty: nothing. Adds what was `chosen`."""
         if not isinstance(decision, Decision):
-            return shown(decision)
+            return quoted(decision)
         error: Any = decision.error
         if error is not None:
-            return "" if isinstance(error, str) else f"the error {shown(error)}"
+            return "" if isinstance(error, str) else f"the error {quoted(error)}"
         if len(decision.beams) > group.width:
             return f"{len(decision.beams)} beams of a group of {group.width}"
         for beam in decision.beams:
@@ -70,22 +71,22 @@ class CheckedSearch(CheckedStrategy, Search):
                 return flaw
         chosen += [(beam.parent, beam.token) for beam in decision.beams]
         if len(set(chosen)) < len(chosen) and not _apart(group):
-            return f"a beam twice, of {shown(decision.beams)}"
+            return f"a beam twice, of {quoted(decision.beams)}"
         return self._flaw_of_texts(group, decision, chosen)
 
     def _flaw_of_beam(self, group: Group, beam: Continuation) -> str:
         parent: Any = beam.parent
         if type(parent) is not int or not 0 <= parent < len(group.beams):
-            return f"{shown(beam)}, where there are {len(group.beams)} beams"
+            return f"{quoted(beam)}, where there are {len(group.beams)} beams"
         if not self._is_token(beam.token):
-            return f"{shown(beam)}, where tokens are below {self._vocab_size}"
+            return f"{quoted(beam)}, where tokens are below {self._vocab_size}"
         if not _is_score(beam.score):
-            return f"{shown(beam)}, whose score is no number"
+            return f"{quoted(beam)}, whose score is no number"
         most = group.settings.max_new_tokens
         if group.beams[parent].num_new + 1 >= most:
-            return f"{shown(beam)} behind the last of max_new_tokens={most}"
+            return f"{quoted(beam)} behind the last of max_new_tokens={most}"
         if beam.token in group.settings.eos_token_ids:
-            return f"{shown(beam)} to go on with, whose token ends a text"
+            return f"{quoted(beam)} to go on with, whose token ends a text"
         return ""
 
     def _flaw_of_texts(self, group: Group, decision: Any, chosen: list[Place]) -> str:
@@ -94,17 +95,17 @@ class CheckedSearch(CheckedStrategy, Search):
         grown = {tuple(beam.new_tokens): at for at, beam in enumerate(group.beams)}
         for one in decision.hypotheses:
             if not isinstance(one, Hypothesis) or not one.tokens:
-                return f"a hypothesis of {shown(getattr(one, 'tokens', one))}"
+                return f"a hypothesis of {quoted(getattr(one, 'tokens', one))}"
             if not all(map(self._is_token, one.tokens)):
-                return f"a hypothesis of {shown(one.tokens)}"
+                return f"a hypothesis of {quoted(one.tokens)}"
             if not _is_score(one.score):
-                return f"{shown(one)}, whose score is no number"
+                return f"{quoted(one)}, whose score is no number"
             if one.tokens in known:
                 continue
             if (at := grown.get(tuple(one.tokens[:-1]))) is None:
-                return f"a hypothesis of {shown(one.tokens)}, which no beam and no text began"
+                return f"a hypothesis of {quoted(one.tokens)}, which no beam and no text began"
             if not group.ends(at, one.tokens[-1]):
-                return f"a hypothesis of {shown(one.tokens)}, which does not end there"
+                return f"a hypothesis of {quoted(one.tokens)}, which does not end there"
             chosen.append((at, one.tokens[-1]))
         return _order(group, decision.hypotheses)
 
@@ -119,7 +120,7 @@ def _order(group: Group, found: Seq[Hypothesis]) -> str:
         return "a hypothesis twice"
     scores = [one.score for one in found]
     if scores != sorted(scores, reverse=True):
-        return f"hypotheses that are not the best first, of scores {shown(scores)}"
+        return f"hypotheses that are not the best first, of scores {quoted(scores)}"
     if group.hypotheses and (not found or found[0].score < group.hypotheses[0].score):
         return "hypotheses without the best that it had"
     return ""

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import transformers
 
-from jackfield.choosing.guarded import shown
 from jackfield.contracts import KVCache, ModelInputs
-from jackfield.errors import CacheFullError, PluginError
+from jackfield.errors import CacheFullError, PluginError, quoted
 from jackfield.running.bounds import UNLIMITED
 from jackfield.running.sequences import Feed, Sequence, Step
 
@@ -148,7 +147,7 @@ class PaddedKVCache(KVCache):
             )
         past: Any = self._make(self._capacity or needed)
         if not isinstance(past, transformers.Cache):
-            raise PluginError(f"make must return a transformers Cache, got {shown(past)}")
+            raise PluginError(f"make must return a transformers Cache, got {quoted(past)}")
         self._past = past
         self._rows, self._joining = list(sequences), []
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from jackfield.errors import ExecutionError, JackfieldError, first_line
+from jackfield.errors import ExecutionError, JackfieldError, told
 from jackfield.running.sequences import Completion, Delta
 
 
@@ -109,7 +109,7 @@ class Request:
         assert self._failure is not None
         if isinstance(self._failure, JackfieldError):
             return self._failure
-        what = f"{type(self._failure).__name__}: {first_line(self._failure)}"
+        what = told(self._failure)
         error = ExecutionError(f"the model failed: {what}")
         error.__cause__ = self._failure
         return error

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from jackfield.choosing.guarded import all_of, told
+from jackfield.choosing.guarded import all_of
 from jackfield.choosing.guarded import inside as within_plugin
-from jackfield.errors import ExecutionError, QueueFullError, UsageError, first_line
+from jackfield.errors import ExecutionError, QueueFullError, UsageError, told
 from jackfield.running.loop import Loop
 from jackfield.running.requests import Request
 from jackfield.running.sequences import Delta, Event, Sequence
@@ -203,12 +203,12 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Every request fails with the cause; nothing is left of them."""
-        self._failure = f"{type(error).__name__}: {first_line(error)}"
+        self._failure = told(error)
         self._fail_all(error)
         try:
             self._loop.reset()
         except BaseException as again:  # noqa: BLE001 - requests that come after it must not hang
-            logger.error("giving memory back failed too: %s", first_line(again))
+            logger.error("giving memory back failed too: %s", told(again))
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
@@ -224,7 +224,7 @@ class Worker:
             try:
                 logger.info("%s", self.statistics())
             except Exception as error:  # noqa: BLE001 - of a cache; the thread must not end of it
-                logger.warning("no statistics: %s: %s", type(error).__name__, error)
+                logger.warning("no statistics: %s", told(error))
 
     def statistics(self) -> Statistics:
         loop, recorder = self._loop, self._loop.recorder

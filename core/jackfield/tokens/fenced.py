@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from jackfield.errors import first_line
+from jackfield.errors import told
 from jackfield.tokens.left_on import left_on, surroundings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def fenced(what: str, request: int, act: Callable[[], T]) -> T:
         found = act()
     except BaseException as error:
         left = left_on(before)
-        why = _LEFT.format(left) if left else f"{type(error).__name__}: {first_line(error)}"
+        why = _LEFT.format(left) if left else told(error)
         raise OwnFailure(failed(what, why)) from error
     finally:
         _inside.pop(thread, None)

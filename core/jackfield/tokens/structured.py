@@ -20,8 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jackfield.choosing.guarded import shown
-from jackfield.errors import SettingsError
+from jackfield.errors import SettingsError, quoted
 from jackfield.tokens.fenced import OwnFailure, failed, fenced
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _source(kind: str, value: Any) -> str:
     if kind == "choices":
         strings = isinstance(value, list | tuple) and all(isinstance(v, str) and v for v in value)
         if not (strings and value):
-            raise SettingsError(f"choices must be a list of texts, none empty, not {shown(value)}")
+            raise SettingsError(f"choices must be a list of texts, none empty, not {quoted(value)}")
         return json.dumps(list(dict.fromkeys(value)))
     if kind == "json_schema":
         try:
@@ -109,7 +108,7 @@ def _source(kind: str, value: Any) -> str:
         except RecursionError:
             raise SettingsError("json_schema is nested too deeply; make it flatter") from None
         if not isinstance(schema, dict):
-            raise SettingsError(f"json_schema must be an object, not {shown(value)}")
+            raise SettingsError(f"json_schema must be an object, not {quoted(value)}")
         _check_width(schema)
         return text
     if (
@@ -117,7 +116,7 @@ def _source(kind: str, value: Any) -> str:
     ):  # the empty text, which llguidance wants to be told so
         return "()"
     if not isinstance(value, str) or not value:
-        raise SettingsError(f"{kind} must be a text, not {shown(value)}")
+        raise SettingsError(f"{kind} must be a text, not {quoted(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
