@@ -319,3 +319,19 @@ def test_quantizers_are_judged_for_the_device_that_is_named() -> None:
         jackfield.estimate(LARGE, device_memory="80GB", device_map="cuda", quantization="int4-cpu")
     with pytest.raises(UsageError, match="not a device of this machine"):
         jackfield.estimate(LARGE, device_map="bogus", device_memory="80GB")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not here")
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_a_gpu_that_is_elsewhere_is_planned_for_by_what_backends_declare(
+    attention: str, cli: Cli
+) -> None:
+    words = ["memory", "demo", "--device", "cuda", "--device-memory", "80GB"]
+    done = cli(*words, "--dtype", "bfloat16", "--attention", attention)
+    assert done.code == 0, done.err
+    assert "no cuda is here: of backends that are named" in " ".join(done.out.split())
+    assert "no cuda is here" not in cli("memory", "demo", "--device-memory", "80GB").out
+    told = cli(*words, "--dtype", "float64", "--attention", attention)
+    assert told.code == 2
+    assert "float64" in told.err
+    assert "--device-memory 80GB" in cli("memory", "demo", "--device", "cuda").err

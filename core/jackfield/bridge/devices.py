@@ -60,6 +60,11 @@ def named_device(device: str) -> torch.device:
     return found
 
 
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has it."""
+    return device.type == "cpu" or any(d.partition(":")[0] == device.type for d in _devices())
+
+
 def _devices() -> list[str]:
     """What this machine has beside its CPU."""
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]

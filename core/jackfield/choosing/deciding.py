@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
+from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import first_device, place, placed_live, too_large
 from jackfield.bridge.requirements import requirements_of, skeleton
@@ -191,6 +192,7 @@ def understand(
     device = AUTO if source.live is not None else first
     with blamed(source):
         needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
+        needs = replace(needs, elsewhere=device_memory is not None and not is_here(first))
     if isinstance(said.device_map, Mapping):
         where = Placement(str(first), said.device_map, {})
         needs = spread_over(needs, where) if where.spread else needs

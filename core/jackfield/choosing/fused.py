@@ -27,7 +27,7 @@ def chosen_kernels(
             raise SelectionError("kernels='auto' is none, and goes with no other; name the kernels")
         registered = registry.find("kernel", item)
         options = registered.options(item.arguments)
-        if reasons := judge(registered, needs, options):
+        if reasons := judge(registered, needs, options, here=not needs.elsewhere):
             raise PlanError(
                 f"kernels={str(item)!r} cannot run {needs.architecture} here: "
                 f"{'; '.join(reasons)}; drop it"

@@ -88,7 +88,7 @@ def solve(
     refusals: list[Refusal] = []
     for candidate in candidates[kinds[0]]:
         registered = candidate.registered
-        implied = _implied(registered, needs, candidate.options)
+        implied = _implied(candidate, needs)
         if isinstance(implied, list):
             refusals.append(Refusal(registered, tuple(implied)))
             continue
@@ -102,9 +102,11 @@ def solve(
     return tuple(refusals)
 
 
-def _implied(registered: Registered, needs: Requirements, options: Any) -> Requirements | list[str]:
+def _implied(candidate: Candidate, needs: Requirements) -> Requirements | list[str]:
     """What a backend demands of the kinds decided later, or the reasons against it."""
-    if reasons := judge(registered, needs, options):
+    registered, options = candidate.registered, candidate.options
+    here = not needs.elsewhere or candidate.how == AUTO
+    if reasons := judge(registered, needs, options, here=here):
         return reasons
     try:
         implied = registered.ask("imply", needs, options)
@@ -115,10 +117,15 @@ def _implied(registered: Registered, needs: Requirements, options: Any) -> Requi
     return [f"{registered}: imply must return Requirements, got {quoted(implied)}"]
 
 
-def judge(registered: Registered, needs: Requirements, options: Any) -> list[str]:
-    """Every reason against a backend for this job. One whose check breaks is refused with it."""
+def judge(
+    registered: Registered, needs: Requirements, options: Any, *, here: bool = True
+) -> list[str]:
+    """Every reason against a backend for this job. One whose check breaks is refused with it.
+
+    Not `here`: the job is another machine's, and what this one lacks is no reason.
+    """
     reasons = (
-        *_reasons(registered, "available"),
+        *(_reasons(registered, "available") if here else ()),
         *_reasons(registered, "refuse", needs, options),
         *_reasons(registered, "impossible", needs),
     )

@@ -44,7 +44,8 @@ def chosen_beside(
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
     reasons = []
     for candidate in candidates_of(registry, "decoding", value, needs):
-        against = judge(candidate.registered, needs, candidate.options)
+        here = not needs.elsewhere
+        against = judge(candidate.registered, needs, candidate.options, here=here)
         if not against:
             return Choice(candidate.registered, candidate.options, candidate.how)
         reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")

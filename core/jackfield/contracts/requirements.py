@@ -67,6 +67,7 @@ class Requirements:
     already), and `weight_bytes` what they will take as they are stored. `joined_weights` is a
     tensor of its checkpoints that is several weights of the model, if there is one. `stored` is the
     `quantization_config` of a checkpoint, or of a live model, that is quantized already.
+    `elsewhere`: it is only planned, for a device that this machine has not.
     `head` is `(out_features, in_features)` of the output head, `tied_head` whether it shares its
     weight with the embedding. `dtype_named`: the caller named the dtype, so nobody may choose
     another.
@@ -108,6 +109,7 @@ class Requirements:
     tied_head: bool = False
     stored: Mapping[str, Any] | None = None
     live: bool = False
+    elsewhere: bool = False
     dtype_named: bool = False
     irregular: str | None = None
     ragged: str | None = None

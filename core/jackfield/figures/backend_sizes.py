@@ -87,6 +87,7 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
         except JackfieldError as error:
             found.append((registered, None, False, [str(error)]))
             continue
-        reasons = judge(registered, planned.requirements, options)
+        needs = planned.requirements
+        reasons = judge(registered, needs, options, here=not needs.elsewhere)
         found.append((registered, options, False, reasons))
     return found

@@ -197,7 +197,7 @@ class VarlenAttention(Attention):
         reasons = super().refuse(requirements, options)
         if not reasons and "flash" in requirements.model_declines:
             reasons.append(f"{requirements.architecture} declares that it must not run with flash")
-        if reasons:
+        if reasons or requirements.elsewhere:  # sources are those of this machine
             return reasons
         source, passed_over = self._choose(requirements, options)
         return [] if source is not None else passed_over
