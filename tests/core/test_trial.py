@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 import jackfield
 from jackfield.bridge.shrinking import shrunk
 from jackfield.bridge.trial import tried
+from jackfield.contracts import CacheCapabilities, TransformersCache
+from jackfield.contracts.cache import not_fixed
 from jackfield.errors import CheckpointError, PlanError, UsageError
 
 TINY = FAMILIES["llama"].arguments
@@ -107,7 +109,7 @@ def test_rows_that_change_one_another_are_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "mixtral", "gpt-oss"])
 def test_what_reads_tokens_is_padded(family: str) -> None:
     needs = jackfield.plan(config_of(family)).requirements
-    assert needs.ragged is needs.pieces is None
+    assert needs.ragged is needs.pieces is needs.fixed is None
     assert bool(needs.holes) == ("sliding_attention" in needs.layer_types)
 
 
@@ -126,6 +128,29 @@ def test_ties_between_keys_of_a_sparse_attention(config: str) -> None:
         found = engine.generate(texts, max_new_tokens=8)
         assert engine.report()["cache"].calls == 4 * 8  # the two that are alike run together
     assert [c.token_ids for c in found] == [oracle(model, text, 8) for text in texts]
+
+
+def test_what_counts_the_columns_of_a_buffer_has_no_cache_of_fixed_shape() -> None:
+    config = transformers.AutoConfig.for_model(
+        "doge",
+        **{**TINY, "num_hidden_layers": 4, "initializer_range": 0.35, "keep_window_size": 4},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    evidence = "columns that are not written yet .which of equal scores it keeps changes"
+    for cache in ("static", "offloaded_static"):
+        with pytest.raises(PlanError, match=evidence):
+            jackfield.plan(model, cache_implementation=cache)
+    text = prompts((9,))[0]
+    with jackfield.load(model) as engine:
+        assert engine.generate(text, max_new_tokens=12)[0].token_ids == oracle(model, text, 12)
+        needs = engine.plan.requirements
+    shapes = CacheCapabilities(
+        layout="padded", layer_types=frozenset({"full_attention"}), static_shapes=True
+    )
+    stranger: Any = type("Stranger", (TransformersCache,), {"make": None, "capabilities": shapes})
+    assert stranger().impossible(needs) == not_fixed(needs) != []
 
 
 def test_a_scale_by_columns_shows_though_it_begins_late() -> None:

@@ -103,7 +103,9 @@ def _tried(model: PreTrainedModel, needs: Requirements) -> Requirements:
             f"{needs.architecture}: {found.batch}, so requests would change one another; give "
             "another model"
         )
-    return replace(needs, ragged=found.ragged, pieces=found.pieces, holes=found.holes)
+    return replace(
+        needs, ragged=found.ragged, pieces=found.pieces, holes=found.holes, fixed=found.fixed
+    )
 
 
 def describe(

@@ -4,7 +4,8 @@ Whatever a model does over its columns (the best of all keys, means over time, e
 places, blocks of keys, positions counted from a mask) may take padding for tokens, and no config
 says so. So a model of the same classes with few, narrow layers and random weights reads rows of
 padded columns as `PaddedKVCache` would lay them out, and its logits are compared with those of each
-row alone. What has not been shown to be right is not done.
+row alone; so are those with a cache of fixed shape, whose last columns are empty. What has not been
+shown to be right is not done.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.shrinking import VOCAB, build, shrunk
@@ -29,6 +30,7 @@ logger = logging.getLogger("jackfield")
 
 _LONG, _SHORT, _NEW = 24, 19, 3  # tokens of the two prompts, and after them
 _PIECE = 7
+_COLUMNS = 2 * _LONG  # of a cache of fixed shape
 _SEED = 5
 #: How far logits of the same row may lie apart, as a share of how far they spread.
 _BOUND = 1e-3
@@ -40,7 +42,7 @@ class Trial:
 
     `failed`: nothing was seen. `batch`: rows of one length in a batch. `ragged`: rows of several,
     padded at the left. `pieces`: prompts that are read in several steps. `holes`: columns that are
-    masked out after they were read.
+    masked out after they were read. `fixed`: a cache that has more columns than were written.
     """
 
     failed: str | None = None
@@ -48,6 +50,7 @@ class Trial:
     ragged: str | None = None
     pieces: str | None = None
     holes: str | None = None
+    fixed: str | None = None
 
 
 def tried(config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
@@ -82,7 +85,7 @@ def _tried(asked: _Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype)
                 why = first_line(error)
                 logger.debug("no trial of %s: %s", asked.config.model_type, why)
     reason = f"a small model of its kind could not be tried: {why}"
-    return Trial(why, None, reason, reason, reason)
+    return Trial(why, None, reason, reason, reason, reason)
 
 
 def _drawn(
@@ -100,6 +103,10 @@ def _drawn(
         else:
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def _apart(found: torch.Tensor, alone: torch.Tensor) -> bool:
+    return not bool((found - alone).abs().max() <= _BOUND * alone.std())
 
 
 class _Bench:
@@ -124,8 +131,28 @@ class _Bench:
         pieces = self._pieces(first) and "a prompt read in pieces says something else"
         if not (ragged or pieces) and self._pieces(first, short):
             ragged = "a row that waits for a longer one says something else"
+        fixed = self._fixed([first] if ragged else [first, short])
         # What depends on the number of columns may do so in any piece, also where none showed it.
-        return Trial(None, batch or None, ragged or None, pieces or ragged or None, holes or None)
+        return Trial(
+            None, batch or None, ragged or None, pieces or ragged or None, holes or None, fixed
+        )
+
+    def _fixed(self, rows: Seq[list[int]]) -> str | None:
+        """Also where scores are alike, and which of them are the best depends on their number."""
+        try:
+            if self._changes(rows):
+                return "what it says changes with their number"
+            for parameter in self._model.parameters():
+                if parameter.dim() == 1:
+                    parameter.round_()  # 0 or 1, as layers begin with: many scores are the same
+            differs = self._changes(rows)
+        except Exception as error:  # noqa: BLE001 - any model's code
+            return f"a small model of its kind fails with one: {first_line(error)}"
+        return "which of equal scores it keeps changes with their number" if differs else None
+
+    def _changes(self, rows: Seq[list[int]]) -> bool:
+        alone = torch.cat([self._read([row]) for row in rows])
+        return _apart(self._read(rows, columns=_COLUMNS), alone)
 
     def _pieces(self, *rows: list[int]) -> bool:
         try:
@@ -136,16 +163,20 @@ class _Bench:
     def _differs(self, rows: Seq[list[int]], **how: Any) -> bool:
         """Whether any of the rows says something else than alone; a NaN is something else."""
         alone = torch.cat([self._alone[id(row)] for row in rows])
-        apart = (self._read(rows, **how) - alone).abs().max()
-        return not bool(apart <= _BOUND * alone.std())
+        return _apart(self._read(rows, **how), alone)
 
     def _read(
-        self, rows: Seq[list[int]], *, piece: int = _LONG, hole: bool = False
+        self,
+        rows: Seq[list[int]],
+        *,
+        piece: int = _LONG,
+        hole: bool = False,
+        columns: int | None = None,
     ) -> torch.Tensor:
         """The logits of each row's last prompt token and of what follows: `[rows, 1 + new, vocab]`.
 
         The prompts are read `piece` columns at a time. With `hole`, they are followed by a token
-        that is masked out.
+        that is masked out. With `columns`, the cache has so many from the beginning.
         """
         longest = max(map(len, rows))
         gaps = [longest - len(row) for row in rows]
@@ -161,7 +192,10 @@ class _Bench:
                 for part, at in ((ids, 0), (valid, prompt - 1), (positions, prompt))
             )
             ends.append(longest + 1)
-        past, said, begin = DynamicCache(config=self._model.config), [], 0
+        past: Cache = DynamicCache(config=self._model.config)
+        if columns is not None:
+            past = StaticCache(config=self._model.config, max_cache_len=columns)
+        said, begin = [], 0
         for end in ends:
             if hole and end == prompt + 2:
                 valid[:, prompt] = 0

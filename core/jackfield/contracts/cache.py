@@ -251,7 +251,9 @@ class Cache(Backend):
 
     def impossible(self, requirements: Requirements) -> list[str]:
         packed = self.capabilities.layout == "packed"
-        return not_packed(requirements) if packed else []
+        if packed:
+            return not_packed(requirements)
+        return not_fixed(requirements) if self.capabilities.static_shapes else []
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
@@ -290,6 +292,13 @@ class Cache(Backend):
         if not isinstance(getattr(self, "capabilities", None), CacheCapabilities):
             found.append("`capabilities` must be a CacheCapabilities")
         return found
+
+
+def not_fixed(requirements: Requirements) -> list[str]:
+    """Why no cache can show a model columns that are not written yet; empty: one may."""
+    if requirements.fixed is None:
+        return []
+    return [f"shows a model columns that are not written yet ({requirements.fixed})"]
 
 
 class TransformersCache(Cache):

@@ -76,7 +76,8 @@ class Requirements:
     mixture-of-experts layers have to be computed, where transformers' default does not do.
     `ragged` is the evidence that rows of several lengths would be wrong in one padded batch: then
     only rows of one length run together. `pieces` is the same for a prompt that is read in several
-    steps, `holes` for a token that is masked out once it was read.
+    steps, `holes` for a token that is masked out once it was read, `fixed` for a cache that has
+    columns which are not written yet.
     `compiled`: steps are compiled, around the attention and what the cache does.
     `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
@@ -115,6 +116,7 @@ class Requirements:
     ragged: str | None = None
     pieces: str | None = None
     holes: str | None = None
+    fixed: str | None = None
     experts_implementation: str | None = None
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()

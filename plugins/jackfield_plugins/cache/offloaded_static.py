@@ -6,6 +6,7 @@ from typing import Any
 
 from jackfield import hookimpl
 from jackfield.contracts import Cache, CacheCapabilities, Requirements
+from jackfield.contracts.cache import not_fixed
 from jackfield_plugins.cache.offloaded import LAYER_TYPES, no_second_device
 from jackfield_plugins.cache.static import StaticCache
 
@@ -18,7 +19,11 @@ class OffloadedStaticCache(StaticCache):
     offloading = True
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        return super().refuse(requirements, options) + no_second_device(requirements)
+        return [
+            *super().refuse(requirements, options),
+            *not_fixed(requirements),
+            *no_second_device(requirements),
+        ]
 
 
 @hookimpl
