@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -666,6 +667,33 @@ def test_an_engine_in_a_forked_child_says_so(model: Any) -> None:
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert len(engine.generate(PROMPTS[0], max_new_tokens=2)[0].token_ids) == 2
+
+
+async def awaited(request: Any) -> Any:
+    return await request
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.parametrize(
+    "wait",
+    [lambda r: r.result(), list, lambda r: asyncio.run(awaited(r))],
+    ids=["result", "iteration", "await"],
+)
+def test_an_old_request_in_a_forked_child_says_so(model: Any, wait: Any) -> None:
+    with jackfield.load(model) as engine:
+        slow = {"logits_processor": lambda ids, scores: time.sleep(0.05) or scores}
+        request = engine.submit(PROMPTS[0], max_new_tokens=100, eos_token_id=[], **slow)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # where it waits for ever
+            try:
+                wait(request)
+            except UsageError as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        request.cancel()
 
 
 def test_an_engine_lives_as_long_as_its_requests() -> None:

@@ -138,6 +138,7 @@ def _live(model: Any) -> ModelSource:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(f"{type(model).__name__} is not a transformers model")
+    check_values(model.config.to_dict(), f"the config of the live {type(model).__name__}")
     return ModelSource(model.config, live=model, adapters=dict(adapters))
 
 

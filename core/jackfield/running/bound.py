@@ -14,6 +14,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.placement import folder_for
 from jackfield.bridge.read_back import check_read
+from jackfield.bridge.unchanged import Unchanged
 from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.choosing.deciding import Job
 from jackfield.choosing.guarded import all_of
@@ -104,10 +105,12 @@ class BoundModel:
         """Logits `[rows, k, vocab]` of one step.
 
         Raises ExecutionError or PluginError where the step did not run what was chosen: every
-        layer's attention once, or as often as it did in the rehearsal.
+        layer's attention once, or as often as it did in the rehearsal; and where the model was cast
+        or moved.
         """
         port, compiled = self.port, self.compiled
         before = compiled.steps if compiled is not None else 0
+        self.unchanged.check_weights()
         port.begin()
         try:
             logits = self._forward(inputs)
@@ -120,6 +123,11 @@ class BoundModel:
         else:
             port.check_called()
         return logits
+
+    def check_unchanged(self) -> None:
+        """Raise ExecutionError where the model or its config is not what was planned by now."""
+        self.unchanged.check_weights()
+        self.unchanged.check_config()
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
@@ -149,6 +157,7 @@ class BoundModel:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
         self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.unchanged = Unchanged(model)
         self.port = AttentionPort(
             self.plan["attention"].registered,
             self.context("attention"),

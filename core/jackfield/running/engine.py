@@ -305,6 +305,7 @@ class Engine:
     ) -> list[Running]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
+        self._bound.check_unchanged()
         refuse_autocast(input_device(self.model).type)
         turn, asked = turns.taken(asked)
         wished = wishes(asked, self.model.generation_config)

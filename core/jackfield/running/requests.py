@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from jackfield.errors import ExecutionError, JackfieldError, told
+from jackfield.errors import ExecutionError, JackfieldError, UsageError, told
 from jackfield.running.sequences import Completion, Delta
+
+FORKED = "an engine does not survive a fork; load one in the child process"
 
 
 class Request:
@@ -26,6 +29,7 @@ class Request:
         self._engine = engine  # is not collected while the request is open
         self._cancel = cancel
         self._streams = streams
+        self._process = os.getpid()
         self._changed = threading.Condition()
         self._deltas: deque[Delta] = deque()
         self._completion: Completion | None = None
@@ -44,8 +48,9 @@ class Request:
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the completion, `timeout` seconds at most.
 
-        Raises TimeoutError, or what made the engine fail.
+        Raises TimeoutError, or what made the engine fail; UsageError in a forked child.
         """
+        self._check_process()
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
@@ -55,6 +60,7 @@ class Request:
 
     def __iter__(self) -> Iterator[Delta]:
         while True:
+            self._check_process()
             with self._changed:
                 self._changed.wait_for(lambda: self._deltas or self.done)
                 delta = self._next()
@@ -80,6 +86,7 @@ class Request:
 
     async def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait in the running event loop until `ready`."""
+        self._check_process()
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -94,6 +101,11 @@ class Request:
         finally:
             with self._changed:
                 self._wakers.remove(wake)
+
+    def _check_process(self) -> None:
+        """In a forked child nothing more comes, and a lock may be held by a thread that is gone."""
+        if os.getpid() != self._process and not self.done:
+            raise UsageError(FORKED)
 
     def _next(self) -> Delta | None:
         """The next delta, where something has come; None where all were handed out before."""

@@ -18,7 +18,7 @@ from jackfield.choosing.guarded import all_of
 from jackfield.choosing.guarded import inside as within_plugin
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, told
 from jackfield.running.loop import Loop
-from jackfield.running.requests import Request
+from jackfield.running.requests import FORKED, Request
 from jackfield.running.sequences import Delta, Event, Sequence
 from jackfield.running.statistics import Statistics
 from jackfield.tokens.fenced import inside
@@ -93,7 +93,7 @@ class Worker:
                 "before, or let a thread of its own make it"
             )
         if os.getpid() != self._process:
-            raise UsageError("an engine does not survive a fork; load one in the child process")
+            raise UsageError(FORKED)
         with self._changed:
             self._check_open()
             if not self._has_room(len(pairs)):
