@@ -196,6 +196,7 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
         self._pages = inner
         self._step: Step | None = None
         self._seen: dict[int, Any] = {}  # tables that were looked at in this step
+        self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit
 
     def prepare(self, step: Step) -> ModelInputs:
         found = super().prepare(step)
@@ -212,14 +213,21 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
             if id(tables) not in self._seen:
                 self._seen[id(tables)] = tables
                 self._look(tables, found.keys, keys)
-            size = found.keys.shape
-            if size != found.values.shape[:3] + size[3:] or size[2:] != keys.shape[1:]:
-                raise fault(
-                    self,
-                    f"write must return pages of {list(keys.shape[1:])} a token, got keys "
-                    f"{list(size)} and values {list(found.values.shape)}",
-                )
+            pool = self._pools.get(layer)
+            if pool is None or pool() is not found.keys:
+                self._fit(found, keys)
+                self._pools[layer] = weakref.ref(found.keys)
         return found
+
+    def _fit(self, found: PackedLayer, keys: torch.Tensor) -> None:
+        """The pages of a layer, which stay the same for many steps, hold tokens like `keys`."""
+        size = found.keys.shape
+        if size != found.values.shape[:3] + size[3:] or size[2:] != keys.shape[1:]:
+            raise fault(
+                self,
+                f"write must return pages of {list(keys.shape[1:])} a token, got keys "
+                f"{list(size)} and values {list(found.values.shape)}",
+            )
 
     def _look(self, tables: Any, pages: torch.Tensor, keys: torch.Tensor) -> None:
         """Each sequence's part of the step, and its pages, are what they must be."""
