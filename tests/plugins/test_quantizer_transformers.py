@@ -59,7 +59,7 @@ def test_the_backend_of_a_method_takes_its_config(make: Any, name: str, library:
 
 
 def test_a_config_of_no_method() -> None:
-    with pytest.raises(PlanError, match="no quantizer backend takes a BitsAndBytesConfig"):
+    with pytest.raises(PlanError, match="quantizes nothing: write load_in_4bit=True"):
         jackfield.plan("demo", quantization=BitsAndBytesConfig())
 
 
