@@ -142,6 +142,8 @@ def test_what_counts_the_columns_of_a_buffer_has_no_cache_of_fixed_shape() -> No
     for cache in ("static", "offloaded_static"):
         with pytest.raises(PlanError, match=evidence):
             jackfield.plan(model, cache_implementation=cache)
+    with pytest.raises(PlanError, match=evidence):
+        jackfield.cache("plugin:static?max_cache_len=32", model)
     text = prompts((9,))[0]
     with jackfield.load(model) as engine:
         assert engine.generate(text, max_new_tokens=12)[0].token_ids == oracle(model, text, 12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import Cache, PreTrainedModel
 
-from jackfield.bridge.requirements import describe
+from jackfield.bridge.requirements import describe, with_trial
 from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.guarded import fault
@@ -35,7 +35,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
             f"jackfield.load(model, cache_implementation={selection!r})"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    needs = describe(model, dtype=dtype, device=input_device(model).type)
+    needs = with_trial(model, describe(model, dtype=dtype, device=input_device(model).type))
     if reasons := judge(registered, needs, options):
         raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)

@@ -83,11 +83,11 @@ def requirements_of(
         raise CheckpointError(
             f"the config of {type(model).__name__} says what no model can be: {first_line(error)}"
         ) from error
-    needs = _tried(model, needs)
+    needs = with_trial(model, needs)
     return needs if source.live is None else with_experts(source.live, needs)
 
 
-def _tried(model: PreTrainedModel, needs: Requirements) -> Requirements:
+def with_trial(model: PreTrainedModel, needs: Requirements) -> Requirements:
     """`needs` with what a trial in small shows. Raises CheckpointError where nothing is right."""
     # In float64 our own masks are right; a model's own may not be.
     own = {"own_attention", "own_mask"} & needs.features.keys()
