@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import WINDOW, config_of, prompts
+from families import WINDOW, build, config_of, prompts
 from torch.nn.attention import varlen
 
 import jackfield
@@ -153,29 +154,106 @@ def test_then_the_kernel_of_the_hub(
     assert source.startswith("kernels-community/flash-attn2@v4 (torch-cpu, sha256:")
 
 
-def like_torch(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
-    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
-):  # fmt: skip
-    """torch's varlen_attn in plain arithmetic."""
-    left, right = window_size
-    scoring = Scoring(scale, right == 0, None if left < 0 else left + 1)
-    if block_table is not None:
-        lengths = seqused_k.tolist()
-        key, value = (
-            torch.cat([t[block_table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths)])
-            for t in (key, value)
-        )
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    rows = Rows(cu_seq_q, cu_seq_k, max_q, max_k)
-    return reference(query, key, value, rows, scoring).to(query.dtype)
+class LikeTorch:
+    """torch's varlen_attn in plain arithmetic, with the signature of one of its versions.
+
+    `split` has, for each call with one query a sequence, whether torch's kernel would have split
+    the keys: only without a window on either side (mha_varlen_fwd in flash_api.cpp).
+    """
+
+    def __init__(self) -> None:
+        self.split: list[bool] = []
+
+    def attend(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
+        window_size=(-1, -1), enable_gqa=None, seqused_k=None, block_table=None,
+    ):  # fmt: skip
+        left, right = window_size
+        sequences = len(cu_seq_q) - 1
+        if max_q == 1:
+            assert len(query) == sequences, "the kernel lays a query of each sequence in a row"
+            self.split.append(window_size == (-1, -1))
+        if block_table is not None:
+            assert seqused_k.dtype == torch.int32
+            assert key.shape[1] % 256 == 0
+            lengths = seqused_k.tolist()
+            key, value = (
+                torch.cat(
+                    [t[block_table[i].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths)]
+                )
+                for t in (key, value)
+            )
+        if enable_gqa is not None:
+            assert enable_gqa == (query.shape[1] != key.shape[1])
+        scoring = Scoring(scale, right == 0, None if left < 0 else left + 1)
+        rows = Rows(cu_seq_q, cu_seq_k, max_q, max_k)
+        return reference(query, key, value, rows, scoring).to(query.dtype)
+
+    def of_2_13(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+        window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
+        return self.attend(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+            window_size=window_size, enable_gqa=enable_gqa, seqused_k=seqused_k,
+            block_table=block_table,
+        )  # fmt: skip
+
+    def of_2_11(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+        window_size=(-1, -1), seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
+        return self.attend(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+            window_size=window_size, seqused_k=seqused_k, block_table=block_table,
+        )  # fmt: skip
 
 
-def test_then_torchs_own(here: None, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", like_torch)
-    for cache in ("dynamic", "paged?page_size=4", "paged?page_size=256"):
-        source = same_as_eager(tiny("mistral"), "flash_attention_2", cache)
-        assert source == f"torch.nn.attention.varlen of torch {torch.__version__}"
+VERSIONS = ("of_2_13", "of_2_11")
+
+
+@pytest.fixture(params=VERSIONS)
+def like_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LikeTorch:
+    made = LikeTorch()
+    monkeypatch.setattr(varlen, "varlen_attn", getattr(made, request.param))
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "paged?page_size=4", "paged"])
+def test_then_torchs_own(here: None, tiny, like_torch: LikeTorch, cache: str, family: str) -> None:
+    """Grouped heads also where the signature says nothing of them."""
+    source = same_as_eager(tiny(family), "flash_attention_2", cache)
+    assert source == f"torch.nn.attention.varlen of torch {torch.__version__}"
+    # Whole pages hold more than a window; a padded layer, and what is gathered, just the window.
+    window_needed = family == "mistral" and cache == "paged"
+    assert (False in like_torch.split) == window_needed
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "paged"])
+def test_a_window_that_nobody_has_filled_does_not_turn_off_the_split(
+    here: None, tiny, like_torch: LikeTorch, cache: str
+) -> None:
+    with jackfield.load(
+        tiny("mistral"), attn_implementation="flash_attention_2", cache_implementation=cache
+    ) as engine:
+        engine.generate(prompts((2,)), max_new_tokens=WINDOW - 1)
+    assert set(like_torch.split) == {True}
+
+
+def test_a_row_that_waits_for_its_chunk_is_not_part_of_the_step(
+    here: None, tiny, like_torch: LikeTorch
+) -> None:
+    """Chunks of one token: a step of single queries, and the shorter rows have none yet."""
+    expected = {}
+    for name in ("eager", "flash_attention_2"):
+        with jackfield.load(
+            tiny("llama"), attn_implementation=name, cache_implementation="dynamic",
+            prefill_chunk_size=1,
+        ) as engine:  # fmt: skip
+            done = engine.generate(prompts((3, 7)), max_new_tokens=4)
+            expected[name] = [c.token_ids for c in done]
+    assert expected["eager"] == expected["flash_attention_2"]
 
 
 def test_every_source_says_why_not(here: None) -> None:
@@ -188,8 +266,7 @@ def test_every_source_says_why_not(here: None) -> None:
     assert "torch.nn.attention.varlen: has no parameter for softcap" in message
 
 
-def test_a_source_can_be_named(here: None, monkeypatch: pytest.MonkeyPatch, tiny) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", like_torch)
+def test_a_source_can_be_named(here: None, like_torch: LikeTorch, tiny) -> None:
     source = same_as_eager(tiny("llama"), "flash_attention_2?source=torch")
     assert source is not None
     assert source.startswith("torch.nn.attention.varlen of torch")
@@ -205,15 +282,58 @@ def test_a_package_that_does_not_import_is_passed_over(here: None, site: Path) -
         jackfield.plan(config_of("llama"), attn_implementation="flash_attention_2?source=package")
 
 
-def test_flash_attention_3_with_its_package(here: None, site: Path, tiny) -> None:
-    """The same signature, but a pair comes back and there are no pages."""
-    source = FLASH.read_text().replace("    return output\n", "    return output, None\n", 1)
-    source = source.replace("    *,\n    block_table=None,\n", "").replace(
-        "    assert q.is_contiguous()", "    block_table = None\n    assert q.is_contiguous()"
-    )
+@pytest.fixture
+def flash_3(site: Path) -> Any:
+    """The package of FlashAttention-3; what it returns remembers which function was called."""
+    (site / "flash.py").write_text(FLASH.read_text())
+    source = FLASH.with_name("flash3.py").read_text()
     packages(site, "flash_attn_interface", "flash-attn-3", source)
-    for cache in ("dynamic", "paged?page_size=256"):
-        assert same_as_eager(tiny("gemma2"), "flash_attention_3", cache) == "flash-attn-3 2.8.3"
+    yield lambda: set(importlib.import_module("flash_attn_interface").calls)
+    sys.modules.pop("flash", None)
+
+
+@pytest.mark.parametrize(
+    ("cache", "called"),
+    [("dynamic", {"varlen"}), ("paged", {"pages"}), ("paged?page_size=4", {"pages"})],
+)
+def test_flash_attention_3_reads_pages_of_any_size_in_place(
+    here: None, flash_3: Any, tiny, cache: str, called: set[str]
+) -> None:
+    assert same_as_eager(tiny("gemma2"), "flash_attention_3", cache) == "flash-attn-3 2.8.3"
+    assert flash_3() == called
+
+
+def test_flash_attention_3_without_pages_gathers_them(here: None, site: Path, flash_3, tiny):
+    """An older one, whose `flash_attn_with_kvcache` is that of FlashAttention-2."""
+    package = site / "flash_attn_interface.py"
+    package.write_text(package.read_text().replace("cu_seqlens_q=None,", ""))
+    same_as_eager(tiny("gemma2"), "flash_attention_3", "paged?page_size=256")
+    assert flash_3() == {"varlen"}
+
+
+@pytest.mark.parametrize(
+    ("cache", "size", "in_place"),
+    [("paged", 256, True), ("paged?page_size=32", 32, False), ("paged?page_size=512", 512, True)],
+)
+def test_pages_are_as_large_as_the_kernel_reads_them_unless_a_size_is_named(
+    here: None, site: Path, tiny, cache: str, size: int, in_place: bool
+) -> None:
+    packages(site, "flash_attn", "flash-attn", FLASH.read_text())
+    with jackfield.load(
+        tiny("mistral"), attn_implementation="flash_attention_2", cache_implementation=cache
+    ) as engine:
+        engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
+        usage = engine.statistics().cache
+    assert usage is not None
+    assert usage.page_size == size
+    calls = importlib.import_module("flash_attn").calls
+    assert {call["paged"] for call in calls} == {in_place}
+
+
+def test_pages_stay_small_where_the_attention_reads_any() -> None:
+    with jackfield.load(build("llama"), cache_implementation="paged") as engine:
+        engine.generate([1, 2, 3], max_new_tokens=2)
+        assert engine.statistics().cache.page_size == 32
 
 
 def test_they_run_only_when_they_are_named() -> None:
@@ -242,7 +362,7 @@ def test_torchs_own_kernel_on_a_real_gpu(dtype: str, size: int) -> None:
         "device": "cuda", "dtype": dtype, "head_sizes": [size], "group": 2,
         "features": ["grouped_query", "sliding_window"],
     }  # fmt: skip
-    assert trial(kernel, request) == {"pages": True}
+    assert trial(kernel, request) == {"page_multiple": 256}
 
 
 @no_gpu

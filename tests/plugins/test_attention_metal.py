@@ -177,7 +177,7 @@ def test_auto_takes_it_on_mps_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MetalFlashSdpa, "available", lambda self: [])
-    monkeypatch.setattr(MetalFlashSdpa, "_choose", lambda *_: (MetalFlashSdpa.source, []))
+    monkeypatch.setattr(MetalFlashSdpa, "_choose", lambda *_: (MetalFlashSdpa.source, None, []))
     name, (warning,) = chosen("auto", caplog)
     assert name == "metal_flash_sdpa"
     assert warning.startswith("auto chose ")

@@ -42,7 +42,10 @@ class Recorder:
         self.calls.append((rows, scoring))
         if rows.block_table is not None:
             table = rows.block_table.long()
-            lengths = rows.cu_seqlens_k.diff().tolist()
+            assert rows.seqused_k is not None
+            assert rows.seqused_k.dtype == torch.int32
+            lengths = rows.seqused_k.tolist()
+            assert lengths == rows.cu_seqlens_k.diff().tolist()
             keys, values = (
                 torch.cat([t[table[i]].flatten(0, 1)[:n] for i, n in enumerate(lengths)])
                 for t in (keys, values)
@@ -99,7 +102,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("queries", [6, 3, 2])
+@pytest.mark.parametrize("queries", [6, 3, 2, 1])
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int | None) -> None:
     valid = torch.tensor(MASKS[name]).bool()
@@ -116,7 +119,9 @@ def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int 
     assert (found[~valid[:, -queries:]] == 0).all()
     ((rows, scoring),) = recorder.calls
     assert scoring.window == window
-    assert rows.cu_seqlens_k[-1] == valid.sum()
+    asking = valid[:, -queries:].any(1)
+    assert rows.cu_seqlens_q.diff().tolist() == valid[asking, -queries:].sum(1).tolist()
+    assert rows.cu_seqlens_k.diff().tolist() == valid[asking].sum(1).tolist()
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -295,10 +300,39 @@ def test_torchs_own_kernel_gets_its_arguments() -> None:
     ]  # fmt: skip
     table = torch.zeros(2, 1, dtype=torch.int32)
     paged = torch.zeros(1, 256, 2, 8)
-    kernel.attend(query, paged, paged, Rows(*lengths, 3, 4, table), Scoring(0.5))
-    assert given[-1]["used"].tolist() == [2, 4]
-    assert given[-1]["used"].dtype == torch.int32
+    used = torch.tensor([2, 4]).int()
+    kernel.attend(query, paged, paged, Rows(*lengths, 3, 4, table, used), Scoring(0.5))
+    assert given[-1]["used"] is used
     assert given[-1]["gqa"]
+
+
+@pytest.mark.parametrize(
+    ("longest_q", "longest_k", "scoring", "window"),
+    [
+        (1, 9, Scoring(), (-1, -1)),
+        (1, 9, Scoring(window=10), (-1, -1)),
+        (1, 9, Scoring(window=9), (-1, -1)),
+        (1, 9, Scoring(window=8), (7, 0)),
+        (2, 9, Scoring(), (-1, 0)),
+        (2, 9, Scoring(window=9), (-1, 0)),
+        (2, 9, Scoring(window=8), (7, 0)),
+        (2, 9, Scoring(causal=False), (-1, -1)),
+    ],
+)
+def test_torchs_kernel_gets_a_window_only_where_it_changes_something(
+    longest_q: int, longest_k: int, scoring: Scoring, window: tuple[int, int]
+) -> None:
+    given: list[Any] = []
+
+    def varlen_attn(*args, scale, window_size, block_table=None, seqused_k=None):
+        given.append(window_size)
+        return args[0]
+
+    tensors = [torch.zeros(2, 4, 8)] * 3
+    starts = torch.tensor([0, 1, 2]).int()
+    rows = Rows(starts, starts, longest_q, longest_k)
+    torch_varlen(varlen_attn).attend(*tensors, rows, scoring)
+    assert given == [window]
 
 
 def test_the_first_of_a_tuple_is_the_output() -> None:

@@ -78,6 +78,7 @@ class Requirements:
     only rows of one length run together. `pieces` is the same for a prompt that is read in several
     steps, `holes` for a token that is masked out once it was read, `fixed` for a cache that has
     columns which are not written yet.
+    `page_multiple`: the attention reads pages where they lie if their size is a multiple of it.
     `compiled`: steps are compiled, around the attention and what the cache does.
     `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
     `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
@@ -126,6 +127,7 @@ class Requirements:
     rollback: bool = False
     forks: bool = False
     batch_invariant: bool = False
+    page_multiple: int = 1
     compiled: bool = False
 
     @property

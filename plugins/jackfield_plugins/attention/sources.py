@@ -36,8 +36,11 @@ class Source(ABC):
         """What it is called in reasons."""
 
     @abstractmethod
-    def vet(self, needs: Requirements) -> None:
-        """Raise KernelRefused with the reason why it cannot serve this job."""
+    def vet(self, needs: Requirements) -> int | None:
+        """Of which number a page size must be a multiple to be read in place; None: none is.
+
+        Raises KernelRefused with the reason why it cannot serve this job.
+        """
 
     @abstractmethod
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
@@ -54,10 +57,10 @@ class Package(Source):
     def __str__(self) -> str:
         return f"the package {self.distributions[0]}"
 
-    def vet(self, needs: Requirements) -> None:
+    def vet(self, needs: Requirements) -> int | None:
         if importlib.util.find_spec(self.module) is None:
             raise KernelRefused("is not installed")
-        _check_features(self._kernel(), needs)
+        return _checked(self._kernel(), needs)
 
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
         return self._kernel(), f"{self.distributions[0]} {self._version()}"
@@ -66,7 +69,9 @@ class Package(Source):
         from jackfield_plugins.attention.published import kernel_of
 
         try:
-            return kernel_of(importlib.import_module(self.module).flash_attn_varlen_func)
+            module = importlib.import_module(self.module)
+            with_kvcache = getattr(module, "flash_attn_with_kvcache", None)
+            return kernel_of(module.flash_attn_varlen_func, with_kvcache)
         except Exception as error:  # an extension module built for another torch
             raise KernelRefused(f"does not import ({type(error).__name__}: {error})") from error
 
@@ -86,8 +91,8 @@ class TorchVarlen(Source):
     def __str__(self) -> str:
         return "torch.nn.attention.varlen"
 
-    def vet(self, needs: Requirements) -> None:
-        _check_features(self._kernel(), needs)
+    def vet(self, needs: Requirements) -> int | None:
+        return _checked(self._kernel(), needs)
 
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
         import torch
@@ -115,22 +120,19 @@ class HubKernel(Source):
     def __str__(self) -> str:
         return f"the kernel {self.repo}@{self.revision}"
 
-    def vet(self, needs: Requirements) -> None:
-        self._vetted(needs)
+    def vet(self, needs: Requirements) -> int | None:
+        return self._vetted(needs)[2]
 
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
-        from jackfield_plugins.attention.published import kernel_of
-        from jackfield_plugins.attention.varlen_probe import pick
+        from jackfield_plugins.attention.varlen_probe import kernel_in
         from jackfield_plugins.hub_kernels.repository import load_build
 
-        folder, content, pages = self._vetted(needs)
-        kernel = kernel_of(pick(load_build(folder), self.function))
-        if not pages:
-            kernel = replace(kernel, page_multiple=None)
+        folder, content, multiple = self._vetted(needs)
+        kernel = replace(kernel_in(load_build(folder), self.function), page_multiple=multiple)
         return kernel, f"{self.repo}@{self.revision} ({folder.name}, {content[:19]})"
 
-    def _vetted(self, needs: Requirements) -> tuple[Any, str, bool]:
-        """Its folder, its content's digest, and whether it reads pages. Raises KernelRefused."""
+    def _vetted(self, needs: Requirements) -> tuple[Any, str, int | None]:
+        """Its folder, its content's digest, and what `vet` says. Raises KernelRefused."""
         from jackfield_plugins.hub_kernels import lock, repository, trust
 
         trust.check_publisher(self.repo)
@@ -149,7 +151,7 @@ class HubKernel(Source):
         }
         answer = _probed(json.dumps(request), content)
         lock.record(name, content)
-        return folder, content, bool(answer["pages"])
+        return folder, content, answer["page_multiple"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,9 +183,10 @@ def _likely_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _check_features(kernel: VarlenKernel, needs: Requirements) -> None:
+def _checked(kernel: VarlenKernel, needs: Requirements) -> int | None:
     if lacking := sorted((VARLEN_FEATURES & needs.features.keys()) - kernel.features):
         raise KernelRefused(f"has no parameter for {', '.join(lacking)}")
+    return kernel.page_multiple
 
 
 class VarlenAttention(Attention):
@@ -199,14 +202,21 @@ class VarlenAttention(Attention):
             reasons.append(f"{requirements.architecture} declares that it must not run with flash")
         if reasons or requirements.elsewhere:  # sources are those of this machine
             return reasons
-        source, passed_over = self._choose(requirements, options)
+        source, _, passed_over = self._choose(requirements, options)
         return [] if source is not None else passed_over
+
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        """Pages of a size that its kernel reads where they lie."""
+        if requirements.elsewhere or requirements.layout != "packed":
+            return requirements
+        _, multiple, _ = self._choose(requirements, options)
+        return replace(requirements, page_multiple=multiple or 1)
 
     def bind(self, context: BindContext) -> BoundAttention:
         from jackfield_plugins.attention.varlen import bind_varlen
 
         needs = context.requirements
-        source, passed_over = self._choose(needs, context.options)
+        source, _, passed_over = self._choose(needs, context.options)
         if source is None:
             raise PlanError(f"attention {self.name!r} can no longer run: {'; '.join(passed_over)}")
         for reason in passed_over:
@@ -215,13 +225,16 @@ class VarlenAttention(Attention):
         logger.info("attention %s runs on %s", self.name, called)
         return bind_varlen(kernel, needs.windows, called)
 
-    def _choose(self, needs: Requirements, options: Any) -> tuple[Source | None, list[str]]:
+    def _choose(
+        self, needs: Requirements, options: Any
+    ) -> tuple[Source | None, int | None, list[str]]:
+        """The first source that will do, what its `vet` says, and why those before it will not."""
         passed_over = []
         for source in self.sources(options):
             try:
-                source.vet(needs)
+                multiple = source.vet(needs)
             except KernelRefused as refused:
                 passed_over.append(f"{source}: {refused}")
             else:
-                return source, passed_over
-        return None, passed_over
+                return source, multiple, passed_over
+        return None, None, passed_over

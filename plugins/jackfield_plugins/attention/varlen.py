@@ -24,9 +24,10 @@ _KEPT = 4
 class Rows:
     """Where the sequences of one call lie.
 
-    Sequence i owns query rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` and the same of the keys;
-    its queries are the last of its keys. Both are int32 `[sequences + 1]`. With `block_table`
-    (int32 `[sequences, pages]`) keys and values are pages, and only the lengths count.
+    Sequence i owns query rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`, at least one, and the same
+    of the keys; its queries are the last of its keys. Both are int32 `[sequences + 1]`. With
+    `block_table` (int32 `[sequences, pages]`) keys and values are pages, of which the first
+    `seqused_k[i]` tokens (int32 `[sequences]`) are its keys.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -34,6 +35,11 @@ class Rows:
     max_seqlen_q: int
     max_seqlen_k: int
     block_table: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+    def within(self, window: int | None) -> int | None:
+        """`window`, or None where no sequence is longer: every kernel is slower with one."""
+        return None if window is not None and window >= self.max_seqlen_k else window
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,10 @@ class Scoring:
     sinks: torch.Tensor | None = None
 
 
+#: Query, keys, values, rows and scoring to the output; see `VarlenKernel`.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, Scoring], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class VarlenKernel:
     """A varlen kernel behind one signature, whatever its own looks like.
@@ -57,7 +67,7 @@ class VarlenKernel:
     (None: it reads no pages). All contiguous. `features` are the keys of `FEATURES` it has.
     """
 
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, Scoring], torch.Tensor]
+    attend: Attend
     features: frozenset[str]
     page_multiple: int | None = None
 
@@ -201,10 +211,12 @@ def _whole(batch: int, q_length: int, k_length: int, device: torch.device) -> _U
 
 
 def _unpadded(valid: torch.Tensor, q_length: int) -> _Unpadded:
-    batch_of_key, column_of_key = valid.nonzero(as_tuple=True)
     of_queries = valid[:, -q_length:]
     queries = of_queries.flatten().nonzero().flatten()
-    lengths = torch.stack([of_queries.sum(1), valid.sum(1)])
+    # A row without a query has no place: kernels take steps of single queries for one each.
+    asking = of_queries.any(1)
+    batch_of_key, column_of_key = (valid & asking[:, None]).nonzero(as_tuple=True)
+    lengths = torch.stack([of_queries.sum(1), valid.sum(1)])[:, asking]
     longest_q, longest_k = lengths.amax(1).tolist()
     cu_q, cu_k = F.pad(lengths.cumsum(1), (1, 0)).to(torch.int32)
     rows = Rows(cu_q.contiguous(), cu_k.contiguous(), longest_q, longest_k)
@@ -245,8 +257,10 @@ def _paged(tables: PageTables) -> tuple[Rows, None]:
     step = tables.step
     lengths = step.seq_lens - tables.first
     longest = max(s.end - first for s, first in zip(step.spans, tables.firsts, strict=True))
-    cu_k = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    rows = Rows(step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table)
+    cu_k = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = Rows(
+        step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table, lengths
+    )
     return rows, None
 
 

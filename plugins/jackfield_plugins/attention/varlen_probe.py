@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,11 @@ FUNCTIONS = ("flash_attn_varlen_func", "flash_attention_varlen")
 #: How far a kernel may be from float64; float32 leaves room for TF32.
 TOLERANCE = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 2e-3, "float64": 2e-3}
 
-QUERIES, KEYS = (3, 1, 5), (7, 4, 5)
+#: Queries and keys of each sequence: a mixed step, and one of single queries, which is often
+#: another kernel.
+LENGTHS = (((3, 1, 5), (7, 4, 5)), ((1, 1, 1), (7, 4, 5)))
 SOFTCAP, WINDOW = 0.75, 3
+PAGE = 256
 
 
 def pick(module: ModuleType, name: str | None) -> Any:
@@ -37,6 +41,11 @@ def pick(module: ModuleType, name: str | None) -> Any:
         wanted = repr(name) if name else " or ".join(map(repr, FUNCTIONS))
         raise ValueError(f"it has no function {wanted} (it has: {has or 'none'})")
     return getattr(module, found)
+
+
+def kernel_in(module: ModuleType, name: str | None) -> VarlenKernel:
+    """The kernel of a module. Raises ValueError where it has none that is known."""
+    return kernel_of(pick(module, name), getattr(module, "flash_attn_with_kvcache", None))
 
 
 def reference(
@@ -70,13 +79,13 @@ def reference(
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """Load the kernel and try it: {"pages": …}, or {"refused": reason}."""
+    """Load the kernel and try it: {"page_multiple": …}, or {"refused": reason}."""
     try:
         module = load_build(Path(request["folder"]))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code
         return {"refused": f"it does not load ({type(error).__name__}: {brief(error)})"}
     try:
-        kernel = kernel_of(pick(module, request["function"]))
+        kernel = kernel_in(module, request["function"])
     except ValueError as error:
         return {"refused": str(error)}
     return trial(kernel, request)
@@ -86,26 +95,39 @@ def trial(kernel: VarlenKernel, request: dict[str, Any]) -> dict[str, Any]:
     """Compare the kernel with plain arithmetic, for each head size and with what is asked of it."""
     if lacking := sorted(set(request["features"]) - kernel.features):
         return {"refused": f"it has no parameter for {', '.join(lacking)}"}
-    for size in request["head_sizes"]:
-        step = _step(size, request)
+    reads_pages = kernel.page_multiple is not None
+    for size, (queries, keys) in itertools.product(request["head_sizes"], LENGTHS):
+        step = _step(size, request, queries, keys)
         plain = Scoring(scale=0.7)
-        asked = _asked(request["features"], step[0])
+        asked = _asked(request["features"], step.query)
         for scoring in (plain, asked):
             if flaw := _flaw(kernel, step, scoring, request["dtype"]):
                 what = f"head size {size}, {request['dtype']} on {request['device']}"
                 return {"refused": f"with {what} {flaw}"}
-    paged = _in_pages(step) if kernel.page_multiple else None
-    return {"pages": paged is not None and not _flaw(kernel, paged, asked, request["dtype"], step)}
+            reads_pages = reads_pages and not _flaw(
+                kernel, _in_pages(step, keys), scoring, request["dtype"], step
+            )
+    return {"page_multiple": kernel.page_multiple if reads_pages else None}
 
 
-def _step(size: int, request: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Query, keys, values, and both cumulative lengths, of a ragged step."""
+class _Step(NamedTuple):
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: Rows
+
+
+def _step(
+    size: int, request: dict[str, Any], queries: tuple[int, ...], keys: tuple[int, ...]
+) -> _Step:
+    """A ragged step of random numbers."""
     draw = torch.Generator().manual_seed(0)
     device, dtype = request["device"], getattr(torch, request["dtype"])
-    shapes = [(sum(QUERIES), 2 * request["group"]), (sum(KEYS), 2), (sum(KEYS), 2)]
+    shapes = [(sum(queries), 2 * request["group"]), (sum(keys), 2), (sum(keys), 2)]
     tensors = [torch.randn(*shape, size, generator=draw) for shape in shapes]
-    lengths = [torch.tensor([0, *n]).cumsum(0).int() for n in (QUERIES, KEYS)]
-    return (*(t.to(device, dtype) for t in tensors), *(n.to(device) for n in lengths))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (queries, keys))
+    query, key, value = (t.to(device, dtype) for t in tensors)
+    return _Step(query, key, value, Rows(cu_q, cu_k, max(queries), max(keys)))
 
 
 def _asked(features: list[str], query: torch.Tensor) -> Scoring:
@@ -118,29 +140,26 @@ def _asked(features: list[str], query: torch.Tensor) -> Scoring:
     )
 
 
-def _in_pages(step: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The same keys in pages of 256, last sequence first, with the block table at the end."""
-    query, keys, values, cu_q, cu_k = step
-    pages = len(KEYS)
-    table = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=query.device)[:, None]
+def _in_pages(step: _Step, lengths: tuple[int, ...]) -> _Step:
+    """The same keys in pages, those of the last sequence first."""
+    pages = len(lengths)
+    table = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=step.query.device)
+    rows = replace(
+        step.rows, block_table=table[:, None].contiguous(), seqused_k=step.rows.cu_seqlens_k.diff()
+    )
 
     def paged(rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(KEYS)[::-1]
-        return torch.stack([F.pad(part, (0, 0, 0, 0, 0, 256 - len(part))) for part in parts])
+        parts = rows.split(lengths)[::-1]
+        return torch.stack([F.pad(part, (0, 0, 0, 0, 0, PAGE - len(part))) for part in parts])
 
-    return query, paged(keys), paged(values), cu_q, cu_k, table.contiguous()
+    return _Step(step.query, paged(step.keys), paged(step.values), rows)
 
 
 def _flaw(
-    kernel: VarlenKernel,
-    step: tuple[torch.Tensor, ...],
-    scoring: Scoring,
-    dtype: str,
-    plain: tuple[torch.Tensor, ...] | None = None,
+    kernel: VarlenKernel, step: _Step, scoring: Scoring, dtype: str, plain: _Step | None = None
 ) -> str | None:
     """What is wrong with the kernel's answer; `plain` is the step for the reference."""
-    query, keys, values, cu_q, cu_k, *table = step
-    rows = Rows(cu_q, cu_k, max(QUERIES), max(KEYS), *table)
+    query, keys, values, rows = step
     try:
         found = kernel.attend(query, keys, values, rows, scoring)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code
@@ -148,8 +167,7 @@ def _flaw(
     shape = getattr(found, "shape", None)
     if shape != query.shape:
         return f"it returns {shape or type(found).__name__} for a query of {query.shape}"
-    q, k, v = (plain or step)[:3]
-    wanted = reference(q, k, v, replace(rows, block_table=None), scoring)
+    wanted = reference(*(plain or step), scoring)
     off = (found.double() - wanted).abs().max().item()
     if not off <= TOLERANCE[dtype]:
         how = [n for n in ("window", "softcap", "sinks") if getattr(scoring, n) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from jackfield.errors import CacheFullError
 from jackfield.figures.memory import free_bytes, known
 from jackfield.figures.units import in_units
 
+#: In tokens, where nobody asks for another.
+PAGE_SIZE = 32
+
 #: Of a pool that grows as needed: how many pages it begins with.
 FIRST_PAGES = 64
 
@@ -20,31 +24,36 @@ FIRST_PAGES = 64
 class PagedOptions:
     """How the pages are cut, and what becomes of those that nobody holds.
 
-    `page_size` in tokens. `num_tokens`: how many tokens fit at all. `memory`: the same as a share
-    of what is free on the device once the weights are there; without either, 0.9 on a GPU, and on
-    the CPU the pools grow as needed.
+    `page_size` in tokens; None: 32, or more where the attention reads larger pages in place.
+    `num_tokens`: how many tokens fit at all. `memory`: the same as a share of what is free on the
+    device once the weights are there; without either, 0.9 on a GPU, and on the CPU the pools grow
+    as needed.
     `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: an
     evicted sequence is copied to host memory instead of computed again; None: where the device is
     not the CPU.
     """
 
-    page_size: int = 32
+    page_size: int | None = None
     num_tokens: int | None = None
     memory: float | None = None
     prefix_sharing: bool | None = None
     swap: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
+        if self.page_size is not None and self.page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {self.page_size}")
-        if self.num_tokens is not None and self.num_tokens < self.page_size:
-            raise ValueError(
-                f"num_tokens={self.num_tokens} is less than one page of {self.page_size} tokens"
-            )
+        if self.num_tokens is not None and self.num_tokens < (size := self.page_size or PAGE_SIZE):
+            raise ValueError(f"num_tokens={self.num_tokens} is less than one page of {size} tokens")
         if self.memory is not None and not 0 < self.memory <= 1:
             raise ValueError(f"memory must be a share above 0 and at most 1, not {self.memory}")
         if self.memory is not None and self.num_tokens is not None:
             raise ValueError("num_tokens and memory say the same; give one of them")
+
+
+def _page_size(requirements: Requirements, options: Any) -> int:
+    if options.page_size is not None:
+        return int(options.page_size)
+    return math.lcm(PAGE_SIZE, requirements.page_multiple)
 
 
 class PagedCache(Cache):
@@ -83,7 +92,7 @@ class PagedCache(Cache):
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         if not known(requirements.packed_numbers):
             return None
-        size = options.page_size
+        size = _page_size(requirements, options)
         numbers = 0
         for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
             places = tokens if window is None else min(tokens, window + size - 1)
@@ -93,7 +102,7 @@ class PagedCache(Cache):
     def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
         if options.num_tokens is None or not known(requirements.packed_numbers):
             return None
-        pages: int = -(-options.num_tokens // options.page_size)
+        pages: int = -(-options.num_tokens // _page_size(requirements, options))
         return pages * self._page_bytes(requirements, options)
 
     def allocated_bytes(
@@ -103,7 +112,7 @@ class PagedCache(Cache):
         grows = requirements.device == "cpu" and options.num_tokens is options.memory is None
         if not grows or not known(requirements.packed_numbers):
             return super().allocated_bytes(requirements, options, tokens, requests)
-        size, total = options.page_size, 0
+        size, total = _page_size(requirements, options), 0
         for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
             places = tokens if window is None else min(tokens, window + size - 1)
             pages = max(FIRST_PAGES, requests * -(-places // size))
@@ -114,7 +123,7 @@ class PagedCache(Cache):
     def _page_bytes(self, requirements: Requirements, options: Any) -> int:
         """One page in every layer."""
         numbers = sum(requirements.packed_numbers) * BYTES[requirements.dtype]
-        return numbers * options.page_size  # type: ignore[no-any-return]
+        return numbers * _page_size(requirements, options)
 
     def _num_tokens(self, requirements: Requirements, options: Any) -> int | None:
         """How many tokens the pools hold; the weights are loaded by now."""
@@ -133,7 +142,7 @@ class PagedCache(Cache):
                 f"paged: {share:g} of the free memory is less than one page of {in_units(page)}; "
                 "free some, or choose a smaller page_size"
             )
-        return pages * options.page_size  # type: ignore[no-any-return]
+        return pages * _page_size(requirements, options)
 
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
@@ -141,7 +150,7 @@ class PagedCache(Cache):
         options, device = context.options, context.device
         return PagedKVCache(
             context.requirements.windows,
-            options.page_size,
+            _page_size(context.requirements, options),
             self._num_tokens(context.requirements, options),
             device,
             prefix_sharing=(
