@@ -7,6 +7,7 @@ in one packed struct, since ctypes takes 0.1 µs for each that it converts.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,12 +17,25 @@ import torch
 from jackfield.contracts import PackedLayer, PageTables
 from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.cpu_decode.build import KERNEL
+from jackfield_plugins.native.arguments import unreadable
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NAME = "cpu_decode"
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
-_PACK = struct.Struct("@10qd8q3q7q").pack  # `struct Call` in kernel.cpp
+_PACK = struct.Struct("@10qd8q3q10q").pack  # `struct Call` in kernel.cpp
 _NO_MASK = (0, 0)
-_NO_TABLE = (0,) * 7
+_NO_TABLE = (0,) * 10
+_PADDED = (
+    "query [batch, heads, 1, head_dim], key and value [batch, kv_heads, keys, …] of one size, "
+    "heads a multiple of kv_heads"
+)
+_PACKED = (
+    "query [tokens, heads, head_dim], keys and values [pages, page_size, kv_heads, …] of one size "
+    "whose heads are dense, heads a multiple of kv_heads"
+)
+_ALIKE = "query, keys and values of one dtype of 16, 32 or 64 bits on the CPU"
+_MEMORY = "tensors that have memory"
+_TABLES = "dense int32 on the CPU: table [rows, pages], first and lengths [rows], starts [rows + 1]"
 
 
 class Rows(NamedTuple):
@@ -55,13 +69,14 @@ class Kernel:
     """The compiled kernel, called with tensors. The first on a machine compiles it."""
 
     def __init__(self) -> None:
-        self._decode: dict[torch.dtype, Callable[[bytes], None]] = {}
+        self._decode: dict[torch.dtype, Callable[[bytes], bool]] = {}
         library = KERNEL.library()
         for dtype in DTYPES:
             function = library[f"decode_{str(dtype).removeprefix('torch.')}"]
-            function.argtypes, function.restype = [ctypes.c_char_p], None
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
             self._decode[dtype] = function
         self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step
+        self._readable: dict[int | None, Rows] = {}  # those that were looked at last, by window
 
     def padded(
         self,
@@ -75,12 +90,22 @@ class Kernel:
 
         query `[batch, heads, 1, head_dim]`, key and value `[batch, kv_heads, keys, head_dim]` with
         any strides, mask bool `[batch, 1, 1, keys]` or None; returns
-        `[batch, 1, heads, value head_dim]`. A row that sees nothing gets 0, as from torch.
+        `[batch, 1, heads, value head_dim]`. A row that sees nothing gets 0, as from torch. Raises
+        ExecutionError where the kernel cannot read what it is given.
         """
-        batch, heads, length, size = query.shape
-        _, kv_heads, keys, value_size = value.shape
-        if key.shape != (batch, kv_heads, keys, size) or length != 1 or heads % kv_heads:
-            raise ExecutionError(_mismatch(query, key, value))
+        try:
+            batch, heads, length, size = query.shape
+            rows, kv_heads, keys, value_size = value.shape
+        except ValueError:
+            raise unreadable(_NAME, _PADDED, query=query, key=key, value=value) from None
+        if (
+            key.shape != (batch, kv_heads, keys, size)
+            or rows != batch
+            or length != 1
+            or not (size and value_size and kv_heads)
+            or heads % kv_heads
+        ):
+            raise unreadable(_NAME, _PADDED, query=query, key=key, value=value)
         decode = self._function(query, key, value)
         query_row, query_head, _, dense = query.stride()
         if dense != 1:
@@ -97,15 +122,20 @@ class Kernel:
         if mask is not None:
             mask = _readable(mask, batch, keys)
         out = query.new_empty(batch, 1, heads, value_size)
+        read, of_keys, of_values = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        seen = _NO_MASK if mask is None else (mask.data_ptr(), mask.stride(0))
+        if not (read and of_keys and of_values and (mask is None or seen[0])):
+            if out.numel() and keys:
+                raise unreadable(_NAME, _MEMORY, query=query, key=key, value=value, mask=mask)
+            return out.zero_()
         decode(
             _PACK(
-                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+                read, of_keys, of_values, out.data_ptr(),
                 batch, heads, kv_heads, size, value_size, torch.get_num_threads(),
                 size**-0.5 if scaling is None else scaling,
                 query_row, query_head,
                 key_row, key_head, key_token, value_row, value_head, value_token,
-                keys, *(_NO_MASK if mask is None else (mask.data_ptr(), mask.stride(0))),
-                *_NO_TABLE,
+                keys, *seen, *_NO_TABLE,
             )
         )  # fmt: skip
         return out
@@ -116,66 +146,115 @@ class Kernel:
         """Attention of the sequences with up to `SHORT` queries in this step, over their pages.
 
         query `[tokens, heads, head_dim]`; returns `[tokens, heads, value head_dim]`, in which the
-        tokens of longer sequences are not set.
+        tokens of longer sequences are not set. Raises ExecutionError where the kernel cannot read
+        what it is given, also where a page table leads out of the pools.
         """
-        tokens, heads, size = query.shape
-        keys, values = layer.keys, layer.values
+        keys, values, page_size = layer.keys, layer.values, layer.page_size
         rows = self._rows_of(layer.tables)
-        table = rows.table
-        kv_heads, value_size = values.shape[2:]
+        try:
+            tokens, heads, size = query.shape
+            pages, slots, kv_heads, value_size = values.shape
+            key_page, key_slot, key_head, dense = keys.stride()
+            value_page, value_slot, value_head, value_dense = values.stride()
+        except ValueError:
+            raise unreadable(_NAME, _PACKED, query=query, keys=keys, values=values) from None
+        if (
+            keys.shape != (pages, slots, kv_heads, size)
+            or slots != page_size
+            or not (slots and size and value_size and kv_heads)
+            or heads % kv_heads
+            or (dense != 1 and size > 1)
+            or (value_dense != 1 and value_size > 1)
+        ):
+            raise unreadable(_NAME, _PACKED, query=query, keys=keys, values=values)
         decode = self._function(query, keys, values)
         if query.stride(2) != 1:
             query = query.contiguous()
         out = query.new_empty(tokens, heads, value_size)
-        key_page, key_slot, key_head, _ = keys.stride()
-        value_page, value_slot, value_head, _ = values.stride()
-        decode(
+        table, first, lengths, starts = rows
+        read, of_keys, of_values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
+        held = table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr()
+        if not (read and of_keys and of_values and all(held)):
+            if out.numel():
+                given = {"query": query, "keys": keys, "values": values, **rows._asdict()}
+                raise unreadable(_NAME, _MEMORY, **given)
+            return out
+        inside = decode(
             _PACK(
-                query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-                len(rows.lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
+                read, of_keys, of_values, out.data_ptr(),
+                len(lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
                 size**-0.5 if scaling is None else scaling,
                 query.stride(0), query.stride(1),
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
-                0, *_NO_MASK,
-                table.data_ptr(), rows.first.data_ptr(), rows.lengths.data_ptr(),
-                rows.starts.data_ptr(), table.stride(0), layer.page_size, layer.window or 0,
+                0, *_NO_MASK, *held, table.stride(0), page_size, layer.window or 0,
+                tokens, table.shape[1], pages,
             )
         )  # fmt: skip
+        if not inside:
+            raise ExecutionError(
+                f"{_NAME} cannot read what its page tables say: a page, a length or a start is not "
+                f"within {pages} pages of {page_size}, {table.shape[1]} a row, {tokens} tokens"
+            )
         return out
 
     def _rows_of(self, tables: PageTables) -> Rows:
-        """The rows of a step, made once for all layers that share its tables."""
-        if tables.step.max_query_length == 1:
-            step = tables.step
-            return Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
-        known, rows = self._rows.get(tables.window, (None, None))
-        if known is not tables or rows is None:
-            rows = unrolled(tables)
-            self._rows[tables.window] = (tables, rows)
-        return rows
+        """The rows of a step, whose tables are looked at once; several queries are unrolled."""
+        step = tables.step
+        rows = Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
+        seen = self._readable.get(tables.window)
+        if seen is None or any(map(operator.is_not, seen, rows)):
+            if not _are_tables(rows):
+                raise unreadable(_NAME, _TABLES, **rows._asdict())
+            self._readable[tables.window] = rows
+        if step.max_query_length == 1:
+            return rows
+        known = self._rows.get(tables.window)
+        if known is None or known[0] is not tables:
+            known = self._rows[tables.window] = (tables, unrolled(tables))
+        return known[1]
 
     def _function(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> Callable[[bytes], None]:
+    ) -> Callable[[bytes], bool]:
         dtype = query.dtype
-        if key.dtype is not dtype or value.dtype is not dtype:
-            raise ExecutionError(_mismatch(query, key, value))
+        decode = self._decode.get(dtype)
+        if not (
+            decode is not None
+            and key.dtype is dtype
+            and value.dtype is dtype
+            and query.is_cpu
+            and key.is_cpu
+            and value.is_cpu
+        ):
+            raise unreadable(_NAME, _ALIKE, query=query, key=key, value=value)
         if query.requires_grad:
             raise ExecutionError("cpu_decode computes no gradients; call it under torch.no_grad()")
-        return self._decode[dtype]
+        return decode
 
 
 def _readable(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
     """`mask` as `[batch, keys]` with dense rows; one row may stand for all."""
-    if mask.dtype is not torch.bool or mask.shape[1:] != (1, 1, keys):
-        raise ExecutionError(
-            f"cpu_decode takes a mask of bool [{batch}, 1, 1, {keys}], not {mask.dtype} "
-            f"{list(mask.shape)}; choose 'sdpa'"
-        )
+    if (
+        mask.dtype is not torch.bool
+        or mask.shape[1:] != (1, 1, keys)
+        or mask.shape[0] not in (1, batch)
+        or not mask.is_cpu
+    ):
+        takes = f"a mask of bool [{batch}, 1, 1, {keys}] on the CPU"
+        raise unreadable(_NAME, takes, mask=mask)
     rows = mask.expand(batch, 1, 1, keys)[:, 0, 0]
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    given = "; ".join(f"{t.dtype} {list(t.shape)}" for t in (query, key, value))
-    return f"cpu_decode cannot attend with query, key and value of {given}"
+def _are_tables(rows: Rows) -> bool:
+    table, count = rows.table, rows.lengths.numel()
+    if table.dim() != 2:
+        return False
+    shapes = ((count, table.shape[1]), (count,), (count,), (count + 1,))
+    return all(
+        tensor.dtype is torch.int32
+        and tensor.is_cpu
+        and tensor.shape == shape
+        and (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1))
+        for tensor, shape in zip(rows, shapes, strict=True)
+    )

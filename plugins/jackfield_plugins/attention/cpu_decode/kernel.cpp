@@ -36,6 +36,7 @@ struct Call {
     // is left out if they are several.
     const int32_t *table, *first, *lengths, *starts;
     int64_t table_row, page_size, window;
+    int64_t tokens, columns, pages;  // queries, columns of the table, pages of a pool
 };
 
 // The keys that a sequence sees, the token of its query, and the tasks before its own.
@@ -184,7 +185,9 @@ class Decode {
         : call(call), key_split(call.key_size), value_split(call.value_size),
           group(call.heads / call.kv_heads), room((group + 3) / 4 * 4) {}
 
-    void run() {
+    // Whether all rows lie within the memory that there is; if not, nothing was done.
+    bool run() {
+        if (call.table && !whole()) return false;
         static thread_local Memory lists, sums;
         int64_t heads = call.rows * call.kv_heads, seen = 0;
         size_t bytes = (call.rows + 1) * sizeof *rows + heads * sizeof *left;
@@ -205,9 +208,32 @@ class Decode {
         auto each = [](void* self) { static_cast<Decode*>(self)->work(); };
         if (threads > 1) GOMP_parallel(each, this, threads, 0);
         else each(this);
+        return true;
     }
 
    private:
+    // Tables are numbers that a cache wrote. Every token must belong to a row, and every row must
+    // read pages that there are.
+    bool whole() const {
+        for (int64_t i = 0; i < call.rows; i++)
+            if (!inside(i)) return false;
+        return call.starts[0] == 0 && call.starts[call.rows] == call.tokens;
+    }
+
+    bool inside(int64_t i) const {
+        const int64_t start = call.starts[i], first = call.first[i], end = call.lengths[i];
+        const int64_t after = call.starts[i + 1];
+        if (start < 0 || after <= start || after > call.tokens) return false;
+        if (after - start > 1) return true;  // left out
+        if (first < 0 || end <= first) return false;
+        const int64_t begin = call.window ? std::max(first, end - call.window) : first;
+        const int64_t last = (end - 1 - first) / call.page_size;
+        const int32_t* pages = call.table + i * call.table_row;
+        return last < call.columns &&
+               std::all_of(pages + (begin - first) / call.page_size, pages + last + 1,
+                           [&](int32_t page) { return page >= 0 && page < call.pages; });
+    }
+
     int64_t part_size() const { return room * (value_split.padded + 2); }
 
     // Which keys row i sees. Nobody's output is written where there is no query; a query that sees
@@ -362,13 +388,13 @@ class Decode {
 };
 
 template <class T>
-void decode(const Call* call) { Decode<T>(*call).run(); }
+bool decode(const Call* call) { return Decode<T>(*call).run(); }
 
 }  // namespace
 
 extern "C" {
-void decode_float32(const Call* call) { decode<float>(call); }
-void decode_float64(const Call* call) { decode<double>(call); }
-void decode_bfloat16(const Call* call) { decode<bfloat16>(call); }
-void decode_float16(const Call* call) { decode<float16>(call); }
+bool decode_float32(const Call* call) { return decode<float>(call); }
+bool decode_float64(const Call* call) { return decode<double>(call); }
+bool decode_bfloat16(const Call* call) { return decode<bfloat16>(call); }
+bool decode_float16(const Call* call) { return decode<float16>(call); }
 }

@@ -122,7 +122,7 @@ class GroupwiseLinear(nn.Module):
             )
         buffers = self._buffers  # attribute access through nn.Module costs more than the rest
         return self.product.linear(
-            input if input.is_contiguous() else input.contiguous(),
+            input,
             (buffers["qweight"], buffers["scales"]),  # type: ignore[arg-type]
             buffers["bias"],
             self._sizes,

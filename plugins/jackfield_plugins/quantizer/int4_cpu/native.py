@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
+from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel
+from jackfield_plugins.native.arguments import unreadable
 from jackfield_plugins.quantizer.int4_cpu import layout
-from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, Quantized
+from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, GROUP_SIZES, Quantized
 
 KERNEL = NativeKernel("int4-cpu", Path(__file__).parent, instead="the kernel 'torch'")
 _PACK = struct.Struct("@10q").pack  # `struct Call` in kernel.cpp
@@ -33,6 +35,7 @@ class NativeProduct:
 
     def __init__(self) -> None:
         self._linear: dict[int, Callable[[bytes], None]] = {}
+        self._bytes: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # by sizes
         library = KERNEL.library()
         for bits in BITS:
             function = library[f"linear_{bits}_bits"]
@@ -56,17 +59,87 @@ class NativeProduct:
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
     ) -> torch.Tensor:
-        """`[..., in_features]` of dense bfloat16 to `[..., out_features]`.
+        """`[..., in_features]` of bfloat16 to `[..., out_features]`.
 
-        `sizes` is (in_features, out_features, group_size, bits), which nothing in here checks.
+        `packed` is what `pack` made, `sizes` is (in_features, out_features, group_size, bits).
+        Raises ExecutionError where the kernel cannot read them.
         """
         in_features, out_features, group_size, bits = sizes
-        out = hidden.new_empty((*hidden.shape[:-1], out_features))
+        qweight, scales = packed
+        expected, shape = self._bytes.get(sizes) or self._bytes_of(sizes), hidden.shape
+        if not (
+            hidden.is_cpu
+            and hidden.dtype is torch.bfloat16
+            and shape
+            and shape[-1] == in_features
+            and qweight.is_cpu
+            and qweight.dtype is torch.uint8
+            and qweight.nbytes == expected[0]
+            and qweight.is_contiguous()
+            and scales.is_cpu
+            and scales.dtype is torch.bfloat16
+            and scales.nbytes == expected[1]
+            and scales.is_contiguous()
+            and (bias is None or _is_bias(bias, out_features))
+        ):
+            raise _unreadable(hidden, packed, bias, sizes)
+        if not hidden.is_contiguous():
+            hidden = hidden.contiguous()
+        out = hidden.new_empty((*shape[:-1], out_features))
+        read, weight, scale = hidden.data_ptr(), qweight.data_ptr(), scales.data_ptr()
+        if not (read and weight and scale):
+            if out.numel():
+                raise _unreadable(hidden, packed, bias, sizes)
+            return out
         self._linear[bits](
             _PACK(
-                hidden.data_ptr(), out.data_ptr(), packed[0].data_ptr(), packed[1].data_ptr(),
-                0 if bias is None else bias.data_ptr(),
+                read, out.data_ptr(), weight, scale, 0 if bias is None else bias.data_ptr(),
                 hidden.numel() // in_features, in_features, out_features, group_size, _threads(),
             )
         )  # fmt: skip
         return out
+
+    def _bytes_of(self, sizes: tuple[int, int, int, int]) -> tuple[int, int]:
+        """How large packed weights and scales are; sizes that the kernel has not are refused."""
+        in_features, out_features, group_size, bits = sizes
+        if not (
+            in_features > 0
+            and out_features > 0
+            and bits in BITS
+            and group_size in GROUP_SIZES
+            and in_features % group_size == 0
+        ):
+            raise ExecutionError(
+                f"int4-cpu has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
+                f"inputs; here {bits} bits, groups of {group_size}, {in_features} inputs and "
+                f"{out_features} outputs"
+            )
+        weights = -(-out_features // layout.UNIT) * layout.UNIT * in_features
+        self._bytes[sizes] = weights * bits // 8, weights // group_size * 2
+        return self._bytes[sizes]
+
+
+def _is_bias(bias: torch.Tensor, out_features: int) -> bool:
+    return (
+        bias.is_cpu
+        and bias.dtype is torch.bfloat16
+        and bias.nbytes == 2 * out_features
+        and bias.is_contiguous()
+        and bias.data_ptr() != 0
+    )
+
+
+def _unreadable(
+    hidden: torch.Tensor,
+    packed: Quantized,
+    bias: torch.Tensor | None,
+    sizes: tuple[int, int, int, int],
+) -> ExecutionError:
+    in_features, out_features, group_size, bits = sizes
+    takes = (
+        f"bfloat16 [..., {in_features}] on the CPU and, for it and {out_features} outputs, dense "
+        f"packed weights of {bits} bits in groups of {group_size} with bfloat16 scales and bias"
+    )
+    return unreadable(
+        "int4-cpu", takes, hidden=hidden, qweight=packed[0], scales=packed[1], bias=bias
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jackfield_plugins.native.arguments import unreadable
 from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized
 
 _SCHEMA = (
@@ -24,7 +25,7 @@ def _run(
 
     inner, outer, group, bits = sizes
     packed = Quantized(qweight, scales)
-    return product(kernel).linear(hidden.contiguous(), packed, bias, (inner, outer, group, bits))
+    return product(kernel).linear(hidden, packed, bias, (inner, outer, group, bits))
 
 
 def _shape(
@@ -35,7 +36,10 @@ def _shape(
     kernel: str,
     *sizes: int,
 ) -> torch.Tensor:
-    """An output for tracing, which needs its shape only."""
+    """An output for tracing, which needs its shape only; all must be where `hidden` is."""
+    given = {"qweight": qweight, "scales": scales, "bias": bias}
+    if any(tensor is not None and tensor.device != hidden.device for tensor in given.values()):
+        raise unreadable("int4-cpu", "tensors on one device", hidden=hidden, **given)
     return hidden.new_empty(*hidden.shape[:-1], sizes[1])
 
 

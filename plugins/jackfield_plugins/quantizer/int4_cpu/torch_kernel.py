@@ -58,9 +58,9 @@ class TorchProduct:
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
     ) -> torch.Tensor:
-        """`[..., in_features]` of dense bfloat16 to `[..., out_features]`."""
+        """`[..., in_features]` of bfloat16 to `[..., out_features]`."""
         in_features, out_features, group_size, _ = sizes
-        rows = hidden.view(-1, in_features)
+        rows = hidden.reshape(-1, in_features).contiguous()
         product = torch.ops.aten._weight_int4pack_mm_for_cpu
         out: torch.Tensor = product(rows, packed[0], group_size, packed[1])[:, :out_features]
         if bias is not None:
