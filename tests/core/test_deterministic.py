@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompts
+from fake_cuda import FakeCuda
+from families import build, config_of, prompts
 from torch.nn import functional
 
 import jackfield
@@ -151,3 +152,31 @@ def test_experts_are_computed_one_by_one(tmp_path: Path) -> None:
     assert plan.requirements.experts_implementation == "eager"
     model.save_pretrained(tmp_path)
     assert_same_bits(tmp_path, range(3, 47), 2, rounds=1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize(
+    "selections",
+    [
+        {},
+        {"attn_implementation": "eager"},
+        {"attn_implementation": "sdpa", "cache_implementation": "paged"},
+        {"attn_implementation": "triton?num_splits=1", "kernels": "triton-rms-norm"},
+    ],
+)
+def test_accelerators_keep_no_bits(device: str, selections: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=rf"not kept on {device}, where the sums .*device_map='cpu'"):
+        jackfield.estimate(
+            config_of("llama"), device_map=device, device_memory="80GB", deterministic=True,
+            **selections,
+        )  # fmt: skip
+
+
+def test_nor_do_layers_on_one_beside_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda().install(monkeypatch)
+    config, kept = config_of("llama"), {"device_map": "cpu"}
+    places = {"model.embed_tokens": "cpu", "": 0}
+    for where in ({}, {"device_map": 0}, {"device_map": "cuda:0"}, {"device_map": places}):
+        with pytest.raises(PlanError, match="not kept on cuda"):
+            jackfield.plan(config, deterministic=True, **where)
+    assert jackfield.plan(config, deterministic=True, **kept).requirements.batch_invariant

@@ -141,6 +141,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     Plugins that are missing from the choice are logged.
     """
     registry.warn()
+    if needs.varies:
+        raise PlanError(needs.varies)
     selections = selected(selections, registry)
     kernels = selections.pop("kernel", AUTO)
     default, first, others = split(selections.get("decoding", AUTO))

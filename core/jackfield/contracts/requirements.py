@@ -31,6 +31,9 @@ BYTES: Mapping[str, int] = MappingProxyType(
 )
 DTYPES = tuple(BYTES)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+#: Where it is shown that a sequence's bits can be kept from depending on the batch. Elsewhere the
+#: means, softmaxes and products inside of a model split their sums by the number of rows.
+INVARIANT_DEVICES = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,20 @@ class Requirements:
         """Where weights lie, if that is not one device."""
         places = (*self.execution_devices, *self.offloaded)
         return ", ".join(places) if len(places) > 1 else None
+
+    @property
+    def varies(self) -> str | None:
+        """Why bits would depend on the batch although `batch_invariant` is asked for."""
+        computing = (self.device, *self.execution_devices)
+        kinds = [d.partition(":")[0] for d in computing if d is not None]
+        if not self.batch_invariant or set(kinds) <= set(INVARIANT_DEVICES):
+            return None
+        where = next(kind for kind in kinds if kind not in INVARIANT_DEVICES)
+        return (
+            f"deterministic=True is not kept on {where}, where the sums in a model's norms and "
+            "products are split by the number of rows of the batch; load it with device_map='cpu',"
+            " or drop deterministic"
+        )
 
     @property
     def whole_prompt(self) -> str | None:

@@ -1,0 +1,72 @@
+"""GPUs that are not there: what torch.cuda would say of them, for plans, sizes and launches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+@dataclass
+class Gpu:
+    """What the driver and torch's allocator say of one GPU, in bytes.
+
+    `free` is the driver's; torch has `reserved` of the rest, and tensors have `allocated` of that.
+    """
+
+    free: int = 80 * 10**9
+    reserved: int = 0
+    allocated: int = 0
+    capability: tuple[int, int] = (9, 0)
+    total: int = 80 * 10**9
+
+
+@dataclass
+class FakeCuda:
+    """`gpus` in place of this machine's; `entered` are the devices that were made the current one.
+
+    The first one is the current device, and what is asked of "cuda" without a number.
+    """
+
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu()])
+    entered: list[int] = field(default_factory=list)
+    current: int = 0
+
+    def number(self, device: Any = None) -> int:
+        if isinstance(device, str | torch.device):
+            device = torch.device(device).index
+        return self.current if device is None else int(device)
+
+    def of(self, device: Any = None) -> Gpu:
+        return self.gpus[self.number(device)]
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, self.number(device)
+        self.entered.append(self.current)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
+        """Have torch.cuda answer for these GPUs; tensors on them cannot be made."""
+        said: dict[str, Any] = {
+            "is_available": lambda: bool(self.gpus),
+            "device_count": lambda: len(self.gpus),
+            "current_device": lambda: self.current,
+            "device": self.device,
+            "mem_get_info": lambda device=None: (self.of(device).free, self.of(device).total),
+            "memory_reserved": lambda device=None: self.of(device).reserved,
+            "memory_allocated": lambda device=None: self.of(device).allocated,
+            "get_device_capability": lambda device=None: self.of(device).capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
+        }
+        for name, answer in said.items():
+            patch.setattr(torch.cuda, name, answer)
+        return self
