@@ -36,7 +36,6 @@ class DynamicCache(TransformersCache):
         compiles=True,
         forks=True,
     )
-    offloading = False
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
@@ -47,7 +46,7 @@ class DynamicCache(TransformersCache):
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         from transformers import DynamicCache
 
-        return DynamicCache(config=context.config, offloading=self.offloading)
+        return DynamicCache(config=context.config)
 
 
 @hookimpl

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import Cache, CacheCapabilities, Requirements
+from jackfield.contracts import BindContext, Cache, CacheCapabilities, Requirements
 from jackfield_plugins.cache.dynamic import DynamicCache
+from jackfield_plugins.devices import on
+
+if TYPE_CHECKING:
+    import transformers
 
 #: Without linear layers, whose state transformers leaves on the device, and without rollback,
 #: which nothing has shown to be right while layers are under way.
@@ -31,10 +35,15 @@ class OffloadedCache(DynamicCache):
     name = "offloaded"
     auto_rank = None  # only by name
     capabilities = CacheCapabilities(layout="padded", layer_types=LAYER_TYPES)
-    offloading = True
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         return super().refuse(requirements, options) + no_second_device(requirements)
+
+    def make(self, context: BindContext, length: int | None) -> transformers.Cache:
+        from jackfield_plugins.cache.offloading import OffloadedDynamicCache
+
+        with on(context.device):  # its stream belongs to the current one
+            return OffloadedDynamicCache(config=context.config, offloading=True)
 
 
 @hookimpl

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import Cache, CacheCapabilities, Requirements
+from jackfield.contracts import BindContext, Cache, CacheCapabilities, Requirements
 from jackfield.contracts.cache import not_fixed
 from jackfield_plugins.cache.offloaded import LAYER_TYPES, no_second_device
 from jackfield_plugins.cache.static import StaticCache
+from jackfield_plugins.devices import on
+
+if TYPE_CHECKING:
+    import transformers
 
 
 class OffloadedStaticCache(StaticCache):
@@ -16,7 +20,6 @@ class OffloadedStaticCache(StaticCache):
 
     name = "offloaded_static"
     capabilities = CacheCapabilities(layout="padded", layer_types=LAYER_TYPES)
-    offloading = True
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         return [
@@ -24,6 +27,17 @@ class OffloadedStaticCache(StaticCache):
             *not_fixed(requirements),
             *no_second_device(requirements),
         ]
+
+    def make(self, context: BindContext, length: int | None) -> transformers.Cache:
+        from jackfield_plugins.cache.offloading import OffloadedStaticCache
+
+        with on(context.device):  # its stream belongs to the current one
+            return OffloadedStaticCache(
+                config=context.config,
+                max_cache_len=self.columns(context.options, length),
+                offloading=True,
+                offload_only_non_sliding=False,
+            )
 
 
 @hookimpl

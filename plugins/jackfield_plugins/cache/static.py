@@ -46,7 +46,6 @@ class StaticCache(TransformersCache):
         static_shapes=True,
         compiles=True,
     )
-    offloading = False
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
@@ -72,17 +71,18 @@ class StaticCache(TransformersCache):
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         from transformers import StaticCache
 
-        columns = context.options.max_cache_len or length
+        return StaticCache(
+            config=context.config, max_cache_len=self.columns(context.options, length)
+        )
+
+    def columns(self, options: Any, length: int | None) -> int:
+        """How many there are to be. Raises UsageError where nobody knows."""
+        columns: int | None = options.max_cache_len or length
         if columns is None:
             raise UsageError(
                 f"nobody knows how long this batch becomes; write '{self.name}?max_cache_len=…'"
             )
-        return StaticCache(
-            config=context.config,
-            max_cache_len=columns,
-            offloading=self.offloading,
-            offload_only_non_sliding=False,
-        )
+        return columns
 
 
 @hookimpl
