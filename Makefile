@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/runtime.stamp
 DEV := $(VENV)/dev.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest bench lint docs clean
+.PHONY: help demo test test-all test-oldest bench gpu gpu-page lint docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,16 @@ test-oldest: $(OLDEST)/test.stamp ## run the tests on the oldest supported libra
 
 bench: $(DEV) ## run the benchmarks
 	$(VENV)/bin/pytest -q --benchmark-only tests/benchmarks
+
+# Nothing is installed for it: a machine with a GPU may have no network. Its own Python has torch with CUDA.
+GPU_OUT ?= build/gpu
+GPUCHECK = PYTHONPATH=tests/gpu $(PYTHON) -m gpucheck
+
+gpu: ## run all that waits for a GPU, in ten minutes; without one, list it
+	$(GPUCHECK) --out $(GPU_OUT)
+
+gpu-page: ## write docs/gpu.md from what `make gpu` found
+	$(GPUCHECK) --page $(GPU_OUT)/gpu.json
 
 lint: $(DEV) ## check style and types
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,61 @@
+"""Many sequences of an 8-billion-parameter model, against `generate` and `generate_batch`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from gpucheck.bench import Bench
+from gpucheck.decode_one import FLASH, GRAPHS, TRITON
+from gpucheck.judging import Tokens
+from gpucheck.results import SkippedError
+from gpucheck.speed import Race, Run, race_engine, race_rival
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "paged, triton, cuda_graph": {**TRITON, **GRAPHS},
+    "paged, triton": TRITON,
+    "paged, flash 2": FLASH,
+}
+
+
+def run(bench: Bench) -> None:
+    race = Race.of(bench, bench.sizes.batch, bench.sizes.batch_prompt)
+    expected = race.generate(bench.sizes.decode_tokens)
+    for label, arguments in ENGINES.items():
+        race_engine(race, label, arguments, expected, {})
+    with contextlib.ExitStack() as stack:
+        with bench.results.check("generate_batch: start"):
+            batch = stack.enter_context(batching(race))
+        race_rival(race, "generate_batch", batch, expected)
+
+
+@contextlib.contextmanager
+def batching(race: Race) -> Iterator[Run]:
+    """transformers' continuous batching, its manager and graphs made once."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = race.twin
+    if not hasattr(model, "continuous_batching_context_manager"):
+        raise SkippedError("this transformers has no manager of continuous batching")
+    most = race.bench.sizes.decode_tokens + 1
+    settings = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1)
+    config = ContinuousBatchingConfig(max_batch_tokens=4096, num_blocks=512)
+    before = model.config._attn_implementation
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=config
+    ) as manager:
+
+        def generate_batch(count: int) -> Tokens:
+            ids = [manager.add_request(p, max_new_tokens=count) for p in race.prompts]
+            done: dict[str, list[int]] = {}
+            while len(done) < len(ids):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("the manager of continuous batching has ended")
+                if result is not None and result.is_finished():
+                    done[result.request_id] = result.generated_tokens
+            return [done[i] for i in ids]
+
+        yield generate_batch
+    model.set_attn_implementation(before)
