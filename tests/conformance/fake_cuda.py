@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
+
+if TYPE_CHECKING:
+    import pytest
 
 
 @dataclass

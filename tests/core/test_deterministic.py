@@ -165,7 +165,7 @@ def test_experts_are_computed_one_by_one(tmp_path: Path) -> None:
     ],
 )
 def test_accelerators_keep_no_bits(device: str, selections: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=rf"not kept on {device}, where the sums .*device_map='cpu'"):
+    with pytest.raises(PlanError, match=rf"not kept on {device}, where .*device_map='cpu'"):
         jackfield.estimate(
             config_of("llama"), device_map=device, device_memory="80GB", deterministic=True,
             **selections,
