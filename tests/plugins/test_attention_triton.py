@@ -28,14 +28,14 @@ from jackfield.errors import OptionError, PlanError
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
 
 from jackfield_plugins.attention.paged_triton import TritonAttention
-from jackfield_plugins.attention.paged_triton.launch import (
+from jackfield_plugins.attention.paged_triton.launch import paged_attention
+from jackfield_plugins.attention.paged_triton.tiles import (
     MAX_SPLITS,
     Tile,
     choose_splits,
     decode_limit,
-    interpreted,
-    paged_attention,
 )
+from jackfield_plugins.attention.paged_triton.variants import interpreted
 
 NATIVE = not interpreted()
 DEVICE = "cuda" if NATIVE else "cpu"
@@ -114,7 +114,7 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, 
 @pytest.mark.parametrize("group", [1, 3, 4, 16, 71])
 def test_drafts_to_verify_are_decode_and_longer_feeds_are_prefill(group: int) -> None:
     """Around the length at which rows pass from one kernel to the other, in one step."""
-    limit = decode_limit(group)
+    limit = decode_limit(group, 16, EXACT.itemsize)
     sizes = [(n, n + 30) for n in (limit + 1, limit, max(1, limit - 1), 1)]
     layer = layer_of(
         step_of(sizes, DEVICE), kv_heads=1, head_dim=16, page_size=4, window=9, dtype=EXACT,
@@ -159,8 +159,8 @@ def test_pages_before_the_window_are_not_read() -> None:
 
 def test_splits_occupy_the_processors_but_stay_worth_their_sum() -> None:
     assert choose_splits(programs=512, longest=10**6, keys_per_tile=64, processors=132) == 1
-    assert choose_splits(programs=8, longest=10**6, keys_per_tile=64, processors=132) == 33
-    assert choose_splits(programs=8, longest=1000, keys_per_tile=64, processors=132) == 7
+    assert choose_splits(programs=8, longest=10**6, keys_per_tile=64, processors=132) == 32
+    assert choose_splits(programs=8, longest=1000, keys_per_tile=64, processors=132) == 4
     assert choose_splits(programs=8, longest=100, keys_per_tile=64, processors=132) == 1
     assert choose_splits(programs=1, longest=10**6, keys_per_tile=64, processors=132) == MAX_SPLITS
 
@@ -256,30 +256,57 @@ def test_options_are_checked() -> None:
         jackfield.plan(config_of("llama"), attn_implementation="triton?num_splits=0")
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "head_dims"),
-    [
-        ("bf16", "128"),
-        pytest.param("bf16,fp16,fp32", "16,64,80,256,512", marks=pytest.mark.long),
-    ],
-)
-def test_kernels_compile_for_gpus_that_are_not_here(
-    dtypes: str, head_dims: str, tmp_path: Path
-) -> None:
-    """To machine code for Ampere and Hopper: with matrix units, and in the memory there is."""
-    program = Path(__file__).with_name("compile_triton.py")
-    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+def natively(program: str, *arguments: str, cache: Path) -> str:
+    """What a program beside this file prints in a process where Triton does not interpret."""
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environ.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, program, "80,90", dtypes, head_dims],
+        [sys.executable, Path(__file__).with_name(program), *arguments],
         env=environ, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for found in map(json.loads, done.stdout.splitlines()):
-        assert found["shared"] <= 100 * 1024, found
-        assert found["spilled"] <= 32, found
-        if found["kernel"] != "sum_splits" and found["dtype"] != "fp32":
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "head_dims", "groups"),
+    [
+        ("bf16", "128", "4"),
+        pytest.param("fp16", "16,80,256", "3", marks=pytest.mark.long),
+        pytest.param("bf16,fp32", "64,128,256,512", "1,16,71", marks=pytest.mark.long),
+    ],
+)
+def test_kernels_compile_for_gpus_that_are_not_here(
+    dtypes: str, head_dims: str, groups: str, tmp_path: Path
+) -> None:
+    """To machine code for Ampere, Hopper and Blackwell: with matrix units, in the memory there is.
+
+    99 KiB is what a program may have on the smallest GPU from 8.0 on (8.6, 8.9 and 12.0).
+    """
+    printed = natively("compile_triton.py", "80,90,100", dtypes, head_dims, groups, cache=tmp_path)
+    every = [json.loads(line) for line in printed.splitlines()]
+    assert {found["capability"] for found in every} == {80, 90, 100}
+    for found in every:
+        assert found["shared"] <= 99 * 1024, found
+        assert found["spilled"] == 0, found
+        assert found["registers"] <= 255, found
+        assert found["vectors"], found
+        if found["kernel"] != "sum_splits" and found["dtype"] != "torch.float32":
             assert found["matrix_unit"], found
+
+
+def test_nothing_is_compiled_after_loading(tmp_path: Path) -> None:
+    """While one sequence decodes to 4,096 tokens, and in batches of 1 to 64 with odd chunks.
+
+    The driver also fails a launch with what its kernel was not compiled for. A model with two
+    kinds of layers needs prefill and decode of one or more queries for each, and one sum.
+    """
+    found = json.loads(natively("count_triton.py", cache=tmp_path))
+    assert found["at_load"] == {"paged_prefill": 2, "paged_decode": 4, "sum_splits": 1}
+    assert found["in_all"] == found["at_load"]
+    assert set(found["loose"]) == set(found["at_load"])
+    assert not any(found["loose"].values()), "these are told apart by values that change"
+    assert len(found["splits"]) > 1
 
 
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:

@@ -83,6 +83,7 @@ class AttentionPort:
         else:
             stranger = True
         self.source = bound.source
+        self._warm(bound, pages)
         forward = self._padded(bound) if pages is None else self._packed(bound, pages)
         if stranger:
             forward = self._declared(forward)
@@ -97,6 +98,11 @@ class AttentionPort:
         # name without a mask function, and does not look for packed sequences in the positions.
         if pages is None:
             AttentionMaskInterface.register(self.key, mask)
+
+    def _warm(self, bound: BoundAttention, pages: PackedKVCache | None) -> None:
+        if bound.warm is not None and pages is not None and pages.page_size is not None:
+            with guarded(self.registered, "warm"):
+                bound.warm(pages.page_size)
 
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.

@@ -89,6 +89,9 @@ class BoundAttention:
     `[tokens, heads, head_dim]`, `layer` a `PackedLayer` that holds this step's keys and values
     already, kwargs as above. Window and causality are in `layer`.
 
+    `warm(page_size)` compiles what `packed` will need for pages of so many tokens, so that no
+    request has to wait for it. It is called once, before the first step.
+
     `source` says whose kernel it is, where a backend can run on several; it goes into reports.
     """
 
@@ -96,6 +99,7 @@ class BoundAttention:
     mask: Callable[..., Any]
     packed: Callable[..., Any] | None = None
     source: str | None = None
+    warm: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

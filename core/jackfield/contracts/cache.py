@@ -225,9 +225,13 @@ class KVCache(ABC):
 
 
 class PackedKVCache(KVCache):
-    """A cache of the packed layout: it stores keys and values itself, for the attention to read."""
+    """A cache of the packed layout: it stores keys and values itself, for the attention to read.
+
+    `page_size` is in tokens; None: not known before the first step.
+    """
 
     joins: ClassVar[bool] = True
+    page_size: int | None = None
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

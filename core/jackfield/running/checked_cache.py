@@ -194,6 +194,7 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
     def __init__(self, inner: PackedKVCache, who: object) -> None:
         super().__init__(inner, who)
         self._pages = inner
+        self.page_size = inner.page_size
         self._step: Step | None = None
         self._seen: dict[int, Any] = {}  # tables that were looked at in this step
         self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit

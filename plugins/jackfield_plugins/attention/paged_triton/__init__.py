@@ -64,9 +64,12 @@ class TritonAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        from jackfield_plugins.attention.paged_triton.launch import kernels_in_use, paged_attention
+        from functools import partial
 
-        num_splits = context.options.num_splits
+        from jackfield_plugins.attention.paged_triton.launch import PagedAttention, kernels_in_use
+        from jackfield_plugins.attention.paged_triton.warming import compile_ahead
+
+        attend = PagedAttention(context.options.num_splits)
 
         def packed(
             module: torch.nn.Module,
@@ -77,16 +80,16 @@ class TritonAttention(Attention):
             s_aux: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            return paged_attention(
+            return attend(
                 query,
                 layer,
                 scaling=query.shape[2] ** -0.5 if scaling is None else scaling,
                 softcap=softcap,
                 sinks=s_aux,
-                num_splits=num_splits,
             )
 
-        return BoundAttention(_not_padded, _not_padded, packed, source=kernels_in_use())
+        warm = partial(compile_ahead, attend, context)
+        return BoundAttention(_not_padded, _not_padded, packed, kernels_in_use(), warm)
 
 
 def _refuse_natively(requirements: Requirements) -> list[str]:

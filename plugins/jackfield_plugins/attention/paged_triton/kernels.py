@@ -13,9 +13,10 @@ of float32 are "ieee": TF32 has ten bits of mantissa. Probabilities are rounded 
 dtype before their product, as in every flash attention. A row that has seen no key yet has the
 maximum -inf; it is replaced by 0 where it is subtracted, as -inf - -inf is not a number.
 
-Rows of a tile are (query, query head) pairs: all query heads of one key/value head lie in one tile,
-so that its keys and values are read once for the group. Row r is query r // GROUP and head
-r % GROUP of the group. Offsets into the pools are 64 bits wide: a pool may exceed 2³¹ elements.
+Rows of a tile are (query, query head) pairs: the query heads of one key/value head lie in one tile,
+so that its keys and values are read once for the group; `CHUNK` of them in each of several tiles
+where a group is too large. Row r is query r // CHUNK and head r % CHUNK of the chunk. `query` and
+`out` are contiguous. Offsets into the pools are 64 bits wide: a pool may exceed 2³¹ elements.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+#: Numbers and small tensors that differ from step to step. Triton would compile a kernel anew for a
+#: number that is 1 or a multiple of 16, and for an address that is one.
+_NUMBERS = ["table_row", "short", "queries", "num_splits"]
+_SMALL = ["sinks", "lse", "block_table", "first", "seq_lens", "cu_seqlens_q"]
+
 
 @triton.jit
-def _scores(q, k, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr):
-    """Scores times log2(e). `SOFTCAP` 0 is none."""
+def _scores(q, k, scale, softcap, USE_SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr):
+    """Scores times log2(e)."""
     s = tl.dot(q, k, input_precision="ieee", out_dtype=COMPUTE)
-    if SOFTCAP > 0.0:
+    if USE_SOFTCAP:
         # tanh without overflow: with e = exp(-2|x|), tanh|x| = (1 - e) / (1 + e).
-        x = s * (SCALE / SOFTCAP)
+        x = s * (scale / softcap)
         e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         squashed = (1.0 - e) / (1.0 + e)
-        s = tl.where(x < 0, -squashed, squashed) * (SOFTCAP * LOG2E)
+        s = tl.where(x < 0, -squashed, squashed) * (softcap * LOG2E)
     else:
-        s = s * (SCALE * LOG2E)
+        s = s * (scale * LOG2E)
     return s
 
 
@@ -63,11 +69,11 @@ def _start(
 
 @triton.jit
 def _attend(
-    q, positions, low, high, first, table, keys, values, highest, total, acc,
-    key_page, key_slot, value_page, value_slot,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
+    q, positions, low, high, first, table, keys, values, highest, total, acc, scale, softcap,
+    KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, VALUE_PAGE: tl.constexpr,
+    VALUE_SLOT: tl.constexpr, USE_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys at positions low … high - 1 of one sequence into maximum, sum and output.
 
@@ -81,14 +87,14 @@ def _attend(
         inside = at < high
         slot = at - first
         page = tl.load(table + slot // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        k_row = page * key_page + (slot % PAGE_SIZE) * key_slot
-        v_row = page * value_page + (slot % PAGE_SIZE) * value_slot
+        k_row = page * KEY_PAGE + (slot % PAGE_SIZE) * KEY_SLOT
+        v_row = page * VALUE_PAGE + (slot % PAGE_SIZE) * VALUE_SLOT
         k = tl.load(
             keys + k_row[None, :] + d[:, None],
             mask=inside[None, :] & (d[:, None] < HEAD_DIM),
             other=0.0,
         )
-        s = _scores(q, k.to(DOT), SCALE, SOFTCAP, highest.dtype)
+        s = _scores(q, k.to(DOT), scale, softcap, USE_SOFTCAP, highest.dtype)
         seen = inside[None, :] & (at[None, :] <= positions[:, None])
         if WINDOW > 0:
             seen = seen & (at[None, :] > positions[:, None] - WINDOW)
@@ -112,38 +118,41 @@ def _attend(
     return highest, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def paged_prefill(
     query, keys, values, sinks, out, block_table, first, seq_lens, cu_seqlens_q,
-    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head,
-    out_token, table_row, short,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, USE_SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    scale, softcap, table_row, short,
+    KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, KEY_HEAD: tl.constexpr,
+    VALUE_PAGE: tl.constexpr, VALUE_SLOT: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, USE_SOFTCAP: tl.constexpr, USE_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of one sequence and one key/value head, over its pages.
+    """One tile of the queries of one sequence and one chunk of heads, over its pages.
 
-    Grid (tiles of the longest, kv heads, sequences). Sequences of `short` queries or fewer are
-    left to `paged_decode`.
+    Grid (tiles of the longest, kv heads × chunks, sequences). Sequences of `short` queries or fewer
+    are left to `paged_decode`.
     """
-    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    QUERIES: tl.constexpr = BLOCK_M // CHUNK
+    CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
     # The last tiles see most keys: they go first, so that the short ones fill what is left.
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // CHUNKS
     sequence = tl.program_id(2)
     start = tl.load(cu_seqlens_q + sequence)
     length = tl.load(cu_seqlens_q + sequence + 1) - start
     if (length <= short) | (begin >= length):
         return
     rows = tl.arange(0, BLOCK_M)
-    offset = begin + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    valid = (rows < QUERIES * GROUP) & (offset < length)
+    offset = begin + rows // CHUNK
+    member = tl.program_id(1) % CHUNKS * CHUNK + rows % CHUNK
+    heads = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+    valid = (rows < QUERIES * CHUNK) & (offset < length) & (member < GROUP)
     d = tl.arange(0, BLOCK_D)
     q = tl.load(
-        query + (start + offset).to(tl.int64)[:, None] * query_token
-        + heads[:, None] * query_head + d[None, :],
+        query + (start + offset).to(tl.int64)[:, None] * (KV_HEADS * GROUP * HEAD_DIM)
+        + heads[:, None] * HEAD_DIM + d[None, :],
         mask=valid[:, None] & (d[None, :] < HEAD_DIM),
         other=0.0,
     )  # fmt: skip
@@ -158,38 +167,39 @@ def paged_prefill(
     highest, total, acc = _attend(
         q.to(DOT), earlier + offset, low, high, oldest,
         block_table + sequence.to(tl.int64) * table_row,
-        keys + kv_head * key_head, values + kv_head * value_head, highest, total, acc,
-        key_page, key_slot, value_page, value_slot,
-        SCALE, SOFTCAP, WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+        keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
+        scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,
+        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
     )  # fmt: skip
     v = tl.arange(0, BLOCK_V)
     tl.store(
-        out + (start + offset).to(tl.int64)[:, None] * out_token
+        out + (start + offset).to(tl.int64)[:, None] * (KV_HEADS * GROUP * VALUE_DIM)
         + heads[:, None] * VALUE_DIM + v[None, :],
         (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty),
         mask=valid[:, None] & (v[None, :] < VALUE_DIM),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def paged_decode(
     query, keys, values, sinks, out, parts, lse, block_table, first, seq_lens, cu_seqlens_q,
-    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head,
-    out_token, table_row,
-    QUERIES: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, USE_SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    scale, softcap, table_row,
+    KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, KEY_HEAD: tl.constexpr,
+    VALUE_PAGE: tl.constexpr, VALUE_SLOT: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, USE_SOFTCAP: tl.constexpr, USE_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
-    SPLIT: tl.constexpr,
+    QUERIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Up to `QUERIES` queries of one sequence and one key/value head, over one split of its keys.
+    """Up to `QUERIES` queries of one sequence and one chunk of heads, over one split of its keys.
 
-    Grid (kv heads, sequences, splits). Longer sequences are left to `paged_prefill`. Without
-    `SPLIT` the result goes to `out`; with it the part of split i goes to `parts`
+    Grid (kv heads × chunks, sequences, splits). Longer sequences are left to `paged_prefill`. With
+    one split the result goes to `out`; with more the part of split i goes to `parts`
     `[splits, sequences, QUERIES, heads, VALUE_DIM]`, and the base-2 log-sum-exp of its scores to
     `lse` `[splits, sequences, QUERIES, heads]`, -inf where it saw no key (its part is not written).
     """
-    kv_head = tl.program_id(0)
+    CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
+    kv_head = tl.program_id(0) // CHUNKS
     sequence = tl.program_id(1)
     split = tl.program_id(2)
     start = tl.load(cu_seqlens_q + sequence)
@@ -197,13 +207,14 @@ def paged_decode(
     if length > QUERIES:
         return
     rows = tl.arange(0, BLOCK_M)
-    offset = rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    valid = offset < length
+    offset = rows // CHUNK
+    member = tl.program_id(0) % CHUNKS * CHUNK + rows % CHUNK
+    heads = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+    valid = (offset < length) & (member < GROUP)
     d = tl.arange(0, BLOCK_D)
     q = tl.load(
-        query + (start + offset).to(tl.int64)[:, None] * query_token
-        + heads[:, None] * query_head + d[None, :],
+        query + (start + offset).to(tl.int64)[:, None] * (KV_HEADS * GROUP * HEAD_DIM)
+        + heads[:, None] * HEAD_DIM + d[None, :],
         mask=valid[:, None] & (d[None, :] < HEAD_DIM),
         other=0.0,
     )  # fmt: skip
@@ -212,27 +223,26 @@ def paged_decode(
     low = oldest
     if WINDOW > 0:
         low = tl.maximum(low, end - length - WINDOW + 1)
-    high = end
-    if SPLIT:
-        tiles = tl.cdiv(tl.cdiv(end - low, BLOCK_N), tl.num_programs(2))
-        low = low + split * tiles * BLOCK_N
-        high = tl.minimum(end, low + tiles * BLOCK_N)
+    splits = tl.num_programs(2)
+    tiles = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits)
+    low = low + split * tiles * BLOCK_N
+    high = tl.minimum(end, low + tiles * BLOCK_N)
     highest, total, acc = _start(sinks, heads, split, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
     highest, total, acc = _attend(
         q.to(DOT), end - length + offset, low, high, oldest,
         block_table + sequence.to(tl.int64) * table_row,
-        keys + kv_head * key_head, values + kv_head * value_head, highest, total, acc,
-        key_page, key_slot, value_page, value_slot,
-        SCALE, SOFTCAP, WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
+        keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
+        scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,
+        HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, DOT,
     )  # fmt: skip
     v = tl.arange(0, BLOCK_V)
     inside = valid[:, None] & (v[None, :] < VALUE_DIM)
     # A row that saw no key of this split has the maximum -inf and so that log-sum-exp.
     divisor = tl.where(total == 0.0, 1.0, total)
     found = acc / divisor[:, None]
-    if SPLIT:
+    if splits > 1:
         part = (split * tl.num_programs(1) + sequence).to(tl.int64) * QUERIES + offset
-        part = part * (tl.num_programs(0) * GROUP) + heads
+        part = part * (KV_HEADS * GROUP) + heads
         tl.store(lse + part, highest + tl.log2(divisor), valid)
         tl.store(
             parts + part[:, None] * VALUE_DIM + v[None, :],
@@ -241,35 +251,36 @@ def paged_decode(
         )
     else:
         tl.store(
-            out + (start + offset).to(tl.int64)[:, None] * out_token
+            out + (start + offset).to(tl.int64)[:, None] * (KV_HEADS * GROUP * VALUE_DIM)
             + heads[:, None] * VALUE_DIM + v[None, :],
             found.to(out.dtype.element_ty),
             mask=inside,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def sum_splits(
-    parts, lse, out, cu_seqlens_q, out_token, num_splits,
-    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    parts, lse, out, cu_seqlens_q, queries, num_splits,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query and one head, weighed by the share of the sum that each has.
 
-    Grid (heads, sequences × QUERIES).
+    Grid (heads, sequences × queries, blocks of the output). `parts` and `lse` as `paged_decode` has
+    written them, with `queries` for its `QUERIES`.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
-    sequence = row // QUERIES
-    offset = row % QUERIES
+    sequence = row // queries
+    offset = row % queries
     start = tl.load(cu_seqlens_q + sequence)
     length = tl.load(cu_seqlens_q + sequence + 1) - start
-    if (length > QUERIES) | (offset >= length):
+    if (length > queries) | (offset >= length):
         return
-    split = tl.arange(0, BLOCK_S).to(tl.int64)
+    split = tl.arange(0, MAX_SPLITS).to(tl.int64)
     part = (split * tl.num_programs(1) + row) * tl.num_programs(0) + head
     mine = tl.load(lse + part, mask=split < num_splits, other=float("-inf"))
     share = tl.exp2(mine - tl.max(mine, 0))
-    v = tl.arange(0, BLOCK_V)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(
         parts + part[:, None] * VALUE_DIM + v[None, :],
         mask=(mine > float("-inf"))[:, None] & (v[None, :] < VALUE_DIM),
@@ -277,7 +288,7 @@ def sum_splits(
     )
     found = tl.sum(x * share[:, None], 0) / tl.sum(share, 0)
     tl.store(
-        out + (start + offset).to(tl.int64) * out_token + head * VALUE_DIM + v,
+        out + ((start + offset).to(tl.int64) * tl.num_programs(0) + head) * VALUE_DIM + v,
         found.to(out.dtype.element_ty),
         mask=v < VALUE_DIM,
     )

@@ -1,75 +1,170 @@
-"""From a `PackedLayer` to kernel launches: tile sizes, splits, and which rows are decode."""
+"""From a `PackedLayer` to kernel launches.
+
+What the layers of a step have in common (addresses of tables, grids, splits) is worked out once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
-from jackfield.contracts import PackedLayer, Span
-from jackfield_plugins.attention.paged_triton.kernels import (
-    paged_decode,
-    paged_prefill,
-    sum_splits,
+from jackfield.contracts import PackedLayer, PageTables, Span
+from jackfield_plugins.attention.paged_triton.kernels import paged_decode, paged_prefill
+from jackfield_plugins.attention.paged_triton.tiles import Tile, choose_splits
+from jackfield_plugins.attention.paged_triton.variants import (
+    ALIGNMENT,
+    Shape,
+    Variants,
+    interpreted,
 )
 
-#: Sequences with up to this many queries (drafts to verify) are decode, if their rows fit a tile.
-MAX_DECODE_QUERIES = 8
-MAX_DECODE_ROWS = 64
-MAX_SPLITS = 64
+#: How many steps' grids are kept: one for each kind of layer of a model, and some to spare.
+_KEPT = 8
 
-#: Programs per multiprocessor that decode aims at: enough loads in flight to fill the memory bus.
-PROGRAMS_PER_PROCESSOR = 2
+Grid = tuple[int, int, int]
 
 
-class Tile(NamedTuple):
-    """Rows (queries × heads of a group) and keys that one program holds at a time."""
+class Prepared(NamedTuple):
+    """What the layers of one shape share in one step.
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-#: By bytes of an element, the tile for heads up to a size: such that on compute capabilities 8.0
-#: and 9.0 hardly a register is spilled and shared memory stays below 100 KiB (a test compiles
-#: them). Float32 has no matrix unit that keeps its precision, so its tiles are smaller.
-PREFILL_TILES = {
-    2: {128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 4, 1)},
-    4: {64: Tile(64, 32, 8, 2), 128: Tile(64, 16, 8, 2), 512: Tile(16, 16, 4, 1)},
-    8: {512: Tile(16, 16, 4, 1)},
-}
-DECODE_TILES = {
-    2: {128: Tile(16, 64, 4, 3), 256: Tile(16, 32, 4, 3), 512: Tile(16, 16, 4, 1)},
-    4: {64: Tile(16, 64, 4, 3), 512: Tile(16, 16, 4, 1)},
-    8: {512: Tile(16, 16, 4, 1)},
-}
-
-
-def tile_for(tiles: Mapping[int, Mapping[int, Tile]], head_dim: int, itemsize: int) -> Tile:
-    """The tile of the smallest class that heads of this size fit in."""
-    return next(tile for size, tile in tiles[itemsize].items() if head_dim <= size)
-
-
-def decode_limit(group: int) -> int:
-    """The most queries of a sequence that count as decode; a power of two."""
-    fit = max(1, MAX_DECODE_ROWS // group)
-    return min(MAX_DECODE_QUERIES, 1 << (fit.bit_length() - 1))
-
-
-def choose_splits(programs: int, longest: int, keys_per_tile: int, processors: int) -> int:
-    """How many programs share the keys of a sequence: enough to occupy every multiprocessor.
-
-    `programs` there are without splits, `longest` is the most keys that a sequence sees. A split
-    has at least two tiles, so that the sum over splits stays the smaller part of the work.
+    `small` is the block table, first, seq_lens and cu_seqlens_q, each as kernels take it. A grid is
+    None where its kernel has nothing to do.
     """
-    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
-    return max(1, min(wanted, longest // (2 * keys_per_tile), MAX_SPLITS))
+
+    tables: PageTables
+    variants: Variants
+    small: tuple[Any, ...]
+    table_row: int
+    short: int  # queries that `decode` takes; 0: none
+    prefill: Grid | None
+    decode: Grid | None
+    sum: Grid | None
+
+
+class PagedAttention:
+    """Causal attention to pages, for the layers of one model.
+
+    `num_splits` None: chosen for each step. `tile` is for tests. Holds no keys and no values.
+    """
+
+    def __init__(self, num_splits: int | None = None, tile: Tile | None = None) -> None:
+        self._num_splits = num_splits
+        self._tile = tile
+        self._variants: dict[tuple[torch.device, Shape], Variants] = {}
+        self._steps: dict[tuple[int, tuple[Any, ...]], Prepared] = {}
+        self._as_argument: Callable[[torch.Tensor], Any] = (
+            _itself if interpreted() else torch.Tensor.data_ptr
+        )
+
+    def compile(self, shape: Shape, device: torch.device) -> Variants:
+        """The kernels for layers of this shape; compiled on the first call."""
+        found = self._variants.get((device, shape))
+        if found is None:
+            with _on(device):
+                found = Variants(shape, self._tile)
+            self._variants[device, shape] = found
+        return found
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer: PackedLayer,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of `query` `[tokens, heads, head_dim]` to the pages of `layer`.
+
+        Returns `[tokens, heads, value_dim]`, contiguous. `sinks` is `[heads]`.
+        """
+        query = query.contiguous()
+        if query.data_ptr() % ALIGNMENT:
+            query = query.clone()
+        step = self._prepared(query, layer, softcap is not None, sinks)
+        keys, values = layer.keys, layer.values
+        out = query.new_empty(*query.shape[:2], values.shape[3])
+        at = self._as_argument
+        first = (at(query), at(keys), at(values), at(query if sinks is None else sinks), at(out))
+        numbers = (*step.small, float(scaling), float(softcap or 1.0), step.table_row)
+        if query.device.type != "cuda" or query.device.index == torch.cuda.current_device():
+            self._launch(step, first, numbers, out)
+        else:  # Triton launches on the current device
+            with torch.cuda.device(query.device):
+                self._launch(step, first, numbers, out)
+        return out
+
+    def _launch(
+        self, step: Prepared, first: tuple[Any, ...], numbers: tuple[Any, ...], out: torch.Tensor
+    ) -> None:
+        variants, at = step.variants, self._as_argument
+        if step.prefill is not None:
+            variants.prefill(step.prefill, *first, *numbers, step.short)
+        if step.decode is None:
+            return
+        decode = variants.decode[step.short]
+        if step.sum is None:
+            decode(step.decode, *first, first[4], first[4], *numbers)
+            return
+        # One step's layers could share these, but not with a graph that was recorded meanwhile.
+        splits, rows, heads = step.decode[2], step.sum[1], step.sum[0]
+        count = splits * rows * heads
+        parts, lse = out.new_empty(
+            count * (variants.shape.value_dim + 1), dtype=variants.shape.wide
+        ).split([count * variants.shape.value_dim, count])
+        decode(step.decode, *first, at(parts), at(lse), *numbers)
+        variants.sum(step.sum, at(parts), at(lse), first[4], step.small[3], step.short, splits)
+
+    def _prepared(
+        self, query: torch.Tensor, layer: PackedLayer, softcap: bool, sinks: torch.Tensor | None
+    ) -> Prepared:
+        keys, values, tables = layer.keys, layer.values, layer.tables
+        key = (query.shape[1:], keys.stride(), values.stride(), softcap, sinks is None)
+        found = self._steps.get((id(tables), key))
+        if found is None or found.tables is not tables:
+            shape = Shape(
+                query.dtype, query.shape[1], keys.shape[2], query.shape[2], values.shape[3],
+                tables.page_size, tables.window, softcap, sinks is not None,
+                keys.stride()[:3], values.stride()[:3],
+            )  # fmt: skip
+            found = self._prepare(self.compile(shape, query.device), tables, query.device)
+            if len(self._steps) >= _KEPT:
+                self._steps.clear()
+            self._steps[id(tables), key] = found
+        return found
+
+    def _prepare(self, variants: Variants, tables: PageTables, device: torch.device) -> Prepared:
+        step, shape = tables.step, variants.shape
+        sequences, lengths = len(step.spans), [span.length for span in step.spans]
+        most = max((n for n in lengths if n <= variants.limit), default=0)
+        short = min(most, 1) if most < 2 else variants.limit
+        prefill = decode = total = None
+        if short < max(lengths):
+            tiles = triton.cdiv(step.max_query_length, variants.prefill_queries)
+            prefill = (tiles, shape.kv_heads * variants.prefill_chunks, sequences)
+        if short:
+            splits = self._num_splits or self._splits(variants, tables, short, device)
+            decode = (shape.kv_heads * variants.decode_chunks, sequences, splits)
+            if splits > 1:
+                blocks = triton.cdiv(shape.value_dim, variants.sum_block)
+                total = (shape.heads, sequences * short, blocks)
+        small = (tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
+        row = tables.block_table.stride(0)
+        given = tuple(map(self._as_argument, small))
+        return Prepared(tables, variants, given, row, short, prefill, decode, total)
+
+    def _splits(
+        self, variants: Variants, tables: PageTables, short: int, device: torch.device
+    ) -> int:
+        spans = [span for span in tables.step.spans if span.length <= short]
+        longest = _longest(spans, tables.window)
+        programs = len(spans) * variants.shape.kv_heads * variants.decode_chunks
+        return choose_splits(programs, longest, variants.decode_keys, _processors(device))
 
 
 def paged_attention(
@@ -82,141 +177,18 @@ def paged_attention(
     num_splits: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Causal attention of `query` `[tokens, heads, head_dim]` to the pages of `layer`.
-
-    Returns `[tokens, heads, value_dim]`, contiguous. `sinks` is `[heads]`. `num_splits` and `tile`
-    are chosen here where they are not given.
-    """
-    heads, kv_heads = query.shape[1], layer.keys.shape[2]
-    query = query if query.stride(2) == 1 else query.contiguous()
-    out = query.new_empty(*query.shape[:2], layer.values.shape[3])
-    lengths = [span.length for span in layer.step.spans]
-    limit = decode_limit(heads // kv_heads)
-    short = max((n for n in lengths if n <= limit), default=0)
-    short = triton.next_power_of_2(short) if short else 0
-    constants = _constants(query, layer, scaling, softcap, sinks)
-    with _on(query.device):
-        if short < max(lengths):
-            _prefill(query, layer, out, sinks, short, constants, tile)
-        if short:
-            _decode(query, layer, out, sinks, short, constants, tile, num_splits)
-    return out
+    """One call by itself; a model's layers go through one `PagedAttention`."""
+    attention = _by_itself(num_splits, tile)
+    return attention(query, layer, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
-def _constants(
-    query: torch.Tensor,
-    layer: PackedLayer,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> dict[str, Any]:
-    """What is compiled into the kernels: a constant of the model each."""
-    double = query.dtype == torch.float64
-    # The interpreter keeps bfloat16 as bare bits and cannot multiply them.
-    widened = interpreted() and query.dtype == torch.bfloat16
-    return {
-        "GROUP": query.shape[1] // layer.keys.shape[2],
-        "SCALE": scaling,
-        "SOFTCAP": softcap or 0.0,
-        "WINDOW": layer.window or 0,
-        "USE_SINKS": sinks is not None,
-        "PAGE_SIZE": layer.page_size,
-        "HEAD_DIM": query.shape[2],
-        "VALUE_DIM": layer.values.shape[3],
-        "BLOCK_D": _block(query.shape[2]),
-        "BLOCK_V": _block(layer.values.shape[3]),
-        "COMPUTE": tl.float64 if double else tl.float32,
-        "DOT": tl.float32 if widened else _DTYPES[query.dtype],
-    }
+@functools.cache
+def _by_itself(num_splits: int | None, tile: Tile | None) -> PagedAttention:
+    return PagedAttention(num_splits, tile)
 
 
-_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-
-
-def _block(size: int) -> int:
-    """The side of a tile: a power of two, at least the 16 that a matrix unit takes."""
-    return max(16, int(triton.next_power_of_2(size)))
-
-
-def _tensors(
-    query: torch.Tensor, layer: PackedLayer, out: torch.Tensor, sinks: torch.Tensor | None
-) -> dict[str, Any]:
-    """The arguments that prefill and decode have in common."""
-    step, keys, values = layer.step, layer.keys, layer.values
-    return {
-        "query": query, "keys": keys, "values": values, "out": out,
-        "sinks": query if sinks is None else sinks.contiguous(),
-        "block_table": layer.block_table, "first": layer.first,
-        "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q,
-        "query_token": query.stride(0), "query_head": query.stride(1),
-        "key_page": keys.stride(0), "key_slot": keys.stride(1), "key_head": keys.stride(2),
-        "value_page": values.stride(0), "value_slot": values.stride(1),
-        "value_head": values.stride(2),
-        "out_token": out.stride(0), "table_row": layer.block_table.stride(0),
-    }  # fmt: skip
-
-
-def _prefill(
-    query: torch.Tensor,
-    layer: PackedLayer,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    short: int,
-    constants: dict[str, Any],
-    tile: Tile | None,
-) -> None:
-    group = constants["GROUP"]
-    tile = tile or tile_for(PREFILL_TILES, _widest(constants), query.element_size())
-    rows = max(tile.rows, int(triton.next_power_of_2(group)))
-    tiles = triton.cdiv(layer.step.max_query_length, rows // group)
-    grid = (tiles, layer.keys.shape[2], len(layer.step.spans))
-    paged_prefill[grid](
-        **_tensors(query, layer, out, sinks), **constants, short=short,
-        BLOCK_M=rows, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-def _decode(
-    query: torch.Tensor,
-    layer: PackedLayer,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    queries: int,
-    constants: dict[str, Any],
-    tile: Tile | None,
-    num_splits: int | None,
-) -> None:
-    heads, kv_heads, sequences = query.shape[1], layer.keys.shape[2], len(layer.step.spans)
-    tile = tile or tile_for(DECODE_TILES, _widest(constants), query.element_size())
-    rows = max(16, int(triton.next_power_of_2(queries * constants["GROUP"])))
-    short = [span for span in layer.step.spans if span.length <= queries]
-    splits = num_splits or choose_splits(
-        len(short) * kv_heads, _longest(short, layer.window), tile.keys, _processors(query.device)
-    )
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    shape = (splits if splits > 1 else 0, sequences, queries, heads)
-    lse = query.new_empty(shape, dtype=wide)
-    parts = query.new_empty(*shape, out.shape[2], dtype=wide)
-    paged_decode[kv_heads, sequences, splits](
-        **_tensors(query, layer, out, sinks), **constants, parts=parts, lse=lse,
-        QUERIES=queries, SPLIT=splits > 1,
-        BLOCK_M=rows, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if splits > 1:
-        sum_splits[heads, sequences * queries](
-            parts, lse, out, layer.step.cu_seqlens_q, out.stride(0), splits,
-            QUERIES=queries, VALUE_DIM=out.shape[2],
-            BLOCK_S=triton.next_power_of_2(splits), BLOCK_V=constants["BLOCK_V"], num_warps=4,
-        )  # fmt: skip
-
-
-def _widest(constants: dict[str, Any]) -> int:
-    return int(max(constants["BLOCK_D"], constants["BLOCK_V"]))
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _longest(spans: Iterable[Span], window: int | None) -> int:
@@ -224,11 +196,6 @@ def _longest(spans: Iterable[Span], window: int | None) -> int:
     return max(
         span.end if window is None else min(span.end, window + span.length - 1) for span in spans
     )
-
-
-def interpreted() -> bool:
-    """Whether the kernels run under Triton's interpreter: decided when they were defined."""
-    return "Interpreted" in type(paged_decode).__name__
 
 
 def kernels_in_use() -> str:
@@ -247,5 +214,5 @@ def _processors(device: torch.device) -> int:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Triton compiles for the current device, which need not be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -35,6 +35,8 @@ class PagedKVCache(PackedKVCache):
     weights may change then.
     """
 
+    page_size: int
+
     def __init__(
         self,
         windows: Seq[int | None],

@@ -1,0 +1,189 @@
+"""What the kernels are compiled for, and what a compiled one is called with.
+
+Everything that differs from step to step is an argument that Triton does not specialise on, so that
+a shape of layers needs `prefill`, `decode` for single queries, `decode` for several and the sum of
+splits, and nothing else, however long texts become. All are compiled together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from jackfield_plugins.attention.paged_triton.kernels import (
+    paged_decode,
+    paged_prefill,
+    sum_splits,
+)
+from jackfield_plugins.attention.paged_triton.tiles import (
+    DECODE_TILES,
+    MAX_SPLITS,
+    PREFILL_TILES,
+    Tile,
+    decode_limit,
+    max_decode_rows,
+    tile_for,
+)
+
+#: An address that Triton takes for a multiple of 16 bytes, which vectors are read from.
+ALIGNMENT = 16
+
+#: `run(grid, *arguments)`: tensors where kernels are interpreted, their addresses where compiled.
+Run = Callable[..., None]
+
+
+class Shape(NamedTuple):
+    """A shape of layers, by what is compiled into the kernels. Strides count numbers."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    window: int | None
+    softcap: bool
+    sinks: bool
+    key_strides: tuple[int, ...]  # of a page, a slot and a head
+    value_strides: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The size of its widest block, and the bytes of a number in it."""
+        return _block(max(self.head_dim, self.value_dim)), self.dtype.itemsize
+
+    @property
+    def wide(self) -> torch.dtype:
+        """In what is summed up."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def dense(page_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
+    """The strides of a pool whose numbers lie in a row."""
+    return page_size * kv_heads * dim, kv_heads * dim, dim
+
+
+def interpreted() -> bool:
+    """Whether the kernels run under Triton's interpreter: decided when they were defined."""
+    return "Interpreted" in type(paged_decode).__name__
+
+
+_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def _block(size: int) -> int:
+    """The side of a tile: a power of two, at least the 16 that a matrix unit takes."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def constants(shape: Shape) -> dict[str, Any]:
+    """What prefill and decode have compiled in, in the order of their parameters."""
+    # The interpreter keeps bfloat16 as bare bits and cannot multiply them.
+    widened = interpreted() and shape.dtype == torch.bfloat16
+    key_page, key_slot, key_head = shape.key_strides
+    value_page, value_slot, value_head = shape.value_strides
+    return {
+        "KEY_PAGE": key_page, "KEY_SLOT": key_slot, "KEY_HEAD": key_head,
+        "VALUE_PAGE": value_page, "VALUE_SLOT": value_slot, "VALUE_HEAD": value_head,
+        "KV_HEADS": shape.kv_heads, "GROUP": shape.group,
+        "USE_SOFTCAP": shape.softcap, "USE_SINKS": shape.sinks,
+        "WINDOW": shape.window or 0, "PAGE_SIZE": shape.page_size,
+        "HEAD_DIM": shape.head_dim, "VALUE_DIM": shape.value_dim,
+        "BLOCK_D": _block(shape.head_dim), "BLOCK_V": _block(shape.value_dim),
+        "COMPUTE": _DTYPES[shape.wide], "DOT": tl.float32 if widened else _DTYPES[shape.dtype],
+    }  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """A kernel with all that is compiled into it. `chunks` of a group's heads are programs each."""
+
+    kernel: Any
+    fixed: dict[str, Any]
+    tile: Tile
+    chunks: int = 1
+
+
+def prefill_of(shape: Shape, tile: Tile | None = None) -> Variant:
+    """`tile` None: the one that was chosen for the shape."""
+    fixed = constants(shape)
+    tile = tile or tile_for(PREFILL_TILES, *shape.widest)
+    chunks = triton.cdiv(shape.group, tile.rows)
+    own = {"CHUNK": triton.cdiv(shape.group, chunks), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+    return Variant(paged_prefill, fixed | own, tile, chunks)
+
+
+def decode_of(shape: Shape, queries: int, tile: Tile | None = None) -> Variant:
+    """For sequences of up to `queries` queries. Of `tile` the rows do not count."""
+    fixed = constants(shape)
+    tile = tile or tile_for(DECODE_TILES, *shape.widest)
+    chunks = triton.cdiv(shape.group, max_decode_rows(*shape.widest))
+    chunk = triton.cdiv(shape.group, chunks)
+    rows = _block(queries * chunk)
+    own = {"QUERIES": queries, "CHUNK": chunk, "BLOCK_M": rows, "BLOCK_N": tile.keys}
+    return Variant(paged_decode, fixed | own, tile, chunks)
+
+
+def sum_of(shape: Shape) -> Variant:
+    block = min(128, _block(shape.value_dim))
+    fixed = {"VALUE_DIM": shape.value_dim, "BLOCK_V": block, "MAX_SPLITS": MAX_SPLITS}
+    return Variant(sum_splits, fixed, Tile(1, 1, 4, 1))
+
+
+def argument_type(shape: Shape, name: str) -> Any:
+    """What stands for an argument while a kernel is compiled: a dtype for a tensor of it."""
+    if name in ("query", "keys", "values", "sinks", "out"):
+        return shape.dtype
+    if name in ("parts", "lse"):
+        return shape.wide
+    if name in ("block_table", "first", "seq_lens", "cu_seqlens_q"):
+        return torch.int32
+    return 1.0 if name in ("scale", "softcap") else 16
+
+
+class Variants:
+    """The kernels for one shape of layers, compiled here and now for the current device.
+
+    `decode` takes sequences of up to as many queries as its key says: 1, or `limit`.
+    """
+
+    def __init__(self, shape: Shape, tile: Tile | None = None) -> None:
+        self.shape = shape
+        self.limit = decode_limit(shape.group, *shape.widest)
+        prefill = prefill_of(shape, tile)
+        self.prefill = self._run(prefill)
+        self.prefill_chunks = prefill.chunks
+        self.prefill_queries = prefill.fixed["BLOCK_M"] // prefill.fixed["CHUNK"]
+        decode = {queries: decode_of(shape, queries, tile) for queries in (1, self.limit)}
+        self.decode = {queries: self._run(variant) for queries, variant in decode.items()}
+        self.decode_chunks = decode[1].chunks
+        self.decode_keys = decode[1].fixed["BLOCK_N"]
+        total = sum_of(shape)
+        self.sum = self._run(total)
+        self.sum_block = total.fixed["BLOCK_V"]
+
+    def _run(self, variant: Variant) -> Run:
+        kernel, fixed, tile, _ = variant
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if interpreted():
+            return lambda grid, *given: kernel[grid](*given, **fixed, **options)
+        types = [argument_type(self.shape, n) for n in kernel.arg_names if n not in fixed]
+        compiled = kernel.warmup(*types, grid=(1,), **fixed, **options)
+        tail = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
+
+        def run(grid: tuple[int, int, int], *given: Any) -> None:
+            compiled[grid](*given, *tail)
+
+        return run
