@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,15 @@ from jackfield.errors import OptionError, PlanError
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
 
-from jackfield_plugins.attention.paged_triton import TritonAttention
-from jackfield_plugins.attention.paged_triton.launch import paged_attention
+from jackfield_plugins.attention.paged_triton import TritonAttention, warming
+from jackfield_plugins.attention.paged_triton.launch import PagedAttention, paged_attention
 from jackfield_plugins.attention.paged_triton.tiles import (
     MAX_SPLITS,
     Tile,
     choose_splits,
     decode_limit,
 )
-from jackfield_plugins.attention.paged_triton.variants import interpreted
+from jackfield_plugins.attention.paged_triton.variants import Shape, interpreted
 
 NATIVE = not interpreted()
 DEVICE = "cuda" if NATIVE else "cpu"
@@ -307,6 +308,31 @@ def test_nothing_is_compiled_after_loading(tmp_path: Path) -> None:
     assert set(found["loose"]) == set(found["at_load"])
     assert not any(found["loose"].values()), "these are told apart by values that change"
     assert len(found["splits"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"), [("llama", [0]), ("mistral", [WINDOW]), ("gemma2", [WINDOW, 0])]
+)
+def test_what_is_compiled_at_load_is_what_the_layers_are(
+    family: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shapes that are known from the plan, with the cache's pages, against those of a step."""
+    monkeypatch.setattr(warming, "interpreted", lambda: False)
+    made: list[Shape] = []
+    original = PagedAttention.compile
+
+    def compile_(self: PagedAttention, shape: Shape, device: torch.device) -> Any:
+        made.append(shape)
+        return original(self, shape, device)
+
+    monkeypatch.setattr(PagedAttention, "compile", compile_)
+    with jackfield.load(
+        model_of(family), attn_implementation="triton", cache_implementation="paged?page_size=16"
+    ) as engine:
+        at_load = list(made)
+        assert [shape.window or 0 for shape in at_load] == windows
+        engine.generate(prompts((WINDOW + 2,)), max_new_tokens=2)
+    assert set(made) == set(at_load)
 
 
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:

@@ -5,7 +5,6 @@ What the layers of a step have in common (addresses of tables, grids, splits) is
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from jackfield_plugins.attention.paged_triton.variants import (
     Variants,
     interpreted,
 )
+from jackfield_plugins.devices import on
 
 #: How many steps' grids are kept: one for each kind of layer of a model, and some to spare.
 _KEPT = 8
@@ -65,7 +65,7 @@ class PagedAttention:
         """The kernels for layers of this shape; compiled on the first call."""
         found = self._variants.get((device, shape))
         if found is None:
-            with _on(device):
+            with on(device):  # Triton compiles for the current one
                 found = Variants(shape, self._tile)
             self._variants[device, shape] = found
         return found
@@ -95,7 +95,7 @@ class PagedAttention:
         if query.device.type != "cuda" or query.device.index == torch.cuda.current_device():
             self._launch(step, first, numbers, out)
         else:  # Triton launches on the current device
-            with torch.cuda.device(query.device):
+            with on(query.device):
                 self._launch(step, first, numbers, out)
         return out
 
@@ -211,8 +211,3 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter runs programs one after another
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton compiles for the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
