@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,39 @@ def _bound(own: Change, change: Change) -> Change:
     return lambda *args: change(own, *args)
 
 
+#: What a plugin does to a request that it is handed, past every fence of Python's own.
+DEEDS: dict[str, Callable[[Any], Any]] = {
+    "another id": lambda s: setattr(s, "id", 10**6),
+    "another sample": lambda s: setattr(s, "sample", 7),
+    "other settings": lambda s: setattr(s, "settings", s.settings._replace(seed=1)),
+    "a field of its settings": lambda s: object.__setattr__(s.settings, "max_new_tokens", 1),
+    "a bias in its settings": lambda s: s.settings.sequence_bias.__setitem__((7,), 9.0),
+    "what it is asked for in drafts": lambda s: object.__setattr__(
+        s.settings.drafts, "num_assistant_tokens", 1
+    ),
+    "a token more": lambda s: list.append(s.tokens, 5),
+    "a token less": lambda s: list.pop(s.tokens),
+    "no tokens": lambda s: list.clear(s.tokens),
+    "another first token": lambda s: list.__setitem__(s.tokens, 0, 99),
+    "another last token": lambda s: list.__setitem__(s.tokens, -1, 99),
+    "tokens in another order": lambda s: list.reverse(s.tokens),
+    "an end": lambda s: setattr(s, "finish_reason", "stop"),
+    "an error": lambda s: setattr(s, "error", "so"),
+    "a score": lambda s: setattr(s, "score", 1.0),
+    "another arrival": lambda s: setattr(s, "arrival", 10**6),
+}
+
+
+def doing(deed: Callable[[Any], Any]) -> Change:
+    """What the method returns, after `deed` was done to the first sequence that it is handed."""
+
+    def change(own: Change, sequences: Any, *rest: Any) -> Any:
+        deed(sequences[0])
+        return own(sequences, *rest)
+
+    return change
+
+
 SCHEDULERS: dict[str, dict[str, Change]] = {
     "order raises": {"order": raising(ValueError("boom"))},
     "order exits": {"order": raising(SystemExit(1))},
@@ -78,7 +112,20 @@ SCHEDULERS: dict[str, dict[str, Change]] = {
     "portions takes a request out": {
         "portions": lambda own, running, *rest: running.pop() and own(running, *rest)
     },
+    "portions without an end": {"portions": lambda own, *_: itertools.repeat(1)},
+    **{f"portions gives {what}": {"portions": doing(deed)} for what, deed in DEEDS.items()},
+    **{f"order gives {what}": {"order": doing(deed)} for what, deed in DEEDS.items()},
 }
+
+
+class Sly(list[int]):
+    """Says that there is nothing in it, and that what is in it is fine."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 def strategy(**members: Change) -> Decoding:
@@ -125,6 +172,15 @@ STRATEGIES: dict[str, dict[str, Change]] = {
         lambda s, most: setattr(s[0], "prompt_length", 0) or [[] for _ in s]
     ),
     "release raises": {"release": raising(ValueError("unknown"))},
+    "proposes without an end": proposing(lambda s, most: [itertools.repeat(5) for _ in s]),
+    "proposes a number for a list": proposing(lambda s, most: [5 for _ in s]),
+    "hides what it proposes": proposing(lambda s, most: [Sly([10**6]) for _ in s]),
+    **{f"propose gives {what}": {"propose": doing(deed)} for what, deed in DEEDS.items()},
+    **{
+        f"release gives {what}": {"release": doing(deed)}
+        for what, deed in DEEDS.items()
+        if what not in ("an end", "no tokens")  # it has ended, and maybe that way
+    },
 }
 
 
@@ -214,6 +270,12 @@ SEARCHES: dict[str, Callable[[], Decoding]] = {
             d, [replace(h, tokens=tuple(map(float, h.tokens))) for h in d.hypotheses]
         )
     ),
+    "score that is True": lambda: beams(lambda b: replace(b, score=True)),
+    "forgets all texts": lambda: each(lambda d, _: _texts(d, [])),
+    "ends with nothing": lambda: each(lambda d, _: Decision()),
+    "beams without an end": lambda: each(
+        lambda d, _: replace(d, beams=itertools.cycle(d.beams)) if d.beams else d
+    ),
     "an error that is none": lambda: each(lambda d, _: replace(d, error=7)),
     "changes its group": lambda: search(
         lambda found, groups, _: [groups[0].beams.append(groups[0].beams[0]), *found][1:]
@@ -221,6 +283,13 @@ SEARCHES: dict[str, Callable[[], Decoding]] = {
     "changes the scores of its group": lambda: search(
         lambda found, groups, _: [groups[0].scores.append(0.0), *found][1:]
     ),
+}
+
+SEARCHES |= {
+    f"decide gives {what}": lambda deed=deed: search(  # type: ignore[misc]
+        lambda found, groups, _: [deed(groups[0].beams[0]), *found][1:]
+    )
+    for what, deed in DEEDS.items()
 }
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from jackfield.asking.beam_settings import BeamSettings
+from jackfield.asking.draft_settings import DraftSettings
 from jackfield.contracts import (
     AttentionCapabilities,
     BoundAttention,
     CacheCapabilities,
+    Decoding,
     DecodingCapabilities,
     Requirements,
 )
+from jackfield.contracts.decoding import BEAM_SETTINGS, DRAFT_SETTINGS
 
 NEEDS = Requirements(
     architecture="TinyForCausalLM",
@@ -29,6 +33,35 @@ NEEDS = Requirements(
 MIXED = frozenset({"full_attention", "sliding_attention"})
 WHY = "(rollback), which the decoding strategy needs"
 SOFTCAP = replace(NEEDS, features={"softcap": "attn_logit_softcapping = 50.0"})
+
+
+class Guess(Decoding):
+    name = "guess"
+
+    def bind(self, context: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("declared", "untrue"),
+    [
+        ({"num_beams"}, "num_beams"),
+        ({"num_assistant_tokens", "seed"}, "num_assistant_tokens"),
+        ({"guidance_scale"}, "guidance_scale"),
+        ({"temperature", "seed"}, None),
+    ],
+)
+def test_a_strategy_declares_only_settings_that_reach_it(
+    monkeypatch: pytest.MonkeyPatch, declared: set[str], untrue: str | None
+) -> None:
+    own = DecodingCapabilities(settings=frozenset(declared))
+    monkeypatch.setattr(Guess, "capabilities", own, raising=False)
+    found = Guess().flaws()
+    assert [untrue in flaw for flaw in found] == ([] if untrue is None else [True])
+
+
+def test_what_a_strategy_can_be_asked_for_is_what_its_settings_have() -> None:
+    assert set(DraftSettings._fields) == DRAFT_SETTINGS
+    assert set(BeamSettings._fields) == BEAM_SETTINGS
 
 
 def declares(**members: Any) -> AttentionCapabilities:

@@ -65,7 +65,7 @@ def ask(defaults: GenerationConfig | None = None, **asked: Any) -> Settings:
 
 
 def shown(settings: Settings) -> dict[str, Any]:
-    return {**vars(settings), "seed": None}
+    return {**settings._asdict(), "seed": None}
 
 
 def refusal(defaults: GenerationConfig | None = None, **asked: Any) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jackfield.asking.checked_numbers import CheckedNumbers
 from jackfield.errors import SettingsError, quoted
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeamSettings:
+class BeamSettings(NamedTuple):
     """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
 
     num_beams: int | None = None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jackfield.asking.checked_numbers import CheckedNumbers
 from jackfield.errors import SettingsError, quoted
@@ -15,8 +14,7 @@ from jackfield.errors import SettingsError, quoted
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftSettings:
+class DraftSettings(NamedTuple):
     """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
 
     prompt_lookup_num_tokens: int | None = None

@@ -11,8 +11,8 @@ are what `generate` takes under these names; `stop` is short for `stop_strings`,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jackfield.asking import beam_settings, drawing, lengths, token_settings
 from jackfield.asking.beam_settings import BeamSettings
@@ -27,8 +27,7 @@ from jackfield.tokens.structured import Structure
 MOST_SEQUENCES = 10_000  # of one request, as each of them takes memory before it runs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(NamedTuple):
     """One request's settings, checked and resolved. Biases come before anything else.
 
     `sequence_bias` maps token-id tuples to what is added to the last one's logit when the others
@@ -39,6 +38,7 @@ class Settings:
     A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
     equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
     `drafts` and `beams` are what it is asked for. `structure` says what the text must look like.
+    A tuple, since backends read it: nothing changes one, not even `object.__setattr__`.
     """
 
     max_new_tokens: int
@@ -51,7 +51,7 @@ class Settings:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    sequence_bias: Mapping[tuple[int, ...], float] = MappingProxyType({})
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
@@ -63,8 +63,8 @@ class Settings:
     deadline: float | None = None
     cache_salt: str = ""
     decoding: str = ""
-    drafts: DraftSettings = field(default_factory=DraftSettings)
-    beams: BeamSettings = field(default_factory=BeamSettings)
+    drafts: DraftSettings = DraftSettings()
+    beams: BeamSettings = BeamSettings()
     structure: Structure | None = None
 
 
@@ -86,7 +86,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         min_new_tokens=lengths.min_new_tokens(wishes, prompt_length),
         **drawn,
         **_penalties(count),
-        sequence_bias=token_settings.biases(given, eos, limits.vocab_size),
+        sequence_bias=MappingProxyType(token_settings.biases(given, eos, limits.vocab_size)),
         eos_token_ids=eos,
         stop_strings=token_settings.stop_strings(given.get("stop_strings"), limits),
         logprobs=count.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)

@@ -27,6 +27,17 @@ SAMPLER_SETTINGS = frozenset(
     }
 )  # fmt: skip
 
+#: Those that a strategy is handed in `settings.drafts` and `settings.beams`.
+DRAFT_SETTINGS = frozenset(
+    {
+        "assistant_confidence_threshold", "max_matching_ngram_size", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "prompt_lookup_num_tokens",
+    }
+)  # fmt: skip
+BEAM_SETTINGS = frozenset(
+    {"diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams"}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingCapabilities:
@@ -217,4 +228,12 @@ class Decoding(Backend):
         found = super().flaws()
         if not isinstance(getattr(self, "capabilities", None), DecodingCapabilities):
             found.append("`capabilities` must be a DecodingCapabilities")
+            return found
+        own = self.capabilities
+        possible = SAMPLER_SETTINGS | (DRAFT_SETTINGS if own.rollback else set())
+        if untrue := own.settings - possible - (BEAM_SETTINGS if own.forks else set()):
+            found.append(
+                f"`capabilities.settings` names {', '.join(sorted(untrue))}, which nothing of its "
+                "kind can honour (drafts need rollback=True, beams forks=True)"
+            )
         return found

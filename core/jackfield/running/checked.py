@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 from operator import attrgetter, is_, le
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,27 @@ if TYPE_CHECKING:
 
 WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
 
+TAIL = 8  # tokens of a sequence that are compared after every call
+WHOLE = 1024  # tokens of one that is compared as a whole after some calls
+
 #: What backends read of a sequence and only the loop and the cache may change.
-_state = attrgetter("num_cached", "prompt_length", "finish_reason", "settings", "tokens")
+_state = attrgetter(
+    "num_cached", "prompt_length", "finish_reason", "settings", "tokens", "id", "sample", "leader",
+    "group", "constraint", "detokenizer", "drafted", "error", "score", "arrival", "passed_over",
+)  # fmt: skip
+
+
+def _read(sequence: Sequence) -> tuple[int, list[int]]:
+    """How many tokens it has, and the last ones; all of them after 0, 1, 2, 4, 8, … new ones.
+
+    A list of Python's own can be changed behind its back (`list.append(tokens, token)`), and a
+    copy of all of it in every call would cost more than the call.
+    """
+    tokens = sequence.tokens
+    length = len(tokens)
+    new = length - sequence.prompt_length
+    whole = new & (new - 1) == 0 and length <= WHOLE
+    return length, tokens[:] if whole else tokens[-TAIL:]
 
 
 class unchanged:  # noqa: N801 - reads as a word of the language
@@ -30,12 +50,17 @@ class unchanged:  # noqa: N801 - reads as a word of the language
 
     def __enter__(self) -> None:
         self._before = list(map(_state, self._sequences))
+        self._tokens = list(map(_read, self._sequences))
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for sequence, before in zip(self._sequences, self._before, strict=True):
+        if kind is not None:
+            return
+        whole = zip(self._sequences, self._before, self._tokens, strict=True)
+        for sequence, before, (length, tokens) in whole:
             same = all(map(is_, _state(sequence), before))
-            if not same and kind is None:
-                raise fault(self._who, f"{self._what} changed request {sequence.id}, to be read")
+            now = sequence.tokens
+            if not (same and len(now) == length and now[-len(tokens) :] == tokens):
+                raise fault(self._who, f"{self._what} changed request {before[5]}, to be read")
 
 
 class CheckedSchedule(Schedule):
@@ -51,7 +76,7 @@ class CheckedSchedule(Schedule):
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
         waiting = tuple(waiting)
         with guarded(self, "order"), unchanged(self, "order", waiting[:WATCHED]):
-            found = self._inner.order(waiting, step)
+            found = list(islice(self._inner.order(waiting, step), len(waiting) + 1))
             whole = len(found) == len(waiting) and set(found) == set(waiting)
         if not whole:
             raise fault(
@@ -65,8 +90,9 @@ class CheckedSchedule(Schedule):
         self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
     ) -> list[int]:
         running, pending = tuple(running), tuple(pending)
+        most = len(running) + 1
         with guarded(self, "portions"), unchanged(self, "portions", running):
-            found = self._inner.portions(running, pending, budget, step)
+            found = list(islice(self._inner.portions(running, pending, budget, step), most))
             total = sum(found)
             right = (
                 len(found) == len(pending)
@@ -99,8 +125,12 @@ class CheckedStrategy(Strategy):
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
         sequences, most = tuple(sequences), tuple(most)
         with guarded(self, "propose"), unchanged(self, "propose", sequences):
-            found = self._inner.propose(sequences, most)
-            right = len(found) == len(sequences) and all(
+            said = self._inner.propose(sequences, most)
+            # Plain lists: those of a plugin may be of a class of its own, or have no end.
+            found = [
+                list(islice(drafts, room + 1)) for drafts, room in zip(said, most, strict=False)
+            ]
+            right = len(said) == len(sequences) and all(
                 len(drafts) <= room and all(map(self._is_token, drafts))
                 for drafts, room in zip(found, most, strict=True)
             )
@@ -108,7 +138,7 @@ class CheckedStrategy(Strategy):
             raise fault(
                 self,
                 f"propose must return {len(sequences)} lists of at most {list(most)} token "
-                f"ids from 0 to {self._vocab_size - 1}; got {quoted(found)}",
+                f"ids from 0 to {self._vocab_size - 1}; got {quoted(said)}",
             )
         return found
 
@@ -123,8 +153,9 @@ class CheckedStrategy(Strategy):
         return type(token) is int and 0 <= token < self._vocab_size
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        with guarded(self, "release"):
-            self._inner.release(tuple(sequences))
+        sequences = tuple(sequences)
+        with guarded(self, "release"), unchanged(self, "release", sequences):
+            self._inner.release(sequences)
 
 
 def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:

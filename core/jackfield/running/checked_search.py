@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from jackfield.asking.settings import Settings
     from jackfield.running.groups import Group
 
+
+MOST = 100_000  # beams or texts of a decision
+ENDLESS = 1 << 24  # tokens of a text
 
 Place = tuple[int, int]  # the number of a beam, and a token behind it
 
@@ -45,17 +49,20 @@ class CheckedSearch(CheckedStrategy, Search):
         before = [_state(group) for group in groups]
         beams = [beam for group in groups for beam in group.beams]
         with guarded(self, "decide"), unchanged(self, "decide", beams):
-            found: Any = self._search.decide(groups, summed)
-            wrong = "" if len(found) == len(groups) else f"{len(found)} decisions"
+            said = list(islice(self._search.decide(groups, summed), len(groups) + 1))
+            wrong = "" if len(said) == len(groups) else f"{len(said)} decisions"
+            found = [_plain(decision) for decision in said]
             if before != [_state(group) for group in groups]:
                 raise fault(self, "decide changed a group, to be read")
             places: list[list[Place]] = [[] for _ in groups]
             for group, decision, own in zip(groups, found, places, strict=False):
                 wrong = wrong or self._flaw(group, decision, own)
+            for decision, given in zip(found, scores, strict=False):
+                wrong = wrong or _gives_up(decision, given)
             wrong = wrong or _forbidden(places, scores)
         if wrong:
             raise fault(self, f"decide must return one decision a group; got {wrong}")
-        return list(found)
+        return found
 
     def _flaw(self, group: Group, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with a decision, in words; empty: nothing. Adds what was `chosen`."""
@@ -143,7 +150,35 @@ def _added(scores: torch.Tensor, of_beams: Seq[float]) -> torch.Tensor:
 
 
 def _is_score(score: object) -> bool:
-    return isinstance(score, float | int) and math.isfinite(score)
+    return isinstance(score, float | int) and not isinstance(score, bool) and math.isfinite(score)
+
+
+def _plain(decision: Any) -> Any:
+    """The same, of our own classes, which do not change behind our back and have an end."""
+    if not isinstance(decision, Decision):
+        return decision
+    return Decision(
+        [_beam(beam) for beam in islice(decision.beams, MOST)],
+        [_text(text) for text in islice(decision.hypotheses, MOST)],
+        decision.error,
+    )
+
+
+def _beam(one: Any) -> Any:
+    return Continuation(one.parent, one.token, one.score) if isinstance(one, Continuation) else one
+
+
+def _text(one: Any) -> Any:
+    if not isinstance(one, Hypothesis):
+        return one
+    return Hypothesis(tuple(islice(one.tokens, ENDLESS)), one.score)
+
+
+def _gives_up(decision: Decision, scores: torch.Tensor) -> str:
+    """Says where it ends a request with no text although there was a token to go on with."""
+    if decision.beams or decision.hypotheses or decision.error is not None:
+        return ""
+    return "neither beams nor texts" if bool((scores > -torch.inf).any()) else ""
 
 
 def _state(group: Group) -> tuple[object, ...]:

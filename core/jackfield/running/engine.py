@@ -28,13 +28,16 @@ from jackfield.asking.wishes import mapping, notice_selectors, wishes
 from jackfield.bridge.source import input_device
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
+from jackfield.choosing.guarded import fault
 from jackfield.choosing.planning import Plan
 from jackfield.choosing.strategies import elsewhere, pick
+from jackfield.contracts import Search
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
     SettingsError,
     UsageError,
+    quoted,
 )
 from jackfield.running.bound import BoundModel, plug_all
 from jackfield.running.bounds import Bounds
@@ -174,6 +177,9 @@ class Engine:
         for name, choice in self.plan.decodings.items():
             context = replace(self._bound.context("decoding", choice), assistant=assistant)
             strategy = choice.registered.bind(context)
+            if isinstance(strategy, Search) != choice.backend.capabilities.forks:
+                what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"
+                raise fault(choice.registered, what)
             bound[name] = checked(strategy, str(choice.registered), self._text.vocab_size)
             if choice.backend.capabilities.rollback:
                 drafting.add(name)

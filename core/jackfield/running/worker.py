@@ -176,6 +176,7 @@ class Worker:
             self._changed.notify_all()  # the last step has ended
             busy = self._loop.running or self._loop.waiting
             if not (busy or self._commands or self.closed):
+                self._fail_forgotten()
                 self._changed.wait(LINGER)
             commands, self._commands = self._commands, []
             if self.closed or not (busy or commands):
@@ -209,6 +210,13 @@ class Worker:
             self._loop.reset()
         except BaseException as again:  # noqa: BLE001 - requests that come after it must not hang
             logger.error("giving memory back failed too: %s", told(again))
+
+    def _fail_forgotten(self) -> None:
+        """Nothing is left to do: a request that is open all the same would wait for ever."""
+        for _, request in self._open.values():
+            why = "the loop has nothing to do and never ended this request; please report it"
+            request.fail(ExecutionError(why))
+        self._open = {}
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:

@@ -9,7 +9,8 @@ distribution (the communication-free setting of Daliri, Musco and Suresh 2024, a
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -98,9 +99,9 @@ class DraftModel:
         size = self.bound.model.config.get_text_config(decoder=True).vocab_size
         known = {ids: b for ids, b in own.sequence_bias.items() if max(ids) < size}
         eos = tuple(token for token in own.eos_token_ids if token < size)
-        return replace(
-            own, max_new_tokens=ENDLESS, logits_processor=(), logprobs=None, sequence_bias=known,
-            eos_token_ids=eos,
+        return own._replace(
+            max_new_tokens=ENDLESS, logits_processor=(), logprobs=None,
+            sequence_bias=MappingProxyType(known), eos_token_ids=eos,
         )  # fmt: skip
 
     def _rewind(self, copy: Sequence, tokens: list[int]) -> None:

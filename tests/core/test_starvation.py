@@ -1,0 +1,129 @@
+"""A request that gets no turn for ever ends by an error that names who passed it over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import jackfield
+from jackfield.choosing.discovery import registry
+from jackfield.choosing.registry import Registered
+from jackfield.contracts import BindContext, Scheduler
+from jackfield.errors import ExecutionError
+from jackfield.running import loop
+from jackfield.running.engine import Engine
+from jackfield.running.sequences import Sequence
+from jackfield_plugins.scheduler.fifo import FifoSchedule
+
+NEW = 4
+Serving = Callable[..., Engine]
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """An engine with a scheduler of a stranger; who waits for 2 steps has waited long."""
+    monkeypatch.setattr(loop, "LONG", 2)
+    monkeypatch.setattr(loop, "FOR_EVER", 3)
+    made: list[Engine] = []
+
+    def serve(schedule: FifoSchedule, **arguments: Any) -> Engine:
+        class Odd(Scheduler):
+            name = "odd"
+
+            def bind(self, context: BindContext) -> FifoSchedule:
+                return schedule
+
+        mine = Registered(Odd(), "stranger", "1.2", "ep")
+        known = registry().backends["scheduler"]
+        monkeypatch.setitem(registry().backends, "scheduler", [*known, mine])
+        made.append(jackfield.load("demo", scheduler="odd", **arguments))
+        return made[-1]
+
+    yield serve
+    for engine in made:
+        engine.close()
+
+
+def request(engine: Engine, **settings: Any) -> Sequence:
+    return engine._sequence(
+        [5, 6, 7], {"max_new_tokens": NEW, "min_new_tokens": NEW, **settings}, streams=False
+    )
+
+
+def flood(engine: Engine, victim: Sequence, steps: int = 60, **settings: Any) -> list[Sequence]:
+    """One more request before every few steps, taken by hand; returns those."""
+    engine._loop.submit(victim)
+    later = []
+    for step in range(steps):
+        if step % 2 == 0:
+            later.append(request(engine, **settings))
+            engine._loop.submit(later[-1])
+        engine._loop.step()
+    return later
+
+
+class NewestFirst(FifoSchedule):
+    def order(self, waiting: Any, step: int) -> list[Sequence]:
+        return sorted(waiting, key=lambda s: -s.id)
+
+
+class OneOnly(FifoSchedule):
+    """Feeds the newest of those that run."""
+
+    def portions(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
+        newest = max(s.id for s in running)
+        return [int(s.id == newest) * n for s, n in zip(running, pending, strict=True)]
+
+
+def test_who_is_overtaken_for_ever_is_ended_and_the_scheduler_named(serving: Serving) -> None:
+    engine = serving(NewestFirst(10), max_batch_size=1)
+    running = request(engine)
+    engine._loop.submit(running)
+    engine._loop.step()
+    victim = request(engine)
+    later = flood(engine, victim)
+    assert victim.finish_reason == "error"
+    assert victim.error is not None
+    assert "scheduler 'odd' of stranger 1.2 passed" in victim.error
+    assert running.finish_reason == "length"
+    assert sum(s.finish_reason == "length" for s in later) > loop.FOR_EVER  # the others go on
+
+
+def test_who_runs_and_gets_no_turn_is_ended(serving: Serving) -> None:
+    engine = serving(OneOnly(10), cache_implementation="paged")
+    victim = request(engine)
+    flood(engine, victim, steps=30)
+    assert victim.finish_reason == "error"
+    assert victim.error is not None
+    assert "'odd' of stranger 1.2 passed it over 4" in victim.error
+
+
+def test_who_came_last_or_matters_less_is_not_starved(serving: Serving) -> None:
+    """fifo, and those of a higher priority, overtake with right."""
+    engine = serving(FifoSchedule(10), max_batch_size=1)
+    victim = request(engine)
+    flood(engine, victim)
+    assert victim.finish_reason == "length"
+    low = request(engine, priority=-1)
+    busy = request(engine)
+    engine._loop.submit(busy)
+    engine._loop.step()
+    flood(engine, low, priority=1)
+    assert low.finish_reason is None
+    assert low.passed_over == 0
+
+
+def test_a_request_that_the_loop_forgets_ends_by_an_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serving(FifoSchedule(10))
+
+    def forget() -> list[Any]:
+        engine._loop.waiting.clear()
+        return []
+
+    monkeypatch.setattr(engine._loop, "step", forget)
+    with pytest.raises(ExecutionError, match="never ended this request"):
+        engine.generate([5, 6, 7], max_new_tokens=NEW)
