@@ -151,7 +151,13 @@ def test_prompts_are_text_ids_or_messages(engine) -> None:
         (found,) = engine.generate(one, max_new_tokens=5)
         assert found.token_ids == expected[1].token_ids
         assert found.usage.prompt_tokens == len(templated)
-    assert engine.generate([]) == []
+
+
+def test_no_prompt_is_no_completion_and_its_settings_are_checked(engine) -> None:
+    assert engine.generate([], max_new_tokens=5) == []
+    for wrong in ({"unknown": 1}, {"max_new_tokens": "x"}, {"temperature": -1}):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
+            engine.generate([], **wrong)
 
 
 def test_stop_strings_end_the_text_and_the_request(engine) -> None:

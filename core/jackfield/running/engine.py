@@ -24,7 +24,8 @@ from jackfield.asking.settings import resolve
 from jackfield.asking.streaming import check_streamer, tell
 from jackfield.asking.surroundings import refuse_autocast
 from jackfield.asking.texts import Text, bridge
-from jackfield.asking.wishes import mapping, notice_selectors, wishes
+from jackfield.asking.turns import Turn
+from jackfield.asking.wishes import Wishes, mapping, notice_selectors, wishes
 from jackfield.bridge.source import input_device
 from jackfield.choosing.assistance import Assistance
 from jackfield.choosing.discovery import registry
@@ -211,6 +212,10 @@ class Engine:
         batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
+        if not batch:  # settings that are wrong are so for no prompt, too
+            self._check_open()
+            _, wished, _, limits = self._wished(common)
+            resolve(wished, 1, limits)
         own = settings or [{}] * len(batch)
         streams = streamer is not None
         sequences = [
@@ -306,6 +311,13 @@ class Engine:
             )
         return sequences[0]
 
+    def _wished(self, asked: Mapping[str, Any]) -> tuple[Turn, Wishes, str, Limits]:
+        """What is asked of a chat's turn and for the rest, by which decoding, within what."""
+        turn, asked = turns.taken(asked)
+        wished = wishes(asked, self.model.generation_config)
+        decoding = pick(self.plan, wished)
+        return turn, wished, decoding, self._limits(decoding)
+
     def _sequences(
         self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
     ) -> list[Running]:
@@ -313,10 +325,7 @@ class Engine:
         self._check_open()
         self._bound.check_unchanged()
         refuse_autocast(input_device(self.model).type)
-        turn, asked = turns.taken(asked)
-        wished = wishes(asked, self.model.generation_config)
-        decoding = pick(self.plan, wished)
-        limits = self._limits(decoding)
+        turn, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
         ids = self._text.encode(prompt, self.plan.requirements.context_length, turn)
