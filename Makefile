@@ -24,7 +24,7 @@ test: $(DEV) ## run the tests
 	$(VENV)/bin/pytest $(IN_PAIRS)
 
 test-all: test ## run the tests, the long ones too
-	$(VENV)/bin/pytest -q -m long
+	$(VENV)/bin/pytest -q -m "long or hypothesis" --hypothesis-profile many --timeout 1800
 
 test-oldest: $(OLDEST)/test.stamp ## run the tests on the oldest supported libraries
 	$(OLDEST)/bin/pytest $(IN_PAIRS)

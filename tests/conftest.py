@@ -15,6 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
+from hypothesis import settings
+
+# No deadline: a machine may be loaded. `make test-all` draws many examples, an ordinary run some.
+settings.register_profile("some", deadline=None, max_examples=40)
+settings.register_profile("many", deadline=None, max_examples=400)
+settings.load_profile("some")
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which transformers does.

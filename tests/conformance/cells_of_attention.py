@@ -32,13 +32,18 @@ def expected(family: str, dtype: torch.dtype) -> list[list[int]]:
     return [oracle(model, prompt, COUNT) for prompt in prompts(LENGTHS)]
 
 
-def cells(family: str) -> list[Cell]:
+def pairs() -> list[tuple[str, str]]:
+    """The attentions and caches that are tried with each other."""
     return [
-        run(family, attention, cache)
+        (attention, cache)
         for attention in names("attention")
         for cache in names("cache")
         if attention not in SLOW and cache not in LOSSY
     ]
+
+
+def cells(family: str) -> list[Cell]:
+    return [run(family, *pair) for pair in pairs()]
 
 
 def run(family: str, attention: str, cache: str) -> Cell:

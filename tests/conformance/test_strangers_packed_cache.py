@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, prompts, references
+from samples import sampled
 
 import jackfield
 from jackfield.choosing.discovery import registry
@@ -52,7 +53,7 @@ def careless(monkeypatch: pytest.MonkeyPatch) -> str:
     return "plugin:careless"
 
 
-@pytest.mark.parametrize("family", [family for family in ALL if family not in NOT_PACKED])
+@pytest.mark.parametrize("family", sampled([name for name in ALL if name not in NOT_PACKED], 4))
 def test_what_it_is_given_is_right(family: str, careless: str) -> None:
     with jackfield.load(build(family), cache_implementation=careless) as engine:
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)

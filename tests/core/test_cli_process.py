@@ -37,13 +37,16 @@ def test_a_whole_process() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long  # each such process imports transformers for seconds; "mistake" is like it
 def test_a_whole_process_that_fails() -> None:
     done = process("generate", "hi", "--set", "sequence_bias=[[[1], NaN]]")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX pipe")
-@pytest.mark.parametrize("arguments", [("plugins",), ("generate", "hi")])
+@pytest.mark.parametrize(
+    "arguments", [("plugins",), pytest.param(("generate", "hi"), marks=pytest.mark.long)]
+)
 def test_a_reader_that_goes_away_is_no_traceback(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

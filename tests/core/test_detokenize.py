@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -151,7 +151,6 @@ CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 @MAKERS
 @given(text=TEXTS, cuts=CUTS)
-@settings(max_examples=150, deadline=None)
 def test_the_stream_is_the_whole_text(make, text: str, cuts: list[int]) -> None:
     ids = make().encode(text).ids
     detokenizer = opened(make)
@@ -189,7 +188,6 @@ def any_tokens(make, data: st.DataObject) -> list[int]:
 
 @EVERY
 @given(data=st.data(), cuts=CUTS)
-@settings(max_examples=150, deadline=None)
 def test_joined_deltas_are_the_decoding_of_all_tokens(make, data, cuts: list[int]) -> None:
     ids = any_tokens(make, data)
     detokenizer = opened(make)
@@ -200,7 +198,6 @@ def test_joined_deltas_are_the_decoding_of_all_tokens(make, data, cuts: list[int
 
 @EVERY
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_text_ends_before_the_first_stop_string_or_is_whole(make, data) -> None:
     """Stop strings are cut out of the text itself, so that they lie across tokens everywhere."""
     ids = any_tokens(make, data)
@@ -242,7 +239,6 @@ def test_a_decoder_that_takes_back_what_was_shown_is_told() -> None:
 
 @MAKERS
 @given(text=TEXTS, data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_text_that_is_cut_inside_a_character_shows_what_is_whole(make, text: str, data) -> None:
     ids = make().encode(text).ids
     ids = ids[: data.draw(st.integers(0, len(ids)))]
@@ -256,7 +252,6 @@ def test_a_text_that_is_cut_inside_a_character_shows_what_is_whole(make, text: s
 
 @MAKERS
 @given(text=TEXTS, at=st.lists(st.integers(0, 60), max_size=5))
-@settings(max_examples=80, deadline=None)
 def test_special_tokens_leave_no_trace(make, text: str, at: list[int]) -> None:
     ids = make().encode(text).ids
     special = make().token_to_id(SPECIAL)
@@ -284,7 +279,6 @@ def ends_at(text: str, stops: list[str]) -> str | None:
     stops=st.lists(st.text(st.sampled_from("ab é😀"), min_size=1, max_size=4), max_size=4),
     cuts=CUTS,
 )
-@settings(max_examples=400, deadline=None)
 def test_stop_strings_never_leak_however_the_tokens_come(
     make, text: str, stops: list[str], cuts: list[int]
 ) -> None:

@@ -199,6 +199,11 @@ def test_every_quantizer_and_cache_has_a_row_and_says_why_not() -> None:
 def test_a_config_without_weights_is_enough(tmp_path: Path) -> None:
     shutil.copy(MODEL_PATH / "config.json", tmp_path)
     assert estimate(tmp_path).weight_bytes == estimate("demo").weight_bytes
+
+
+@pytest.mark.long  # it measures in a process of its own
+def test_a_config_without_weights_cannot_be_measured(tmp_path: Path) -> None:
+    shutil.copy(MODEL_PATH / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match="there are no weights in"):
         check(str(tmp_path))
 

@@ -239,6 +239,11 @@ def test_no_output_and_no_exit_code_is_spoilt(machine: Machine) -> None:
         if record["state"] != "disabled" and (record["cause"] or record["problems"]):
             who = f"{record['entry_point']} of {record['distribution']} 1.5: "
             assert who in text.stderr
+
+
+@pytest.mark.long  # each of these processes imports transformers for seconds
+@pytest.mark.usefixtures("listed")
+def test_no_output_of_other_commands_is_spoilt(machine: Machine) -> None:
     plan = machine.run("explain", "--json", "--attention", "eager")
     assert plan.returncode == 0
     assert json.loads(plan.stdout)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import config_of
+from forking import Forks
 
 from jackfield.running.engine import Engine
 
@@ -100,8 +103,16 @@ def lock_file(tmp_path: Path) -> Path:
     return tmp_path / "settings" / "kernels.lock.json"
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def local_kernels(
+    forks: Forks,
     flash_folder: Path,
     metal_folder: Path,
     lock_file: Path,
@@ -112,6 +123,8 @@ def local_kernels(
     monkeypatch.setenv("LOCAL_KERNELS", f"me/flash={flash_folder}:me/metal={metal_folder}")
     monkeypatch.setenv("JACKFIELD_TRUSTED_PUBLISHERS", "someone, me")
     monkeypatch.setenv("JACKFIELD_KERNEL_LOCK", str(lock_file))
+    quick = SimpleNamespace(**vars(subprocess) | {"run": forks.run})
+    monkeypatch.setattr("jackfield_plugins.hub_kernels.probing.subprocess", quick)
 
 
 @pytest.fixture

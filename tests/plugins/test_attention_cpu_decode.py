@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from families import WINDOW, build, config_of, prompts, references
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packed import layer_of, queries_of, reference, step_of
+from samples import sampled
 from torch.nn.functional import scaled_dot_product_attention
 
 import jackfield
@@ -95,7 +96,6 @@ def masked(kind: str, batch: int, keys: int) -> torch.Tensor | None:
     return seen[:, None, None]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     batch=st.integers(1, 4),
     heads=st.tuples(st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 5, 7, 8, 13))),
@@ -176,7 +176,6 @@ def test_result_depends_neither_on_threads_nor_on_the_batch(kernel: Kernel) -> N
         assert torch.equal(alone, together[one])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(
         st.tuples(st.one_of(st.just(1), st.integers(2, 9)), st.integers(0, 700)),
@@ -319,7 +318,7 @@ def test_a_folder_that_cannot_be_written_is_named(
         another().library()
 
 
-@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("flag", sampled(["-mno-avx512f", "-mno-avx"], 2))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 def test_narrower_vectors_give_the_same(fresh: Path, flag: str) -> None:
     """AVX2's and those that every such processor has, in a process of their own."""

@@ -12,6 +12,7 @@ import torch
 from families import WINDOW, build, config_of, prompts, references
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import share
 from torch.nn.attention import flex_attention as torch_flex
 from transformers.masking_utils import (
     and_masks,
@@ -76,7 +77,7 @@ def reference(q: Any, k: Any, v: Any, seen: Any, scaling: float, softcap: Any, s
     return (scores.softmax(-1).nan_to_num()[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share(0.4))
 @given(
     rows=st.integers(1, 3),
     q_length=st.integers(1, 9),

@@ -21,6 +21,7 @@ from families import WINDOW, build, config_of, prompts, references
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from packed import layer_of, queries_of, reference, step_of
+from samples import share
 
 import jackfield
 from jackfield.contracts import PackedLayer, PageTables
@@ -59,7 +60,7 @@ SEQUENCE = st.tuples(
 
 
 @settings(
-    max_examples=25 if NATIVE else 40,
+    max_examples=share(0.6 if NATIVE else 0.3),
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # interpreted, shrinking takes minutes
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ from torch import nn
 
 import jackfield
 from jackfield.bridge.layers import _compare
+from jackfield.cli import run
 from jackfield.errors import ExecutionError, JackfieldError, PlanError
+from jackfield_plugins.hub_kernels import KernelRefused
+from jackfield_plugins.hub_kernels.probing import probe
 from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
 
 pytest.importorskip("triton")
@@ -167,6 +169,20 @@ def test_a_kernel_for_layers_that_a_quantizer_makes_is_planned(hub: str) -> None
         jackfield.plan("demo", **chosen)
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("import os; os.abort()", "crashed its process"), ("import os; os._exit(3)", "exit code 3")],
+)
+def test_a_layer_is_tried_in_a_process_that_begins_anew(
+    source: str, says: str, kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other tests fork such processes from one that has imported torch."""
+    folder = kernel(source) / "build" / "torch-cpu"
+    monkeypatch.setattr("jackfield_plugins.hub_kernels.probing.subprocess", subprocess)
+    with pytest.raises(KernelRefused, match=says):
+        probe("jackfield_plugins.kernel.hub_probe", {"folder": str(folder), "layer": "Any"})
+
+
 def test_the_comparison_tells_rounding_from_another_function() -> None:
     norm = next(m for m in build("llama", torch.bfloat16).modules() if is_rms_norm(m))
     _compare("it", norm, norm)  # type: ignore[arg-type]
@@ -177,22 +193,26 @@ def test_the_comparison_tells_rounding_from_another_function() -> None:
             _compare("it", norm, other)  # type: ignore[arg-type]
 
 
-def test_on_the_command_line(hub: str) -> None:
-    def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "jackfield", *arguments, "--kernel", hub, "--json"]
-        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+def test_on_the_command_line(hub: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> Any:
+        assert run([*arguments, "--kernel", hub, "--json"]) == 0
+        return json.loads(capfd.readouterr().out)
 
-    assert run("generate", "Sort these numbers: 3 1 2")["report"]["kernel"]["calls"] > 0
+    capfd.readouterr()
+    assert told("generate", "Sort these numbers: 3 1 2")["report"]["kernel"]["calls"] > 0
     verdicts = {
-        b["name"]: b["verdict"] for b in run("explain")["backends"] if b["kind"] == "kernel"
+        b["name"]: b["verdict"] for b in told("explain")["backends"] if b["kind"] == "kernel"
     }
     assert verdicts["hub-layer"] == "chosen"
 
 
-def test_explain_knows_which_kernels_find_no_layer(tmp_path: Path) -> None:
+def test_explain_knows_which_kernels_find_no_layer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     build("gpt2", torch.float32).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "jackfield", "explain", str(tmp_path), "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["backends"]
+    capfd.readouterr()
+    assert run(["explain", str(tmp_path), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["backends"]
     (told,) = (backend for backend in found if backend["name"] == "cpu-rms-norm")
     assert told["verdict"] == "refused"
     assert "finds no layer to replace" in told["reasons"][0]

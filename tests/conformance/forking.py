@@ -1,0 +1,101 @@
+"""Processes that begin with torch imported, which takes seconds: forks of one that did only that.
+
+`Forks.run` stands in for `subprocess.run([python, "-m", module, …])` where it matters that a
+process of its own may crash, exit or hang, and not how it began. Run as a program, this is the
+process that is forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class Forks:
+    """The process, begun when it is first needed."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(
+        self, command: list[str], *, env: dict[str, str], timeout: float, **_: Any
+    ) -> subprocess.CompletedProcess[bytes]:
+        """`command` is `[python, "-m", module, *arguments]`; raises TimeoutExpired."""
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            given = [command[2:], env, os.getcwd(), str(out), str(err), timeout]
+            ended = self._ask(given)
+            if ended == -signal.SIGALRM:
+                raise subprocess.TimeoutExpired(command, timeout)
+            return subprocess.CompletedProcess(command, ended, out.read_bytes(), err.read_bytes())
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.communicate()
+
+    def _ask(self, given: list[Any]) -> int:
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(given) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+
+def serve() -> None:
+    import jackfield_plugins.attention.varlen
+    import jackfield_plugins.hub_kernels.repository  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import kernels  # noqa: F401
+
+    for line in sys.stdin:
+        given = json.loads(line)
+        if (child := os.fork()) == 0:
+            be(*given)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def be(
+    command: list[str], env: dict[str, str], folder: str, out: str, err: str, timeout: float
+) -> None:
+    """Become the process that `command` asks for; never returns."""
+    code: Any = 0
+    signal.setitimer(signal.ITIMER_REAL, timeout)  # which ends it
+    try:
+        written = os.O_CREAT | os.O_WRONLY
+        for number, name in enumerate((os.devnull, out, err)):
+            os.dup2(os.open(name, written if number else os.O_RDONLY), number)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.path[:] = env.get("PYTHONPATH", "").split(os.pathsep)
+        sys.argv = command
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else ended.code is not None
+    except BaseException:  # noqa: BLE001 - as Python ends
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
+
+
+if __name__ == "__main__":
+    serve()
