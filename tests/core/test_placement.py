@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, Gpu
 from families import build, oracle, prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import jackfield
+from jackfield.bridge import weights
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.placement import Placement, asked, spell
@@ -447,3 +450,43 @@ def test_peak_memory(tmp_path: Path) -> None:
     assert found["cpu"][1:] == found["disk"][1:]
     assert found["cpu"][0] > 130e6
     assert found["disk"][0] < 0.15 * found["cpu"][0], found
+
+
+def test_weights_are_read_to_the_gpu_and_not_to_main_memory_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers makes each weight where its device map has it; without one, on the processor."""
+    FakeCuda([Gpu(), Gpu()]).install(monkeypatch)
+    for accelerate in (True, False):
+        for device in ("cuda:1", "cpu"):
+            monkeypatch.setattr(weights, "has_accelerate", lambda found=accelerate: found)
+            read = Reading(torch.device(device if accelerate else "cpu"))
+            monkeypatch.setattr(weights, "AutoModelForCausalLM", read)
+            prepared = jackfield.front.prepare(
+                folder, device_map=device, attn_implementation="eager"
+            )
+            with contextlib.suppress(Reading.Done):
+                prepared.load()
+            assert read.device_map == ({"": 1} if accelerate and device != "cpu" else None)
+            assert read.moved == ([] if accelerate or device == "cpu" else [torch.device(device)])
+
+
+class Reading:
+    """In the place of `AutoModelForCausalLM`: notes where weights are read to and moved."""
+
+    class Done(Exception):  # noqa: N818 - nothing is wrong
+        pass
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moved: list[torch.device] = []
+
+    def from_pretrained(self, *_: Any, device_map: Any, **__: Any) -> Any:
+        self.device_map = device_map
+        return self, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
+
+    def to(self, device: torch.device) -> None:
+        self.moved.append(device)
+
+    def eval(self) -> None:
+        raise self.Done

@@ -232,9 +232,14 @@ def _memory(asked: Asked, measure: Callable[[], dict[Any, Any]]) -> dict[Any, An
 
 
 def _native(place: str) -> int | str:
-    """A place as accelerate compares it: CUDA devices by their number."""
+    """A place as accelerate compares it: CUDA devices by their number.
+
+    Without one it is the caller's current device; threads that read weights have one of their own.
+    """
     kind, _, index = place.partition(":")
-    return int(index or 0) if kind in ("cuda", "xpu") else place
+    if kind not in ("cuda", "xpu"):
+        return place
+    return int(index) if index else int(getattr(torch, kind).current_device())
 
 
 def _added(sizes: Mapping[str, int], needs: Requirements, weigh: Weigh) -> int:

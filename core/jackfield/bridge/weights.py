@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.foreign import named, read_json
 from jackfield.bridge.headers import check_files
-from jackfield.bridge.placement import check_placed, native, no_notes
+from jackfield.bridge.placement import check_placed, has_accelerate, native, no_notes
 from jackfield.bridge.read_back import check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
 from jackfield.choosing.placement import Placement
@@ -51,10 +51,11 @@ def load_model(
             raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
         if needs.stored is not None or quantization.config is not None:
             check_shapes(source.config, tensors)
-    stored = stored_quantization(source.config) is not None
+    quantized = stored_quantization(source.config) is not None or quantization.config is not None
+    # Read to their device one by one: otherwise main memory would have to hold all of them first.
     # A quantizer puts weights where they belong as it makes them.
     device = torch.device(where.device)
-    placed = where.spread or ((stored or quantization.config is not None) and device.type != "cpu")
+    placed = where.spread or (device.type != "cpu" and (quantized or has_accelerate()))
     reading = quantization.reading()
     with named(f"cannot load {source.location}"), quiet(), reading, no_notes():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
