@@ -10,6 +10,7 @@ import torch
 
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 from jackfield_plugins.cache.paged.pages import PageAllocator
+from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ class Saved:
 
     count: int
     first: int
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    layers: dict[int, HostPages]
 
 
 class Kept:
@@ -67,6 +68,7 @@ class LayerGroup:
         self._now: PageTables  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
         self._block_table, self._first = Kept(), Kept()
+        self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
         """For how many tokens a sequence that grows to `tokens` needs places at once.
@@ -150,12 +152,13 @@ class LayerGroup:
             self.allocator.publish(table.pages[at - before], keys[at])
 
     def save(self, sequence: int) -> Saved:
-        """A copy of a sequence's pages in host memory."""
+        """A copy of a sequence's pages in host memory, on its way there maybe."""
         table = self.tables[sequence]
-        layers = {
-            index: (layer.keys[table.pages].cpu(), layer.values[table.pages].cpu())
-            for index, layer in self.layers.items()
-        }
+        if not table.pages or not self.layers:
+            return Saved(len(table.pages), table.first, {})
+        if self._swap is None:
+            self._swap = swap_on(next(iter(self.layers.values())).keys.device)
+        layers = self._swap.out(table.pages, self.layers)
         return Saved(len(table.pages), table.first, layers)
 
     def restore(self, sequence: int, saved: Saved) -> None:
@@ -163,10 +166,8 @@ class LayerGroup:
         table = self.tables[sequence] = Table([], saved.first)
         for _ in range(saved.count):
             table.pages.append(self._take(table.pages[-1] if table.pages else None))
-        for index, (keys, values) in saved.layers.items():
-            layer = self.layers[index]
-            layer.keys[table.pages] = keys.to(layer.keys.device)
-            layer.values[table.pages] = values.to(layer.values.device)
+        if saved.layers and self._swap is not None:
+            self._swap.back(table.pages, self.layers, saved.layers)
 
     def reserve(self, sequence: int, start: int, end: int) -> None:
         """Make pages for tokens `start:end` of a sequence, none of them shared with another.
@@ -177,9 +178,16 @@ class LayerGroup:
         missing = -(-(end - table.first) // self.page_size) - len(table.pages)
         for _ in range(missing):
             table.pages.append(self._take(table.pages[-1] if table.pages else None))
-        for at in range((start - table.first) // self.page_size, len(table.pages)):
+        written = range((start - table.first) // self.page_size, len(table.pages))
+        for at in written:
             if self.allocator.is_shared(table.pages[at]):
                 table.pages[at] = self._copy(table.pages[at])
+        self._before_writing([table.pages[at] for at in written])
+
+    def _before_writing(self, pages: list[int]) -> None:
+        """A page may be on its way to host memory still, though nobody holds it any more."""
+        if self._swap is not None:
+            self._swap.before_writing(pages)
 
     def _take(self, after: int | None) -> int:
         if not self.fixed and self.allocator.num_free == 0:
@@ -194,6 +202,7 @@ class LayerGroup:
     def _copy(self, page: int) -> int:
         """Copy-on-write: a page of our own with the same tokens."""
         own = self._take(None)
+        self._before_writing([own])
         for layer in self.layers.values():
             layer.keys[own] = layer.keys[page]
             layer.values[own] = layer.values[page]

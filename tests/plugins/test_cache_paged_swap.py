@@ -1,0 +1,320 @@
+"""Swapped pages on streams: equal after any order of steps, and no two streams race for a page.
+
+Fake streams note who waits for whom. A clock a stream has says of each access to a page whether it
+comes after another one whatever the timing, as in a detector of data races (Lamport 1978).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jackfield.asking.settings import Settings
+from jackfield.running.sequences import Feed, Sequence, Step
+from jackfield_plugins.cache.paged import groups, swapping
+from jackfield_plugins.cache.paged.store import PagedKVCache
+from jackfield_plugins.cache.paged.swapping import PageSwap, StreamedSwap, swap_on
+
+PAGE, PAGES, LAYERS = 4, 12, 2
+SETTINGS = Settings(max_new_tokens=8)
+DEVICE = torch.device("cpu")
+
+
+class Streams:
+    """In the place of `torch.cuda`: streams that keep vector clocks."""
+
+    def __init__(self) -> None:
+        self.now = self.steps = FakeStream()
+        self.made: list[FakeStream] = [self.steps]
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        assert device == DEVICE
+        self.made.append(FakeStream())
+        return self.made[-1]
+
+    def Event(self) -> FakeEvent:  # noqa: N802
+        return FakeEvent(self)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        assert device == DEVICE
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.clock: Counter[int] = Counter()  # stream -> the last of its operations that is past
+        self.waits = 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waits += 1
+        self.clock |= other.clock
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waits += 1
+        self.clock |= event.clock
+
+
+class FakeEvent:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def record(self) -> None:
+        self.clock = Counter(self._streams.now.clock)
+
+    def query(self) -> bool:
+        return False  # copies take for ever, for all that the host knows
+
+
+class Races(TorchDispatchMode):
+    """Every access of a stream to a page of a pool; two that nothing orders are a race."""
+
+    def __init__(self, streams: Streams, store: PagedKVCache) -> None:
+        super().__init__()
+        self.streams, self.store = streams, store
+        self.seen: defaultdict[tuple[int, int], list[tuple[int, int, bool]]] = defaultdict(list)
+        self.found: list[str] = []
+
+    def pools(self) -> dict[int, int]:
+        layers = [layer for g in self.store.groups.values() for layer in g.layers.values()]
+        return {t.untyped_storage().data_ptr(): PAGE for la in layers for t in (la.keys, la.values)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        pool = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if pool is not None and pool.untyped_storage().data_ptr() in self.pools():
+            if name in ("aten::index_select", "aten::index_copy_"):
+                whole = pool.shape[0] == PAGES
+                where = args[2].tolist()
+                pages = {w if whole else w // PAGE for w in where}
+                self.access(pool, pages, writes=name.endswith("_"))
+            elif name == "aten::copy_":  # copy-on-write, into one page
+                self.access(pool, {pool.storage_offset() // pool.numel()}, writes=True)
+        return func(*args, **(kwargs or {}))
+
+    def access(self, pool: torch.Tensor, pages: set[int], *, writes: bool) -> None:
+        stream = self.streams.now
+        me = self.streams.made.index(stream)
+        stream.clock[me] += 1
+        for page in pages:
+            memory = pool.untyped_storage().data_ptr()
+            for who, when, wrote in self.seen[memory, page]:
+                if (writes or wrote) and stream.clock[who] < when:
+                    self.found.append(f"page {page}: stream {me} beside stream {who}")
+            self.seen[memory, page].append((me, stream.clock[me], writes))
+
+
+def driven(store: PagedKVCache, seed: int, rounds: int = 60) -> Iterator[dict[int, list[float]]]:
+    """Sequences that come, grow, are evicted and go; what each one's pages hold."""
+    chance = random.Random(seed)
+    running: list[Sequence] = []
+    waiting = [Sequence(n, list(range(100 * n, 100 * n + 30)), SETTINGS, None) for n in range(20)]
+    for _ in range(rounds):
+        if running and chance.random() < 0.4:
+            evicted = running.pop(chance.randrange(len(running)))
+            store.evict(evicted)
+            waiting.append(evicted)
+        if waiting and store.admit(waiting[0]):
+            running.append(waiting.pop(0))
+            yield held(store, running)
+        feeds = []
+        for sequence in running:
+            left = 30 - sequence.num_cached
+            step = Step([*feeds, Feed(sequence, sequence.num_cached, min(left, 3), ())])
+            if left and store.fits(step):
+                feeds = step.feeds
+        if not feeds:
+            continue
+        step = Step(feeds)
+        inputs = store.prepare(step)
+        tokens = inputs.kwargs["input_ids"][0].double()[:, None, None].expand(-1, 2, 3)
+        for layer in range(LAYERS):
+            store.write(layer, tokens + layer, -tokens - layer)
+        attend(store)
+        store.commit(step, [f.count for f in feeds])
+        yield held(store, running)
+        for sequence in [s for s in running if s.num_cached == 30]:
+            running.remove(sequence)
+            store.release([sequence])
+
+
+def handed_over(store: PagedKVCache) -> None:
+    """A sequence comes back into the pages of one that has just run and gone."""
+    first, second = (Sequence(n, list(range(10)), SETTINGS, None) for n in (1, 2))
+    assert store.admit(first)
+    step(store, first, 10)
+    store.evict(first)
+    assert store.admit(second)
+    second.tokens = list(range(44))
+    step(store, second, 44)
+    attend(store)
+    store.release([second])
+    assert store.admit(first)
+
+
+def attend(store: PagedKVCache) -> None:
+    """Read what an attention reads."""
+    for group in store.groups.values():
+        for layer in group.layers.values():
+            pages = layer.block_table.flatten().long()
+            layer.keys.index_select(0, pages)
+            layer.values.index_select(0, pages)
+
+
+def held(store: PagedKVCache, running: list[Sequence]) -> dict[int, list[float]]:
+    """The tokens that every running sequence's pages hold, in all layers."""
+    found: dict[int, list[float]] = {}
+    for sequence in running:
+        for group in store.groups.values():
+            table = group.tables[sequence.id]
+            count = sequence.num_cached - table.first
+            for index, layer in group.layers.items():
+                for pool in (layer.keys - index, -layer.values - index):
+                    read = pool.flatten(0, 1)[slots(table)][:count, 0, 0].tolist()
+                    found.setdefault(sequence.id, []).extend(read)
+                    assert read == sequence.tokens[table.first : sequence.num_cached]
+    return found
+
+
+def slots(table: Any) -> list[int]:
+    return [page * PAGE + at for page in table.pages for at in range(PAGE)]
+
+
+def store_on(swap: Any, window: int | None, patch: pytest.MonkeyPatch) -> PagedKVCache:
+    patch.setattr(groups, "swap_on", lambda device: swap)
+    return PagedKVCache([window] * LAYERS, PAGE, PAGE * PAGES, DEVICE, swap=True)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_come_back_as_they_were_and_no_stream_races(
+    seed: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams()
+    swap = StreamedSwap(DEVICE, streams, pinned=False)
+    store = store_on(swap, window, monkeypatch)
+    with Races(streams, store) as races:
+        streamed = list(driven(store, seed))
+    plain = list(driven(store_on(PageSwap(), window, monkeypatch), seed))
+    assert streamed == plain
+    assert races.found == []
+    assert {who for own in races.seen.values() for who, *_ in own} == {0, 1}  # both were at work
+    assert any(streamed)
+
+
+def test_pages_of_a_sequence_that_has_gone_are_read_before_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams()
+    store = store_on(StreamedSwap(DEVICE, streams, pinned=False), None, monkeypatch)
+    with Races(streams, store) as races:
+        handed_over(store)
+    assert races.found == []
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["leaves unwritten", "comes unread", "is read before it came", "is written while it leaves"],
+)
+def test_each_wait_is_needed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    swap = StreamedSwap(DEVICE, streams, pinned=False)
+    own, steps = streams.made[1], streams.made[0]
+    inside: list[str] = []
+    for name in ("out", "back"):
+        method = getattr(swap, name)
+
+        def noting(*args: Any, name: str = name, method: Any = method) -> Any:
+            inside.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(swap, name, noting)
+    lost = {
+        "leaves unwritten": (own, "wait_stream", "out"),
+        "comes unread": (own, "wait_stream", "back"),
+        "is read before it came": (steps, "wait_stream", "back"),
+        "is written while it leaves": (steps, "wait_event", "out"),
+    }
+    stream, wait, where = lost[mutant]
+    honest = getattr(stream, wait)
+
+    def waits(other: Any) -> None:
+        if inside[-1] != where and wait == "wait_stream":
+            honest(other)
+
+    monkeypatch.setattr(stream, wait, waits)
+    raced = []
+    for drive in (lambda store: list(driven(store, 0)), handed_over):
+        store = store_on(swap, None, monkeypatch)
+        with Races(streams, store) as races:
+            drive(store)
+        raced += races.found
+    assert raced
+
+
+def test_a_step_waits_only_for_pages_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    store = store_on(StreamedSwap(DEVICE, streams, pinned=False), None, monkeypatch)
+    first, second = (Sequence(n, list(range(10)), SETTINGS, None) for n in (1, 2))
+    for sequence in (first, second):
+        assert store.admit(sequence)
+        step(store, sequence, 10)
+    left = set(store.groups[None].tables[1].pages)
+    store.evict(first)
+    second.tokens = list(range(44))
+    before = streams.steps.waits
+    step(store, second, 1)
+    assert not left & set(store.groups[None].tables[2].pages)
+    assert streams.steps.waits == before
+    while not left & set(store.groups[None].tables[2].pages):
+        assert streams.steps.waits == before
+        step(store, second, 1)
+    assert streams.steps.waits == before + 1
+
+
+def step(store: PagedKVCache, sequence: Sequence, count: int) -> None:
+    taken = Step([Feed(sequence, sequence.num_cached, count, ())])
+    store.prepare(taken)
+    for layer in range(LAYERS):
+        numbers = torch.zeros(count, 2, 3, dtype=torch.float64)
+        store.write(layer, numbers, numbers)
+    store.commit(taken, [count])
+
+
+def test_numbers_of_pages_go_to_the_device_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    honest = swapping._index
+    monkeypatch.setattr(swapping, "_index", lambda *a, **k: made.append(a) or honest(*a, **k))
+    store = store_on(StreamedSwap(DEVICE, Streams(), pinned=False), None, monkeypatch)
+    sequence = Sequence(1, list(range(30)), SETTINGS, None)
+    assert store.admit(sequence)
+    step(store, sequence, 10)
+    store.evict(sequence)
+    assert len(made) == 1
+    assert store.admit(sequence)
+    assert len(made) == 2
+
+
+def test_a_gpu_swaps_on_streams_and_a_processor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("a stream of", device))
+    device = torch.device("cuda:1")
+    made = swap_on(device)
+    assert isinstance(made, StreamedSwap)
+    assert (made._own, made._pinned) == (("a stream of", device), True)
+    assert type(swap_on(torch.device("cpu"))) is type(swap_on(torch.device("mps"))) is PageSwap
