@@ -154,6 +154,11 @@ class AttentionPort:
 
         @functools.wraps(inner)
         def mask(*args: Any, **kwargs: Any) -> Any:
+            padding = kwargs.get("attention_mask")
+            # Whether a mask could be left out is in its numbers, for which the host would wait in
+            # every step; what has no padding comes without one.
+            if padding is not None and padding.device.type != "cpu":
+                kwargs["allow_is_causal_skip"] = False
             with guard:
                 return inner(*args, **kwargs)
 

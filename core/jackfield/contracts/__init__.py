@@ -40,6 +40,7 @@ from jackfield.contracts.quantizing import (
 )
 from jackfield.contracts.requirements import FEATURES, Requirements, Weight
 from jackfield.contracts.scheduling import Schedule, Scheduler
+from jackfield.contracts.staging import StepBlock
 
 __all__ = [
     "FEATURES",
@@ -82,6 +83,7 @@ __all__ = [
     "Scheduler",
     "Search",
     "Span",
+    "StepBlock",
     "StoredTensor",
     "Strategy",
     "TransformersCache",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jackfield.choosing.guarded import fault, guarded
-from jackfield.contracts import Continuation, Decision, Hypothesis, Search
+from jackfield.contracts import Continuation, Decision, Hypothesis, Search, StepBlock
 from jackfield.errors import quoted
 from jackfield.running.checked import CheckedStrategy, unchanged
 
@@ -35,6 +35,7 @@ class CheckedSearch(CheckedStrategy, Search):
     def __init__(self, inner: Search, name: str, vocab_size: int) -> None:
         super().__init__(inner, name, vocab_size)
         self._search = inner
+        self._block: StepBlock | None = None
 
     def width(self, settings: Settings) -> int:
         with guarded(self, "width"):
@@ -45,7 +46,8 @@ class CheckedSearch(CheckedStrategy, Search):
 
     def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
         groups = tuple(groups)
-        summed = [_added(own, group.scores) for own, group in zip(scores, groups, strict=True)]
+        summed = self._added(groups, scores)
+        allowed = Allowed(scores)
         before = [_state(group) for group in groups]
         beams = [beam for group in groups for beam in group.beams]
         with guarded(self, "decide"), unchanged(self, "decide", beams):
@@ -57,12 +59,23 @@ class CheckedSearch(CheckedStrategy, Search):
             places: list[list[Place]] = [[] for _ in groups]
             for group, decision, own in zip(groups, found, places, strict=False):
                 wrong = wrong or self._flaw(group, decision, own)
-            for decision, given in zip(found, scores, strict=False):
-                wrong = wrong or _gives_up(decision, given)
-            wrong = wrong or _forbidden(places, scores)
+            for at, decision in enumerate(found[: len(groups)]):
+                wrong = wrong or _gives_up(decision, allowed, at)
+            wrong = wrong or allowed.flaw(places)
         if wrong:
             raise fault(self, f"decide must return one decision a group; got {wrong}")
         return found
+
+    def _added(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[torch.Tensor]:
+        """`scores`, to which those of the beams are added."""
+        device = scores[0].device
+        if self._block is None or self._block.device != device:
+            self._block = StepBlock(device)
+        sums = [[score] for group in groups for score in group.scores]
+        of_beams = self._block.put(sums, scores[0].dtype)
+        self._block.send()
+        parts = of_beams.split([len(own) for own in scores])
+        return [own + part for own, part in zip(scores, parts, strict=True)]
 
     def _flaw(self, group: Group, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with a decision, in words; empty: nothing. Adds what was `chosen`."""
@@ -133,22 +146,6 @@ def _order(group: Group, found: Seq[Hypothesis]) -> str:
     return ""
 
 
-def _forbidden(places: Seq[Seq[Place]], scores: Seq[torch.Tensor]) -> str:
-    """Says which of the places of each group its scores forbid; one copy from the device."""
-    every = [place for own in places for place in own]
-    if not every:
-        return ""
-    at = torch.tensor(every, device=scores[0].device).T.split([len(own) for own in places], 1)
-    found = torch.cat([own[tuple(where)] for own, where in zip(scores, at, strict=True)])
-    allowed = (found > -torch.inf).tolist()
-    wrong = [token for (_, token), fine in zip(every, allowed, strict=True) if not fine]
-    return f"token {wrong[0]}, which is forbidden there" if wrong else ""
-
-
-def _added(scores: torch.Tensor, of_beams: Seq[float]) -> torch.Tensor:
-    return scores + torch.tensor(of_beams, dtype=scores.dtype, device=scores.device)[:, None]
-
-
 def _is_score(score: object) -> bool:
     return isinstance(score, float | int) and not isinstance(score, bool) and math.isfinite(score)
 
@@ -174,12 +171,68 @@ def _text(one: Any) -> Any:
     return Hypothesis(tuple(islice(one.tokens, ENDLESS)), one.score)
 
 
-def _gives_up(decision: Decision, scores: torch.Tensor) -> str:
+def _gives_up(decision: Decision, allowed: Allowed, group: int) -> str:
     """Says where it ends a request with no text although there was a token to go on with."""
     if decision.beams or decision.hypotheses or decision.error is not None:
         return ""
-    return "neither beams nor texts" if bool((scores > -torch.inf).any()) else ""
+    return "neither beams nor texts" if allowed.any(group) else ""
 
 
 def _state(group: Group) -> tuple[object, ...]:
     return tuple(group.beams), tuple(group.scores), tuple(group.hypotheses)
+
+
+class Allowed:
+    """Which tokens are allowed behind each beam of some groups, for who wants to know of a few.
+
+    On a GPU one bit for each token is on its way to the host from the beginning, so that it is
+    there when the strategy has read its scores, and nobody waits again.
+    """
+
+    def __init__(self, scores: Seq[torch.Tensor]) -> None:
+        self._scores = scores
+        self._bits: torch.Tensor | None = None
+        if scores[0].device.type == "cuda":
+            self._bits = _packed(torch.cat(list(scores)) > -torch.inf).to("cpu", non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(scores[0].device))
+
+    def flaw(self, places: Seq[Seq[Place]]) -> str:
+        """Says which of the places of each group is forbidden; empty: none."""
+        every = [place for own in places for place in own]
+        if not every:
+            return ""
+        fine = self._fine(places) if self._bits is None else self._fine_bits(self._bits, places)
+        wrong = [token for (_, token), is_fine in zip(every, fine, strict=True) if not is_fine]
+        return f"token {wrong[0]}, which is forbidden there" if wrong else ""
+
+    def any(self, group: int) -> bool:
+        """Whether anything is allowed behind the beams of this group."""
+        if self._bits is None:
+            return bool((self._scores[group] > -torch.inf).any())
+        self._there.synchronize()
+        return bool(self._bits.split([len(own) for own in self._scores])[group].any())
+
+    def _fine(self, places: Seq[Seq[Place]]) -> list[bool]:
+        pairs = [place for own in places for place in own]
+        at = torch.tensor(pairs, device=self._scores[0].device).T.split([len(own) for own in places], 1)
+        found = [own[tuple(where)] for own, where in zip(self._scores, at, strict=True)]
+        return (torch.cat(found) > -torch.inf).tolist()
+
+    def _fine_bits(self, bits: torch.Tensor, places: Seq[Seq[Place]]) -> list[bool]:
+        self._there.synchronize()
+        before = accumulate((len(own) for own in self._scores), initial=0)
+        at = [
+            (first + beam, token)
+            for first, own in zip(before, places, strict=False)
+            for beam, token in own
+        ]
+        return [bool(int(bits[row, token // 8]) >> token % 8 & 1) for row, token in at]
+
+
+def _packed(marks: torch.Tensor) -> torch.Tensor:
+    """bool `[rows, vocab]` as uint8 `[rows, ceil(vocab / 8)]`, the first of eight lowest."""
+    rows, width = marks.shape
+    eights = torch.nn.functional.pad(marks, (0, -width % 8)).view(rows, -1, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=marks.device)
+    return (eights * weights).sum(-1, dtype=torch.uint8)

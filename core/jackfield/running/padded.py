@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from jackfield.contracts import KVCache, ModelInputs
+from jackfield.contracts import KVCache, ModelInputs, StepBlock
 from jackfield.errors import CacheFullError, PluginError, quoted
 from jackfield.running.bounds import UNLIMITED
 from jackfield.running.sequences import Feed, Sequence, Step
@@ -44,7 +44,7 @@ class PaddedKVCache(KVCache):
         drafts: bool = False,
     ) -> None:
         self._make = make
-        self._device = device
+        self._block = StepBlock(device)
         self._max_cache_len = max_cache_len
         self._static = static
         self._equal_lengths = equal_lengths
@@ -58,6 +58,7 @@ class PaddedKVCache(KVCache):
         self._past: transformers.Cache | None = None
         self._mask: torch.Tensor | None = None  # [rows, columns], None while every column is valid
         self._columns = 0  # written so far
+        self._places: dict[int, list[list[int]]] = {}  # a row's tokens: columns from, how many
         self._capacity: int | None = None  # how many there can be, where shapes are static
 
     def admit(self, sequence: Sequence) -> bool:
@@ -110,19 +111,33 @@ class PaddedKVCache(KVCache):
         ]
         ids, positions, valid = zip(*rows, strict=True)
         whole = all(all(marks) for marks in valid)
-        self._mark(None if whole else torch.tensor(valid, device=self._device), width)
+        put = self._block.put
+        marks = None if whole else put(valid)
+        busy = [i for i, row in enumerate(self._rows) if row is not None]
+        feeding = put(busy) if len(busy) < len(rows) else None
+        input_ids, position_ids = put(ids), put(positions)
+        self._block.send()
+        for feed in step.feeds:
+            self._place(feed, self._columns + width)
+        self._mark(marks, width)
         kwargs: dict[str, Any] = {
-            "input_ids": torch.tensor(ids, device=self._device),
-            "position_ids": torch.tensor(positions, device=self._device),
+            "input_ids": input_ids,
+            "position_ids": position_ids,
             "attention_mask": self._mask,
             "past_key_values": self._past,
             "use_cache": True,
             "logits_to_keep": 1 + max(len(feed.drafts) for feed in step.feeds),
         }
-        busy = [i for i, row in enumerate(self._rows) if row is not None]
-        idle = len(busy) < len(rows)
-        feeding = torch.tensor(busy, device=self._device) if idle else None
         return ModelInputs(kwargs, len(rows), feeding, step.decode)
+
+    def _place(self, feed: Feed, end: int) -> None:
+        """Note in which columns the tokens of a row lie, so that nobody has to read the mask."""
+        count = feed.count + len(feed.drafts)
+        runs = self._places.setdefault(feed.sequence.id, [])
+        if runs and sum(runs[-1]) == end - count:
+            runs[-1][1] += count
+        elif count:
+            runs.append([end - count, count])
 
     def held_bytes(self) -> int | None:
         """None where layers keep something else: linear ones a state, quantized ones codes."""
@@ -165,14 +180,15 @@ class PaddedKVCache(KVCache):
         """The mask; where there is none yet, one of `columns` valid columns."""
         if self._mask is None:
             size = (len(self._rows), columns)
-            self._mask = torch.ones(size, dtype=torch.long, device=self._device)
+            self._mask = torch.ones(size, dtype=torch.long, device=self._block.device)
         return self._mask
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         rejected = {}
         for feed, count in zip(step.feeds, kept, strict=True):
             feed.sequence.num_cached = feed.start + count
-            rejected[id(feed.sequence)] = feed.count + len(feed.drafts) - count
+            rejected[id(feed.sequence)] = gone = feed.count + len(feed.drafts) - count
+            _take_off(self._places[feed.sequence.id], gone)
         if any(rejected.values()):
             self._take_back(rejected)
 
@@ -195,8 +211,10 @@ class PaddedKVCache(KVCache):
         row = next(i for i, other in enumerate(self._rows) if other is sequence)
         mask = self._masked(self._columns)
         mask[row] *= mask[row].cumsum(0) <= tokens
+        _take_off(self._places[sequence.id], sequence.num_cached - tokens)
         sequence.num_cached = tokens
-        self._crop_to(int(mask.any(0).nonzero()[-1]) + 1)
+        live = [self._places[other.id] for other in self._rows if other is not None]
+        self._crop_to(max(sum(runs[-1]) for runs in live if runs))
 
     def _crop_to(self, columns: int) -> None:
         assert self._past is not None
@@ -212,12 +230,14 @@ class PaddedKVCache(KVCache):
         self._rows = [self._rows[i] for i in stay] + [into for _, into in copies]
         for source, into in copies:
             into.num_cached = source.num_cached
+            self._places[into.id] = [list(run) for run in self._places[source.id]]
         self._take_rows([*stay, *(at[id(source)] for source, _ in copies)])
 
     def _take_rows(self, rows: list[int]) -> None:
         """The rows become those with these numbers; a row may be taken several times."""
         assert self._past is not None
-        index = torch.tensor(rows, device=self._device)
+        index = self._block.put(rows)
+        self._block.send()
         # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
         self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
         self._mask = None if self._mask is None else self._mask.index_select(0, index)
@@ -246,6 +266,16 @@ def _columns(sequences: Seq[Sequence]) -> int:
 def _still_new(sequence: Sequence) -> int:
     """How many new tokens it can still get."""
     return sequence.settings.max_new_tokens - sequence.num_new
+
+
+def _take_off(runs: list[list[int]], count: int) -> None:
+    """Drop the last `count` places of a row."""
+    while count:
+        taken = min(count, runs[-1][1])
+        runs[-1][1] -= taken
+        count -= taken
+        if not runs[-1][1]:
+            runs.pop()
 
 
 def _aligned(feed: Feed, width: int) -> tuple[list[int], list[int], list[int]]:

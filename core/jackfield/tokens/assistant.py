@@ -16,6 +16,7 @@ import torch
 
 from jackfield.asking.settings import Settings
 from jackfield.asking.texts import Bridge
+from jackfield.contracts import StepBlock
 from jackfield.running.bound import BoundModel
 from jackfield.running.report import Observation, observe
 from jackfield.running.sequences import Feed, Sequence, Step
@@ -50,6 +51,7 @@ class DraftModel:
         self._cache = bound.cache
         self._copies: dict[int, Sequence] = {}  # of those in the cache, by the sequence's id
         self._fed: dict[int, list[int]] = {}  # drafts in the cache behind a copy's tokens
+        self._block: StepBlock | None = None
         self.steps = 0
 
     def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
@@ -152,10 +154,18 @@ class DraftModel:
             self._fed.setdefault(feed.sequence.id, []).extend(feed.drafts)
         ready = [guess for guess in guesses if guess.copy.num_cached >= len(guess.copy.tokens)]
         if ready:
-            self._choose(ready, logits[[row[guess.copy.id] for guess in ready], -1])
+            self._choose(ready, self._rows(logits, [row[guess.copy.id] for guess in ready]))
+
+    def _rows(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """The last logits of these rows."""
+        if self._block is None or self._block.device != logits.device:
+            self._block = StepBlock(logits.device)
+        at = self._block.put(rows)
+        self._block.send()
+        return logits[:, -1].index_select(0, at)
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
-        batch = Batch([guess.copy for guess in guesses], logits)
+        batch = Batch([guess.copy for guess in guesses], logits, self._block)
         batch.spread([g.drafts for g in guesses], [[len(g.drafts)] for g in guesses])
         tokens, _ = batch.choose(logits)
         likely = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]

@@ -14,7 +14,7 @@ import torch
 
 from jackfield.asking.settings import Settings
 from jackfield.choosing.guarded import all_of
-from jackfield.contracts import Accepted, Decision, Strategy
+from jackfield.contracts import Accepted, Decision, StepBlock, Strategy
 from jackfield.running.checked_search import CheckedSearch
 from jackfield.running.groups import Group
 from jackfield.running.report import Speculation, total
@@ -66,9 +66,12 @@ class Decoder:
         return [found.get(sequence.id, []) for sequence in sequences]
 
     def expect(self, step: Step) -> None:
-        """Find out, while the model computes `step`, which tokens may follow it."""
+        """Send what the sampler needs, and find out while the model computes what may follow."""
         if self._structures is not None:
             self._allowed = self._structures.begin(step.feeds)
+        own = [f for f in step.feeds if f.samples and f.sequence.group is None]
+        if own:
+            self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
     def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
         """What each feed gains by `logits` (`[feeds, k, vocab]`, may be modified in place).
@@ -84,7 +87,7 @@ class Decoder:
         if ready:
             feeds = [step.feeds[i] for i in ready]
             drafts = [feed.drafts for feed in feeds]
-            rows = _rows(logits, ready, drafts)
+            rows = _rows(logits, ready, drafts, self._sampler.block(logits.device))
             sequences = [feed.sequence for feed in feeds]
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, gain in zip(ready, chosen, strict=True):
@@ -107,8 +110,11 @@ class Decoder:
         if not mine:
             return ready, allowed
         feeds = [step.feeds[i] for i in mine]
+        block = self._sampler.block(logits.device)
         bits, others = _parted(allowed, [step.feeds[i] for i in ready])
-        self.decided = searcher.decide(feeds, logits[mine, -1], bits)
+        self.decided = searcher.decide(
+            feeds, _rows(logits, mine, [()] * len(mine), block), bits, block
+        )
         return [i for i in ready if step.feeds[i].sequence.group is None], others
 
     def _learn(self, feed: Feed, gain: Accepted) -> None:
@@ -184,15 +190,18 @@ def _room(sequence: Sequence) -> int:
     return sequence.settings.max_new_tokens - sequence.num_new - 1
 
 
-def _rows(logits: torch.Tensor, ready: list[int], drafts: Seq[Seq[int]]) -> torch.Tensor:
+def _rows(
+    logits: torch.Tensor, ready: list[int], drafts: Seq[Seq[int]], block: StepBlock
+) -> torch.Tensor:
     """The logits that the sampler reads, `[rows, vocab]`."""
     feeds, width, _ = logits.shape
-    if not any(drafts):
-        last = logits[:, -1]
-        return last if len(ready) == feeds else last[ready]
+    if not any(drafts) and len(ready) == feeds:
+        return logits[:, -1]
     flat = [
         i * width + at
         for i, own in zip(ready, drafts, strict=True)
         for at in range(width - 1 - len(own), width)
     ]
-    return logits.flatten(0, 1)[torch.tensor(flat, device=logits.device)]
+    rows = block.put(flat)
+    block.send()
+    return logits.flatten(0, 1).index_select(0, rows)

@@ -64,28 +64,27 @@ def inside(thread: int | None) -> str | None:
 def processed(
     request: int,
     processors: Seq[Callable[..., torch.Tensor]],
-    tokens: Seq[int],
+    ids: torch.Tensor,
     scores: torch.Tensor,
 ) -> torch.Tensor:
-    """`scores` (`[1, vocab]`, not modified) after the processors of a request.
+    """`scores` (`[1, vocab]`, not modified) after the processors of a request for `ids`.
 
     Each is handed tensors of its own, so that what it writes into them is seen by nobody. Raises
     OwnFailure, also where what comes back is no scores.
     """
     for processor in processors:
-        act = partial(_one_row, processor, tokens, scores)
+        act = partial(_one_row, processor, ids, scores)
         scores = fenced("logits_processor", request, act)
     return scores
 
 
 def _one_row(
-    processor: Callable[..., torch.Tensor], tokens: Seq[int], scores: torch.Tensor
+    processor: Callable[..., torch.Tensor], ids: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
     """What a processor makes of a row; anything that broadcasts would become a wrong text."""
     import torch
 
-    ids = torch.tensor([tokens], device=scores.device)
-    found = processor(ids, scores.clone())
+    found = processor(ids.clone(), scores.clone())
     wanted = f"it must return [1, {scores.shape[1]}] scores"
     if not isinstance(found, torch.Tensor):
         raise TypeError(f"{wanted}, not {type(found).__name__}")

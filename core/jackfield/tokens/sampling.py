@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from jackfield.asking.settings import Settings
-from jackfield.contracts import Accepted
+from jackfield.contracts import Accepted, StepBlock
 from jackfield.running.sequences import Sequence, TokenLogprob
 from jackfield.tokens.fenced import OwnFailure, processed
 from jackfield.tokens.keyed import uniform
@@ -34,6 +34,28 @@ class Sampler:
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
+        self._block: StepBlock | None = None
+        self._expected: Seq[Seq[int]] | None = None  # the drafts that the batch is spread for
+
+    def block(self, device: torch.device) -> StepBlock:
+        """By what the numbers of a step go to `device`."""
+        if self._block is None or self._block.device != device:
+            self._block, self._batch, self._expected = StepBlock(device), None, None
+        return self._block
+
+    def expect(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
+        """Send what the next `sample` of these needs, before its logits are computed.
+
+        Nothing before the first call of `sample`, which tells the device and the vocabulary.
+        """
+        batch = self._batch
+        if batch is None:
+            return
+        if not batch.fits(sequences):
+            batch = self._batch = Batch(sequences, batch.like, batch.block)
+        batch.spread(drafts)
+        batch.block.send()
+        self._expected = drafts
 
     def sample(
         self,
@@ -50,7 +72,9 @@ class Sampler:
         draft of a request with processors of its own.
         """
         batch = self.batch_of(sequences, logits)
-        batch.spread(drafts)
+        if self._expected is None or self._expected != drafts:
+            batch.spread(drafts)
+        self._expected = None
         batch.confine(allowed)
         wanted = batch.most_logprobs
         raw = logits if wanted is None else torch.log_softmax(_precise(logits), -1)
@@ -68,9 +92,11 @@ class Sampler:
 
     def batch_of(self, sequences: Seq[Sequence], logits: torch.Tensor) -> Batch:
         """The tensors of these sequences, made anew where they are not those of the last step."""
-        batch = self._batch
-        if batch is None or not batch.fits(sequences):
-            batch = self._batch = Batch(sequences, logits)
+        block, batch = self.block(logits.device), self._batch
+        like = batch is not None and batch.vocab_size == logits.shape[-1]
+        if batch is None or not like or not batch.fits(sequences):
+            batch = self._batch = Batch(sequences, logits, block)
+            self._expected = None
         return batch
 
 
@@ -104,9 +130,13 @@ class Batch:
     What is per sequence stays from step to step. `spread` says which rows a step has.
     """
 
-    def __init__(self, sequences: Seq[Sequence], logits: torch.Tensor) -> None:
+    def __init__(
+        self, sequences: Seq[Sequence], logits: torch.Tensor, block: StepBlock | None = None
+    ) -> None:
         self.sequences = list(sequences)
+        self.like = logits.new_empty(0, logits.shape[-1])  # what is expected of more
         self.device = logits.device
+        self.block = block or StepBlock(self.device)
         self.vocab_size = logits.shape[-1]
         self.lengths = [len(s.tokens) for s in sequences]
         every = [s.settings for s in sequences]
@@ -142,7 +172,7 @@ class Batch:
             return None
         # Not torch's default dtype, which is whatever a process has set it to.
         dtype = torch.float32 if any(isinstance(v, float) for v in values) else None
-        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
+        return self.block.put(values, dtype)[:, None]
 
     def _single_token_bias(self) -> torch.Tensor | None:
         entries = [
@@ -153,26 +183,38 @@ class Batch:
         ]
         if not entries:
             return None
-        at, ids, values = zip(*entries, strict=True)
+        places = self._places([(i, token) for i, token, _ in entries])
+        values = self.block.put([value for *_, value in entries], torch.float32)
+        self.block.send()
         shape = (len(self.sequences), self.vocab_size)
         bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        bias[list(at), list(ids)] = torch.tensor(values, dtype=torch.float32, device=self.device)
-        return bias
+        return bias.index_put_(places, values)
+
+    def _places(self, pairs: Seq[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and tokens, to index by; put into the block, which is to be sent."""
+        both = self.block.put(list(zip(*pairs, strict=True)))
+        return both[0], both[1]
 
     def _history(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Which tokens each has seen (prompt too), and how often it generated each one."""
         shape = (len(self.sequences), self.vocab_size)
         seen = counts = None
         if self.repetition is not None:
+            places = self._texts([s.tokens for s in self.sequences])
             seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            for i, sequence in enumerate(self.sequences):
-                seen[i, sequence.tokens] = True
+            seen.index_put_(places, seen.new_ones(()))
         if self.presence is not None or self.frequency is not None:
             counts = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            for i, sequence in enumerate(self.sequences):
-                new = torch.tensor(sequence.new_tokens, dtype=torch.long, device=self.device)
-                counts[i] = torch.bincount(new, minlength=self.vocab_size)
+            places = self._texts([s.new_tokens for s in self.sequences])
+            counts.index_put_(places, counts.new_ones(()), accumulate=True)
         return seen, counts
+
+    def _texts(self, texts: Seq[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and tokens of all of these."""
+        rows = [row for row, text in enumerate(texts) for _ in range(len(text))]
+        every = self.block.put([rows, [token for text in texts for token in text]], torch.long)
+        self.block.send()
+        return every[0], every[1]
 
     def fits(self, sequences: Seq[Sequence]) -> bool:
         """Whether these are the sequences, and the lengths, that the tensors stand for."""
@@ -197,17 +239,57 @@ class Batch:
         self.first = [0, *accumulate(map(len, depths))]  # the first row of each sequence
         one_each = len(self.rows) == count and all(len(own) == 1 for own in depths)
         owners = [i for i, _ in self.rows]
-        self._owner = None if one_each else torch.tensor(owners, device=self.device)
-        self._guessed = any(depth for _, depth in self.rows)
+        self._owner = None if one_each else self.block.put(owners)
+        self._draws = self._drawn() if self.samples else None
+        self._behind = self._drafted()
+        self._too_early = self._early()
+
+    def _drawn(self) -> torch.Tensor:
+        """The random number of each row, `[rows, 1]`."""
+        numbers = [
+            [uniform(s.settings.seed, s.sample, len(s.tokens) + depth)]
+            for s, depth in ((self.sequences[i], depth) for i, depth in self.rows)
+        ]
+        return self.block.put(numbers, _widest(self.device))
+
+    def _drafted(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows and the drafts before them, where there are penalties for those."""
+        if self.seen is None and self.counts is None:
+            return None
+        pairs = [
+            (row, token)
+            for row, (i, depth) in enumerate(self.rows)
+            for token in self.drafts[i][:depth]
+        ]
+        return self._places(pairs) if pairs else None
+
+    def _early(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows that are too short to end, each with the tokens that would end it."""
+        if not self.short:
+            return None
+        every = [(row, self.sequences[i], depth) for row, (i, depth) in enumerate(self.rows)]
+        pairs = [
+            (row, token)
+            for row, s, depth in every
+            if s.num_new + depth < s.settings.min_new_tokens
+            for token in s.settings.eos_token_ids
+        ]
+        return self._places(pairs) if pairs else None
 
     def confine(self, allowed: torch.Tensor | None) -> None:
         """The tokens that the rows of sequences with a constraint are left with."""
         self.forbidden: torch.Tensor | None = None
         if allowed is not None:
+            bits = self.block.put(allowed)
             rows = [r for r, (i, _) in enumerate(self.rows) if self.sequences[i].constraint]
-            shape = (len(self.rows), self.vocab_size)
-            self.forbidden = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self.forbidden[rows] = ~unpacked(allowed.to(self.device), self.vocab_size)
+            at = self.block.put(rows) if len(rows) < len(self.rows) else None
+            self.block.send()
+            found = ~unpacked(bits, self.vocab_size)
+            if at is None:
+                self.forbidden = found
+                return
+            self.forbidden = found.new_zeros(len(self.rows), self.vocab_size)
+            self.forbidden.index_copy_(0, at, found)
 
     def _by_row(self, of_sequences: torch.Tensor) -> torch.Tensor:
         return of_sequences if self._owner is None else of_sequences.index_select(0, self._owner)
@@ -244,11 +326,12 @@ class Batch:
         self.lengths = [n + len(new) for n, new in zip(self.lengths, gained, strict=True)]
         pairs = [(i, token) for i, new in enumerate(gained) for token in new]
         if pairs and (self.seen is not None or self.counts is not None):
-            at, ids = torch.tensor(pairs, device=self.device).T
+            places = self._places(pairs)
+            self.block.send()
             if self.seen is not None:
-                self.seen[at, ids] = True
+                self.seen.index_put_(places, self.seen.new_ones(()))
             if self.counts is not None:
-                self.counts.index_put_((at, ids), self.counts.new_ones(()), accumulate=True)
+                self.counts.index_put_(places, self.counts.new_ones(()), accumulate=True)
         if self.short:
             self.short = any(
                 n - s.prompt_length < s.settings.min_new_tokens
@@ -273,6 +356,7 @@ class Batch:
 
         Bias, penalties, minimum length, then the request's own processors.
         """
+        self.block.send()
         scores = self._apply_bias(_precise(logits))
         scores = self._forbid_early_end(self._apply_penalties(scores))
         return self._apply_processors(scores)
@@ -303,28 +387,17 @@ class Batch:
     def _histories(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`seen` and `counts` of each row: its sequence's, and the drafts before it."""
         seen, counts = (None if h is None else self._by_row(h) for h in (self.seen, self.counts))
-        if self._guessed and (seen is not None or counts is not None):
-            pairs = [
-                (row, token)
-                for row, (i, depth) in enumerate(self.rows)
-                for token in self.drafts[i][:depth]
-            ]
-            at, ids = torch.tensor(pairs, device=self.device).T
+        if self._behind is not None:
             if seen is not None:
-                seen = seen.index_put((at, ids), seen.new_ones(()))
+                seen = seen.index_put(self._behind, seen.new_ones(()))
             if counts is not None:
-                counts = counts.index_put((at, ids), counts.new_ones(()), accumulate=True)
+                counts = counts.index_put(self._behind, counts.new_ones(()), accumulate=True)
         return seen, counts
 
     def _forbid_early_end(self, scores: torch.Tensor) -> torch.Tensor:
-        if not self.short:
+        if self._too_early is None:
             return scores
-        scores = scores.clone()
-        for row, (i, depth) in enumerate(self.rows):
-            sequence = self.sequences[i]
-            if sequence.num_new + depth < sequence.settings.min_new_tokens:
-                scores[row, list(sequence.settings.eos_token_ids)] = NEVER
-        return scores
+        return scores.index_put(self._too_early, scores.new_full((), NEVER))
 
     def _apply_processors(self, scores: torch.Tensor) -> torch.Tensor:
         """A processor sees its own row alone; one that fails ends its own request alone.
@@ -350,10 +423,11 @@ class Batch:
         """Apply the processors of its request to a row of `scores`; False where one fails."""
         i, depth = self.rows[row]
         sequence = self.sequences[i]
-        tokens = [*sequence.tokens, *self.drafts[i][:depth]]
+        ids = self.block.put([[*sequence.tokens, *self.drafts[i][:depth]]])
+        self.block.send()
         own = sequence.settings.logits_processor
         try:
-            scores[row] = processed(sequence.id, own, tokens, scores[row : row + 1])[0]
+            scores[row] = processed(sequence.id, own, ids, scores[row : row + 1])[0]
         except OwnFailure as failure:
             self.failures[row] = str(failure)
             return False
@@ -389,10 +463,7 @@ class Batch:
         """Invert the cumulative distribution at each row's random number, in float64."""
         wide = _widest(self.device)
         cumulative = scores.to(wide).softmax(-1).cumsum(-1)
-        numbers = [
-            uniform(s.settings.seed, s.sample, len(s.tokens) + depth)
-            for s, depth in ((self.sequences[i], depth) for i, depth in self.rows[rows])
-        ]
-        draws = torch.tensor(numbers, dtype=wide, device=self.device)[:, None]
+        assert self._draws is not None
+        draws = self._draws[rows]
         found = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
         return found[:, 0].clamp(max=self.vocab_size - 1)

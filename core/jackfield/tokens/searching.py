@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from jackfield.contracts import Decision
+from jackfield.contracts import Decision, StepBlock
 from jackfield.running.checked_search import CheckedSearch
 from jackfield.running.groups import Group
 from jackfield.running.sequences import Feed
@@ -28,16 +28,21 @@ class Searcher:
         self.strategies = strategies
 
     def decide(
-        self, feeds: Seq[Feed], logits: torch.Tensor, allowed: torch.Tensor | None
+        self,
+        feeds: Seq[Feed],
+        logits: torch.Tensor,
+        allowed: torch.Tensor | None,
+        block: StepBlock,
     ) -> list[tuple[Group, Decision]]:
         """What each group does that has all its beams in `feeds`.
 
         `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
-        `[rows, words]`), for the feeds of sequences with a constraint only.
+        `[rows, words]`), for the feeds of sequences with a constraint only. What goes to the
+        device goes by `block`.
         """
         groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
-        row = {feed.sequence.id: at for at, feed in enumerate(feeds)}
-        batch = Batch([feed.sequence for feed in feeds], logits)
+        at = {feed.sequence.id: row for row, feed in enumerate(feeds)}
+        batch = Batch([feed.sequence for feed in feeds], logits, block)
         batch.confine(allowed)
         scores = batch.processed(torch.log_softmax(logits.float(), -1))
         if batch.forbidden is not None:
@@ -47,10 +52,12 @@ class Searcher:
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]
             if own:
-                rows = [[row[beam.id] for beam in group.beams] for group in own]
-                parts = [scores[at] for at in rows]
+                rows = [[at[beam.id] for beam in group.beams] for group in own]
+                every = block.put([i for row in rows for i in row])
+                block.send()
+                parts = scores.index_select(0, every).split([len(row) for row in rows])
                 found += zip(own, strategy.decide(own, parts), strict=True)
-        failed = {feeds[at].sequence.group: why for at, why in batch.failures.items()}
+        failed = {feeds[row].sequence.group: why for row, why in batch.failures.items()}
         return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
 
 
@@ -66,9 +73,10 @@ def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
     if batch.temperature is not None:  # so that sums of scores stay in the range of float32
         cooled = scores / batch.temperature.clamp(min=_COLDEST)
     ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
-    least = torch.tensor([min(max(2, 1 + n), batch.vocab_size) for n in ends], device=batch.device)
-    best = cooled.topk(int(max(least))).values
-    floor = best.gather(1, least[:, None] - 1)
+    least = [min(max(2, 1 + n), batch.vocab_size) for n in ends]
+    last = batch.block.put([[n - 1] for n in least])
+    batch.block.send()
+    floor = cooled.topk(max(least)).values.gather(1, last)
     warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
     return torch.where(batch.do_sample, warped, scores)
 

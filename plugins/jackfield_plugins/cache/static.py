@@ -71,9 +71,14 @@ class StaticCache(TransformersCache):
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         from transformers import StaticCache
 
-        return StaticCache(
+        made = StaticCache(
             config=context.config, max_cache_len=self.columns(context.options, length)
         )
+        layers: list[Any] = made.layers
+        for layer in layers:  # else each is copied there in the first step, and waited for
+            if (written := getattr(layer, "cumulative_length", None)) is not None:
+                layer.cumulative_length = written.new_zeros((), device=context.device)
+        return made
 
     def columns(self, options: Any, length: int | None) -> int:
         """How many there are to be. Raises UsageError where nobody knows."""

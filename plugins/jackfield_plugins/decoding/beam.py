@@ -91,7 +91,7 @@ class Part:
     """
 
     width: int
-    beams: Seq[int]
+    beams: range
     found: Seq[Hypothesis]
 
 
@@ -131,7 +131,7 @@ class BeamSearch(Search):
         if count == 1:
             return [Part(group.width, range(len(group.beams)), group.hypotheses)]
         if group not in self._known:
-            self._known[group] = [Part(group.width // count, [0], ()) for _ in range(count)]
+            self._known[group] = [Part(group.width // count, range(1), ()) for _ in range(count)]
         return self._known[group]
 
     def _decision(
@@ -206,7 +206,7 @@ def _looked_at(group: Group, part: Part, scores: torch.Tensor) -> tuple[torch.Te
 
     Other parts can push down one of each of its beams for each beam that they have.
     """
-    own = scores if len(part.beams) == len(scores) else scores[list(part.beams)]
+    own = scores[part.beams.start : part.beams.stop]
     flat = own.flatten()
     pushed = (group.width - part.width) * len(part.beams)
     count = min(_wanted(group, part) + pushed, len(flat))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
+from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 
@@ -45,10 +45,10 @@ class Kept:
     def __init__(self) -> None:
         self._numbers: list[Any] | None = None
 
-    def __call__(self, numbers: list[Any], device: torch.device) -> torch.Tensor:
+    def __call__(self, numbers: list[Any], block: StepBlock) -> torch.Tensor:
         if numbers != self._numbers:
+            self._tensor = block.put(numbers, torch.int32)
             self._numbers = numbers
-            self._tensor = torch.tensor(numbers, dtype=torch.int32, device=device)
         return self._tensor
 
 
@@ -209,10 +209,11 @@ class LayerGroup:
         self.allocator.release([page])
         return own
 
-    def lay_out(self, sequences: Seq[int], step: PackedStep, device: torch.device) -> list[int]:
+    def lay_out(self, sequences: Seq[int], step: PackedStep, block: StepBlock) -> list[int]:
         """Point every layer of the group at the pages of this step's sequences.
 
-        Returns the slots of the step's tokens, which the caller sets as `targets`.
+        Returns the slots of the step's tokens, which the caller sets as `targets`. Tables are put
+        into `block`, which the caller sends.
         """
         held = [self.tables[s] for s in sequences]
         longest = max(len(t.pages) for t in held)
@@ -222,8 +223,8 @@ class LayerGroup:
             step,
             self.window,
             self.page_size,
-            self._block_table(padded, device),
-            self._first(firsts, device),
+            self._block_table(padded, block),
+            self._first(firsts, block),
             [list(t.pages) for t in held],
             firsts,
         )

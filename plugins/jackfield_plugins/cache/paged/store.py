@@ -13,6 +13,7 @@ from jackfield.contracts import (
     PackedLayer,
     PackedStep,
     Span,
+    StepBlock,
 )
 from jackfield.errors import CacheFullError, ExecutionError
 from jackfield_plugins.cache.paged.groups import Kept, LayerGroup, Saved
@@ -51,7 +52,7 @@ class PagedKVCache(PackedKVCache):
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
-        self._device = device
+        self._block = StepBlock(device)
         pages = -(-num_tokens // page_size) if num_tokens else first_pages
         self.groups = {
             window: LayerGroup(window, page_size, pages, fixed=num_tokens is not None)
@@ -211,9 +212,9 @@ class PagedKVCache(PackedKVCache):
         packed = self._packed_step(spans)
         numbers = [feed.sequence.id for feed in step.feeds]
         groups = self.groups.values()
-        slots = [group.lay_out(numbers, packed, self._device) for group in groups]
+        slots = [group.lay_out(numbers, packed, self._block) for group in groups]
         # One tensor for all that changes with every step: a small one costs as much as its call.
-        table = torch.tensor([ids, positions, *slots], device=self._device)
+        table = self._block.put([ids, positions, *slots])
         for row, group in enumerate(groups):
             group.targets = table[2 + row]
         keep = 1 + max(len(feed.drafts) for feed in step.feeds)
@@ -223,6 +224,7 @@ class PagedKVCache(PackedKVCache):
             "use_cache": False,
             "logits_to_keep": self._wanted(spans, keep, len(ids)),
         }
+        self._block.send()
         self._expected = len(ids)
         return ModelInputs(kwargs, rows=len(spans), decode=step.decode)
 
@@ -235,7 +237,7 @@ class PagedKVCache(PackedKVCache):
         if len(spans) == 1 or tokens == len(spans):
             return keep * len(spans)
         last = [max(0, s.start + s.length - keep + i) for s in spans for i in range(keep)]
-        return torch.tensor(last, device=self._device)
+        return self._block.put(last)
 
     def _reserve(self, sequence: Sequence, start: int, end: int) -> None:
         try:
@@ -251,8 +253,8 @@ class PagedKVCache(PackedKVCache):
         starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
         return PackedStep(
             spans,
-            self._starts(starts, self._device),
-            torch.tensor([s.end for s in spans], dtype=torch.int32, device=self._device),
+            self._starts(starts, self._block),
+            self._block.put([s.end for s in spans], torch.int32),
             max(span.length for span in spans),
             max(span.end for span in spans),
         )

@@ -1,0 +1,107 @@
+"""How the small numbers of a step get from Python to the device, without anybody waiting for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNED = 16  # bytes, as much as the widest number and a half
+_SMALLEST = 1 << 14
+_MOST = 8  # blocks; two are enough while each step's tokens are read before the next
+
+
+class StepBlock:
+    """Collects tensors of the host for one device, and sends all of them in one copy.
+
+    `torch.tensor(numbers, device="cuda")` waits until the device has done all that it was told
+    before: the copy is from memory that may be paged out. Here numbers are written into one of
+    several page-locked blocks in turn, whose copy is begun and not awaited; `put` returns a view of
+    where they will be. A block is written again when its last copy is done; where none is free,
+    there is one more, up to a few. On a CPU nothing is pinned and nothing copied: `put` is
+    `torch.tensor`, and `send` does nothing.
+
+    Not thread-safe. What is sent is in order with what the current stream is told before and after.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stages = device.type == "cuda"
+        self._blocks: deque[_Block] = deque()  # that longest in use first
+        self._used = 0
+        self._there: Any = None  # the block's place on the device, while something waits in it
+
+    def put(self, numbers: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of `numbers` (nested lists, or a tensor of the host) on the device.
+
+        It is to be read after the next `send`, not before, and to be changed by nobody.
+        """
+        import torch
+
+        made = isinstance(numbers, torch.Tensor)
+        if not self._stages:
+            if made:
+                return numbers.to(self.device)  # type: ignore[no-any-return]
+            return torch.tensor(numbers, dtype=dtype, device=self.device)
+        given = numbers if made else torch.tensor(numbers, dtype=dtype, device="cpu")
+        begin = -(-self._used // _ALIGNED) * _ALIGNED
+        end = begin + given.numel() * given.element_size()
+        if self._there is None or end > self._there.numel():
+            self.send()
+            begin, end = 0, end - begin
+            self._open(end)
+        self._used = end
+        here, there = self._blocks[-1].memory[begin:end], self._there[begin:end]
+        here.view(given.dtype).view(given.shape).copy_(given)
+        return there.view(given.dtype).view(given.shape)  # type: ignore[no-any-return]
+
+    def _open(self, size: int) -> None:
+        """Have the block that is longest in use as the last one, with room for `size` bytes."""
+        import torch
+
+        if self._blocks and (self._blocks[0].free() or len(self._blocks) == _MOST):
+            self._blocks.rotate(-1)
+        else:
+            self._blocks.append(_Block())
+        self._blocks[-1].open(size)
+        room = self._blocks[-1].memory.numel()
+        self._there = torch.empty(room, dtype=torch.uint8, device=self.device)
+
+    def send(self) -> None:
+        """Begin the copy of all that was put since the last one."""
+        if self._there is not None:
+            self._blocks[-1].send(self._there, self._used)
+            self._there, self._used = None, 0
+
+
+class _Block:
+    """Page-locked `memory`, and until when the device reads it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._sent: Any = None  # the event of its last copy
+
+    def free(self) -> bool:
+        return self._sent is None or bool(self._sent.query())
+
+    def open(self, size: int) -> None:
+        """Make it free to be written, with room for `size` bytes."""
+        import torch
+
+        if self._sent is not None:
+            self._sent.synchronize()
+        if self.memory.numel() < size:
+            room = max(_SMALLEST, 1 << (size - 1).bit_length())
+            self.memory = torch.empty(room, dtype=torch.uint8, pin_memory=True, device="cpu")
+
+    def send(self, there: torch.Tensor, size: int) -> None:
+        import torch
+
+        there[:size].copy_(self.memory[:size], non_blocking=True)
+        if self._sent is None:
+            self._sent = torch.cuda.Event()
+        self._sent.record(torch.cuda.current_stream(there.device))
