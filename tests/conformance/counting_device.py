@@ -69,13 +69,13 @@ class Pinned(torch.Tensor):
         return _now().call(func, args, kwargs or {})
 
 
-class FakeCuda(TorchFunctionMode):
+class CountingDevice(TorchFunctionMode):
     """While it is entered, `DEVICE` is there. Counters count by the line that asked.
 
     `waits` are what would have to wait for the device, `copies` those to it that nobody waits for.
     """
 
-    current: FakeCuda | None = None
+    current: CountingDevice | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class FakeCuda(TorchFunctionMode):
         self.pending: list[Callable[[], None]] = []
         self._below = _Below(self)
 
-    def __enter__(self) -> FakeCuda:
-        FakeCuda.current = self
+    def __enter__(self) -> CountingDevice:
+        CountingDevice.current = self
         self._below.__enter__()
         super().__enter__()
         return self
@@ -94,7 +94,7 @@ class FakeCuda(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._below.__exit__(*raised)
-        FakeCuda.current = None
+        CountingDevice.current = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -181,7 +181,7 @@ class FakeCuda(TorchFunctionMode):
 class _Below(TorchDispatchMode):
     """What functions of torch call that compute on the device."""
 
-    def __init__(self, fake: FakeCuda) -> None:
+    def __init__(self, fake: CountingDevice) -> None:
         super().__init__()
         self._fake = fake
 
@@ -198,9 +198,9 @@ class _Below(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _now() -> FakeCuda:
-    assert FakeCuda.current is not None, "a tensor of a fake device outlives it"
-    return FakeCuda.current
+def _now() -> CountingDevice:
+    assert CountingDevice.current is not None, "a tensor of a fake device outlives it"
+    return CountingDevice.current
 
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
@@ -297,8 +297,8 @@ class _Properties:
 
 
 @contextlib.contextmanager
-def fake_cuda(monkeypatch: Any, *models: torch.nn.Module) -> Iterator[FakeCuda]:
-    """A device for what is bound within. Weights stay where they are; buffers say they are there."""
+def counting_device(monkeypatch: Any, *models: torch.nn.Module) -> Iterator[CountingDevice]:
+    """A device for what is bound within. Weights stay where they are; buffers are there."""
     monkeypatch.setattr(BindContext, "device", property(lambda _: DEVICE))
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
@@ -310,7 +310,7 @@ def fake_cuda(monkeypatch: Any, *models: torch.nn.Module) -> Iterator[FakeCuda]:
             if buffer is not None:
                 module._buffers[name] = _placed(buffer)
     try:
-        with FakeCuda() as fake:
+        with CountingDevice() as fake:
             yield fake
     finally:
         for module in modules:

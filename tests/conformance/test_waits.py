@@ -1,0 +1,318 @@
+"""On a GPU a step waits once, to read its tokens: counted on a device that is none.
+
+A stray `.item()`, an index by a list, or a tensor made of numbers is no fault that a CPU shows, and
+each costs a GPU the time in which it has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from driven import Arrival, drive, tokens
+from counting_device import DEVICE, RUBBISH, CountingDevice, counting_device
+from families import build, prompts
+
+import jackfield
+from jackfield.contracts import StepBlock, staging
+from jackfield.running.checked_search import _packed
+
+TEXTS = [*prompts((3, 20)), [7, 8, 9] * 4]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 3},
+    "top-k": {"top_k": 5, "seed": 3},
+    "top-p": {"top_p": 0.8, "min_p": 0.05, "seed": 3},
+    "penalties": {
+        "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2,
+        "min_new_tokens": 3, "eos_token_id": [5, 6], "sequence_bias": {(3,): 2.0, (4, 5): 1.0},
+    },
+    "logprobs": {"logprobs": 3},
+    "beams": {"decoding": "beam", "num_beams": 3},
+    "sampled beams": {"decoding": "beam", "num_beams": 2, "temperature": 0.8, "seed": 3},
+    "diverse beams": {
+        "decoding": "beam", "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5,
+    },
+    "drafts": {"decoding": "prompt_lookup"},
+    "sampled drafts": {
+        "decoding": "prompt_lookup", "temperature": 0.6, "seed": 3, "repetition_penalty": 1.2,
+        "min_new_tokens": 3, "eos_token_id": 5,
+    },
+}  # fmt: skip
+
+
+class Run:
+    """Requests that come one after another: their tokens, and what each step waited for."""
+
+    def __init__(self, load: dict[str, Any], fake: CountingDevice | None = None, **common: Any) -> None:
+        self.waits: list[Counter[str]] = []
+        self.sent: list[int] = []
+        before, sent = Counter[str](), 0
+
+        def note(_: Any) -> None:
+            nonlocal before, sent
+            if fake is not None:
+                self.waits.append(fake.waits - before)
+                self.sent.append(fake.copies.total() - sent)
+                before, sent = fake.waits.copy(), fake.copies.total()
+
+        decoding = common.get("decoding", "sample")
+        coming = [
+            Arrival(2 * n, text, **{"max_new_tokens": 6 + 2 * n, **common})
+            for n, text in enumerate(TEXTS)
+        ]
+        with jackfield.load(**{"decoding": decoding, **load}) as engine:
+            if fake is not None:
+                before, sent = fake.waits.copy(), fake.copies.total()
+            self.tokens = tokens(drive(engine, coming, note))
+
+    def most(self) -> int:
+        return max(counter.total() for counter in self.waits)
+
+
+def compare(load: dict[str, Any], **common: Any) -> Run:
+    """A run on the fake device, whose texts are those of the CPU."""
+    expected = Run(load, **common).tokens
+    models = [load["model"], *([helper] if (helper := load.get("assistant_model")) else [])]
+    with counting_device(pytest.MonkeyPatch(), *models) as fake:
+        run = Run(load, fake, **common)
+    assert run.tokens == expected
+    return run
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("family", "cache", "attention"),
+    [
+        ("llama", "paged", "sdpa"),
+        ("gemma3", "paged", "eager"),
+        ("llama", "dynamic", "sdpa"),
+        ("llama", "static", "eager"),
+    ],
+)
+def test_a_step_waits_once(family: str, cache: str, attention: str, settings: str) -> None:
+    if cache == "static" and "decoding" in SETTINGS[settings]:
+        pytest.skip("a static cache takes nothing back, and copies no row")
+    load = {
+        "model": build(family), "cache_implementation": cache, "attn_implementation": attention,
+    }  # fmt: skip
+    run = compare(load, **SETTINGS[settings])
+    assert run.most() == 1, run.waits
+    assert max(run.sent) <= 9
+
+
+@pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
+def test_a_step_that_only_reads_prompts_waits_for_nothing(cache: str) -> None:
+    load = {"model": build("llama"), "cache_implementation": cache, "prefill_chunk_size": 4}
+    run = compare({**load, "attn_implementation": "sdpa"})
+    assert run.most() == 1
+    assert min(counter.total() for counter in run.waits) == 0
+
+
+def test_numbers_go_out_before_the_forward_call() -> None:
+    """All but the tokens that were just read, and what a new batch needs."""
+    load = {"model": build("llama"), "cache_implementation": "paged", "attn_implementation": "sdpa"}
+    sampled = {"temperature": 0.9, "seed": 3}
+    with counting_device(pytest.MonkeyPatch(), load["model"]) as fake, jackfield.load(**load) as engine:
+        inner, counts = engine._loop.forward, []
+
+        def forward(inputs: Any) -> Any:
+            counts.append(fake.copies.total())
+            return inner(inputs)
+
+        engine._loop.forward = forward
+        drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=8, **sampled)], lambda _: counts.append(
+            fake.copies.total()
+        ))  # fmt: skip
+    before, after = counts[::2], counts[1::2]
+    assert before[2:] == after[2:]  # nothing behind the call
+    assert [b - a for a, b in zip(after[1:], before[2:], strict=False)] == [2] * len(before[2:])
+
+
+@pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
+def test_structures(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = {"model": "demo", "cache_implementation": cache, "attn_implementation": "sdpa"}
+    asked: dict[str, Any] = {"regex": r"[A-Z][a-z]{3,9} \d{3}\.", "max_new_tokens": 24}
+    coming = [Arrival(0, [5, 6, 7], **asked), Arrival(0, [5, 6], max_new_tokens=9)]
+    with jackfield.load(**load) as engine:
+        expected = tokens(drive(engine, coming))
+    with counting_device(monkeypatch) as fake, jackfield.load(**load) as engine:
+        for module in engine._bound.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer.to(DEVICE)
+        seen, before = [], fake.waits.total()
+
+        def note(_: Any) -> None:
+            nonlocal before
+            seen.append(fake.waits.total() - before)
+            before = fake.waits.total()
+
+        assert tokens(drive(engine, coming, note)) == expected
+        assert max(seen) == 1, fake.waits
+
+
+def test_a_draft_model_waits_once_a_call_of_its_own() -> None:
+    model = build("llama")
+    load = {
+        "model": model, "assistant_model": build("qwen3"), "cache_implementation": "paged",
+        "attn_implementation": "sdpa",
+    }  # fmt: skip
+    fake_device = counting_device(pytest.MonkeyPatch(), model, load["assistant_model"])
+    with fake_device as fake, jackfield.load(**load, decoding="assisted") as engine:
+        before = fake.waits.total()
+        drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=12)])
+        calls = engine.report()["assistant cache"].calls
+        assert calls
+        assert fake.waits.total() - before == engine._loop.steps + calls
+
+
+STRAYS = {
+    "item": lambda x: x.flatten()[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool((x > 0).any()),
+    "int": lambda x: int(x.flatten()[0]),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "a tensor of numbers": lambda x: torch.tensor([1, 2], device=x.device),
+    "a tensor of the host": lambda x: torch.ones(3).to(x.device),
+    "a list as index": lambda x: x[[0]],
+    "a list as index to write": lambda x: x.clone().__setitem__([0], 1),
+    "an index of the host": lambda x: x[torch.tensor([0])],
+    "a mask as index": lambda x: x[x > 0],
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "unique": lambda x: x.unique(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "bincount": lambda x: x.flatten().bincount(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.flatten()[:1] * 0 + 2, -1),
+    "equal": lambda x: torch.equal(x, x),
+    "max": lambda x: max(x.flatten()[:1]) > 0 and None,
+    "copy_": lambda x: x.clone().copy_(torch.ones_like(x, device="cpu")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_a_stray_wait_is_seen(stray: str) -> None:
+    load = {"model": build("llama"), "cache_implementation": "paged", "attn_implementation": "sdpa"}
+    with counting_device(pytest.MonkeyPatch(), load["model"]) as fake, jackfield.load(**load) as engine:
+        inner = engine._loop.forward
+
+        def forward(inputs: Any) -> Any:
+            before = fake.waits.total()
+            STRAYS[stray](inputs.kwargs["input_ids"])
+            assert fake.waits.total() > before
+            return inner(inputs)
+
+        engine._loop.forward = forward
+        drive(engine, [Arrival(0, [5, 6, 7], max_new_tokens=4)])
+        assert any("test_waits.py" in asker for asker in fake.waits)
+
+
+FREE = {
+    "arithmetic": lambda x: (x + 1) * 2 % 3,
+    "slices": lambda x: x[:, 1:].clone()[0],
+    "an index of the device": lambda x: x[x * 0],
+    "a number to write": lambda x: x.clone().__setitem__(0, 1),
+    "zeros": lambda x: torch.zeros(3, device=x.device),
+    "arange": lambda x: torch.arange(3, device=x.device),
+    "known sums": lambda x: x.repeat_interleave(x.flatten()[:1] * 0 + 2, -1, output_size=2),
+    "a copy that is not awaited": lambda x: x.to("cpu", non_blocking=True),
+    "shape": lambda x: (x.shape, x.dtype, x.device, len(x), x.is_cuda),
+}
+
+
+@pytest.mark.parametrize("free", FREE)
+def test_what_needs_no_wait_is_none(free: str) -> None:
+    with counting_device(pytest.MonkeyPatch()) as fake:
+        numbers = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
+        FREE[free](numbers)
+        assert not fake.waits
+
+
+def test_nothing_is_pinned_or_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = StepBlock(torch.device("cpu"))
+    monkeypatch.setattr(staging, "_Block", None)
+    bits = torch.tensor([1, 2], dtype=torch.int32)
+    assert block.put(bits) is bits
+    assert block.put([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
+    assert block.put([1.5], torch.float64).dtype is torch.float64
+    block.send()
+
+
+def test_a_block_is_one_copy_of_all_that_was_put() -> None:
+    put: list[tuple[Any, Any]] = [
+        ([[1, 2, 3]], torch.long), ([4], torch.int32), ([[0.1], [0.2]], torch.float64),
+        ([True, False, True], torch.bool), ([], torch.long), (list(range(5000)), torch.int32),
+        (torch.arange(7), None), ([0.5], torch.float32),
+    ]  # fmt: skip
+    with counting_device(pytest.MonkeyPatch()) as fake:
+        block = StepBlock(DEVICE)
+        small = block.put([7])
+        block.send()
+        for _ in range(3):
+            found = [block.put(numbers, dtype) for numbers, dtype in put[:5]]
+            begun = fake.copies.total()
+            block.send()
+            block.send()
+            assert fake.copies.total() == begun + 1
+            large = [block.put(numbers, dtype) for numbers, dtype in put[5:]]
+            block.send()
+            assert not fake.waits
+            for (numbers, dtype), tensor in zip(put, found + large, strict=True):
+                expected = torch.as_tensor(numbers, dtype=dtype)
+                assert tensor.dtype is expected.dtype
+                assert tensor.tolist() == expected.tolist()
+            assert small.tolist() == [7]  # what was sent stays for who holds it
+            fake.waits.clear()
+
+
+def test_what_is_not_sent_is_not_there() -> None:
+    with counting_device(pytest.MonkeyPatch()):
+        block = StepBlock(DEVICE)
+        tensor = block.put([1, 2], torch.int32)
+        assert tensor.view(torch.uint8).tolist() == [RUBBISH] * 8
+        block.send()
+        assert tensor.tolist() == [1, 2]
+
+
+def test_a_block_that_is_read_is_not_written() -> None:
+    """Many copies before the first wait; each arrives as it was put."""
+    with counting_device(pytest.MonkeyPatch()) as fake:
+        block = StepBlock(DEVICE)
+        found = []
+        for number in range(3 * staging._MOST):
+            found.append(block.put([number] * 9))
+            block.send()
+        assert 0 < fake.waits.total() <= 3  # only when all of several blocks were in use
+        assert len(block._blocks) == staging._MOST
+        assert [tensor[0].item() for tensor in found] == list(range(3 * staging._MOST))
+
+
+@pytest.mark.parametrize("broken", ["free", "open"])
+def test_a_block_that_is_written_too_early_is_seen(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "free":
+        monkeypatch.setattr(staging._Block, "free", lambda _: True)
+    else:
+        monkeypatch.setattr(staging, "_MOST", 1)
+    with counting_device(pytest.MonkeyPatch()) as fake:
+        monkeypatch.setattr("counting_device._Event.synchronize", lambda _: None)
+        block = StepBlock(DEVICE)
+        for number in range(2):
+            block.put([number])
+            block.send()
+        with pytest.raises(AssertionError, match="while the device reads it"):
+            fake.wait("the end")
+
+
+@pytest.mark.parametrize("width", [1, 8, 9, 120])
+def test_bits_of_what_is_allowed(width: int) -> None:
+    marks = torch.rand(5, width) > 0.5
+    bits = _packed(marks)
+    assert bits.shape == (5, -(-width // 8))
+    for row in range(5):
+        for at in range(width):
+            assert bool(int(bits[row, at // 8]) >> at % 8 & 1) == bool(marks[row, at])
