@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Arrival, drive, tokens
 from counting_device import DEVICE, RUBBISH, CountingDevice, counting_device
+from driven import Arrival, drive, tokens
 from families import build, prompts
 
 import jackfield
@@ -46,7 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Run:
     """Requests that come one after another: their tokens, and what each step waited for."""
 
-    def __init__(self, load: dict[str, Any], fake: CountingDevice | None = None, **common: Any) -> None:
+    def __init__(
+        self, load: dict[str, Any], fake: CountingDevice | None = None, **common: Any
+    ) -> None:
         self.waits: list[Counter[str]] = []
         self.sent: list[int] = []
         before, sent = Counter[str](), 0
@@ -115,7 +117,10 @@ def test_numbers_go_out_before_the_forward_call() -> None:
     """All but the tokens that were just read, and what a new batch needs."""
     load = {"model": build("llama"), "cache_implementation": "paged", "attn_implementation": "sdpa"}
     sampled = {"temperature": 0.9, "seed": 3}
-    with counting_device(pytest.MonkeyPatch(), load["model"]) as fake, jackfield.load(**load) as engine:
+    with (
+        counting_device(pytest.MonkeyPatch(), load["model"]) as fake,
+        jackfield.load(**load) as engine,
+    ):
         inner, counts = engine._loop.forward, []
 
         def forward(inputs: Any) -> Any:
@@ -196,7 +201,10 @@ STRAYS = {
 @pytest.mark.parametrize("stray", STRAYS)
 def test_a_stray_wait_is_seen(stray: str) -> None:
     load = {"model": build("llama"), "cache_implementation": "paged", "attn_implementation": "sdpa"}
-    with counting_device(pytest.MonkeyPatch(), load["model"]) as fake, jackfield.load(**load) as engine:
+    with (
+        counting_device(pytest.MonkeyPatch(), load["model"]) as fake,
+        jackfield.load(**load) as engine,
+    ):
         inner = engine._loop.forward
 
         def forward(inputs: Any) -> Any:

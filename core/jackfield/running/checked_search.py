@@ -215,7 +215,9 @@ class Allowed:
 
     def _fine(self, places: Seq[Seq[Place]]) -> list[bool]:
         pairs = [place for own in places for place in own]
-        at = torch.tensor(pairs, device=self._scores[0].device).T.split([len(own) for own in places], 1)
+        at = torch.tensor(pairs, device=self._scores[0].device).T.split(
+            [len(own) for own in places], 1
+        )
         found = [own[tuple(where)] for own, where in zip(self._scores, at, strict=True)]
         return (torch.cat(found) > -torch.inf).tolist()
 
