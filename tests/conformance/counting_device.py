@@ -45,7 +45,7 @@ _INDEXED = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_"})
 _WAITING = (
     "aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::masked_select",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::equal",
-    "aten::repeat_interleave.Tensor", "aten::histc", "aten::is_nonzero",
+    "aten::histc", "aten::is_nonzero",
 )  # fmt: skip
 
 
@@ -166,6 +166,8 @@ class CountingDevice(TorchFunctionMode):
             found = _plainly(func, *_on_cpu((args, kwargs)))
         finally:
             self.computing -= 1
+        if str(kwargs.get("device")) == "cpu":
+            return found
         return tree_map_only(torch.Tensor, _placed, found)
 
     def _to_host(self, given: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -193,7 +195,10 @@ class _Below(TorchDispatchMode):
             masks = name == "aten::index.Tensor" and any(
                 at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
             )
-            if masks or name.startswith(_WAITING):
+            sums = name.startswith("aten::repeat_interleave") and "output_size" not in (
+                kwargs or {}
+            )
+            if masks or sums or name == "aten::where" or name.startswith(_WAITING):
                 self._fake.wait("an index by a mask" if masks else name)
         return func(*args, **(kwargs or {}))
 

@@ -154,10 +154,10 @@ class AttentionPort:
 
         @functools.wraps(inner)
         def mask(*args: Any, **kwargs: Any) -> Any:
-            padding = kwargs.get("attention_mask")
-            # Whether a mask could be left out is in its numbers, for which the host would wait in
-            # every step; what has no padding comes without one.
-            if padding is not None and padding.device.type != "cpu":
+            # Whether a mask could be left out is in these numbers, for which the host would wait in
+            # every step. Where there is no padding, there is no attention_mask.
+            numbers = (kwargs.get("attention_mask"), kwargs.get("q_offset"))
+            if any(isinstance(n, torch.Tensor) and n.device.type != "cpu" for n in numbers):
                 kwargs["allow_is_causal_skip"] = False
             with guard:
                 return inner(*args, **kwargs)
