@@ -13,11 +13,14 @@ import pytest
 import torch
 from counting_device import DEVICE, RUBBISH, CountingDevice, counting_device
 from driven import Arrival, drive, tokens
-from families import build, prompts
+from families import WINDOW, build, prompts
 
 import jackfield
 from jackfield.contracts import StepBlock, staging
 from jackfield.running.checked_search import _packed
+from jackfield_plugins.attention.sdpa import SdpaAttention
+from jackfield_plugins.attention.varlen import Rows, VarlenKernel, bind_varlen
+from jackfield_plugins.attention.varlen_probe import reference
 
 TEXTS = [*prompts((3, 20)), [7, 8, 9] * 4]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "min_new_tokens": 3, "eos_token_id": 5,
     },
 }  # fmt: skip
+
+FROM_STAND_IN = ("reference", "stand_in", "<genexpr>")
 
 
 class Run:
@@ -151,6 +156,34 @@ def test_structures(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert tokens(drive(engine, coming, note)) == expected
         assert max(seen) == 1, fake.waits
+
+
+@pytest.mark.parametrize("page_multiple", [None, 16])
+def test_packed_flash_kernels(page_multiple: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are gathered, and pages that are read in place. What the stand-in reads is its."""
+
+    def stand_in(query: Any, keys: Any, values: Any, rows: Rows, scoring: Any) -> torch.Tensor:
+        if rows.block_table is not None and rows.seqused_k is not None:
+            lengths = rows.seqused_k.tolist()
+            keys, values = (
+                torch.cat(
+                    [
+                        t[own].flatten(0, 1)[:n]
+                        for own, n in zip(rows.block_table, lengths, strict=True)
+                    ]
+                )
+                for t in (keys, values)
+            )
+        return reference(query, keys, values, rows, scoring).to(query.dtype)
+
+    kernel = VarlenKernel(stand_in, frozenset(), page_multiple)
+    windows = [WINDOW, None]
+    monkeypatch.setattr(SdpaAttention, "bind", lambda *_: bind_varlen(kernel, windows))
+    load = {"model": build("gemma3"), "cache_implementation": "paged"}
+    run = compare({**load, "attn_implementation": "sdpa"})
+    for counter in run.waits:
+        ours = [asker for asker in counter if asker.split(" ")[-1] not in FROM_STAND_IN]
+        assert sum(counter[asker] for asker in ours) == 1, counter
 
 
 def test_a_draft_model_waits_once_a_call_of_its_own() -> None:

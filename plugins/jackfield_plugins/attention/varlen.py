@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from jackfield.contracts import BoundAttention, PackedLayer, PageTables
+from jackfield.contracts import BoundAttention, PackedLayer, PageTables, StepBlock
 from jackfield.errors import ExecutionError
 
 #: How many steps' lay-outs are kept: one for each kind of layer of a model, and some to spare.
@@ -229,6 +229,7 @@ class _Packed:
     def __init__(self, kernel: VarlenKernel) -> None:
         self._kernel = kernel
         self._memory = _Memory()
+        self._block: StepBlock | None = None
 
     def forward(
         self,
@@ -243,7 +244,7 @@ class _Packed:
         scoring = Scoring(scaling, True, layer.window, softcap, s_aux)
         multiple = self._kernel.page_multiple
         in_place = multiple is not None and layer.page_size % multiple == 0
-        make = _paged if in_place else _gathered
+        make = _paged if in_place else self._gathered
         # The layers of a group share their tables, which are made anew every step.
         rows, slots = self._memory.get(layer.tables, in_place, lambda: make(layer.tables))
         keys, values = layer.keys, layer.values
@@ -251,6 +252,24 @@ class _Packed:
             keys = layer.flat_keys.index_select(0, slots)
             values = layer.flat_values.index_select(0, slots)
         return self._kernel.attend(query.contiguous(), keys, values, rows, scoring)
+
+    def _gathered(self, tables: PageTables) -> tuple[Rows, torch.Tensor]:
+        """The rows, and the slot of each of their keys in the flattened pages: `[tokens]`."""
+        step, device, size = tables.step, tables.block_table.device, tables.page_size
+        if self._block is None or self._block.device != device:
+            self._block = StepBlock(device)
+        seen = [tables.keys_of(row) for row in range(len(step.spans))]
+        counts = [end - begin for begin, end in seen]
+        total = sum(counts)
+        both = self._block.put([counts, [begin for begin, _ in seen]])
+        self._block.send()
+        lengths, begins = both[0], both[1]
+        cu_k = F.pad(lengths.cumsum(0), (1, 0))
+        row = torch.repeat_interleave(lengths, output_size=total)
+        at = torch.arange(total, device=device) - cu_k[row] + begins[row]
+        slots = tables.block_table[row, at // size].long() * size + at % size
+        rows = Rows(step.cu_seqlens_q, cu_k.to(torch.int32), step.max_query_length, max(counts))
+        return rows, slots
 
 
 def _paged(tables: PageTables) -> tuple[Rows, None]:
@@ -262,21 +281,6 @@ def _paged(tables: PageTables) -> tuple[Rows, None]:
         step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table, lengths
     )
     return rows, None
-
-
-def _gathered(tables: PageTables) -> tuple[Rows, torch.Tensor]:
-    """The rows, and the slot of each of their keys in the flattened pages: `[tokens]`."""
-    step, device, size = tables.step, tables.block_table.device, tables.page_size
-    seen = [tables.keys_of(row) for row in range(len(step.spans))]
-    counts = [end - begin for begin, end in seen]
-    total = sum(counts)
-    lengths, begins = torch.tensor([counts, [begin for begin, _ in seen]], device=device)
-    cu_k = F.pad(lengths.cumsum(0), (1, 0))
-    row = torch.repeat_interleave(lengths, output_size=total)
-    at = torch.arange(total, device=device) - cu_k[row] + begins[row]
-    slots = tables.block_table[row, at // size].long() * size + at % size
-    rows = Rows(step.cu_seqlens_q, cu_k.to(torch.int32), step.max_query_length, max(counts))
-    return rows, slots
 
 
 def _inexpressible(pattern: Callable[..., Any] | None, windows: Sequence[int | None]) -> str | None:
