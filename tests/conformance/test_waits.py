@@ -186,11 +186,12 @@ def test_packed_flash_kernels(page_multiple: int | None, monkeypatch: pytest.Mon
         assert sum(counter[asker] for asker in ours) == 1, counter
 
 
-def test_a_draft_model_waits_once_a_call_of_its_own() -> None:
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_a_draft_model_waits_once_a_call_of_its_own(cache: str) -> None:
     model = build("llama")
     load = {
-        "model": model, "assistant_model": build("qwen3"), "cache_implementation": "paged",
-        "attn_implementation": "sdpa",
+        "model": model, "cache_implementation": cache, "attn_implementation": "sdpa",
+        "assistant_model": build("qwen3"), "assistant": {"cache_implementation": cache},
     }  # fmt: skip
     fake_device = counting_device(pytest.MonkeyPatch(), model, load["assistant_model"])
     with fake_device as fake, jackfield.load(**load, decoding="assisted") as engine:

@@ -152,6 +152,24 @@ def test_drafts_are_verified_in_recorded_steps() -> None:
 
 
 @pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize(("family", "decoding"), [("llama", "prompt_lookup"), ("gemma3", "sample")])
+def test_tables_that_change_between_steps(family: str, decoding: str) -> None:
+    """Pages of two tokens are taken and given back, pools grow, rows end and another comes."""
+    model = build(family)
+    texts = [*prompts((30, 41)), [7, 8, 9] * 11, prompts((5,))[0]]
+    coming = [Arrival(6 * n, text, max_new_tokens=30 - 4 * n) for n, text in enumerate(texts)]
+    found = {}
+    for compiler in ("none", "cuda_graph"):
+        with load(model, "paged?page_size=2", compiler, decoding=decoding) as engine:
+            before = engine._bound.cache.usage().pages
+            found[compiler] = tokens(drive(engine, coming))
+            assert engine._bound.cache.usage().pages > before
+            if compiler == "cuda_graph":
+                assert compiled(engine).compiled.graphs >= 3  # for 1, 2 and 4 rows
+    assert found["cuda_graph"] == found["none"]
+
+
+@pytest.mark.usefixtures("tapes")
 def test_beams() -> None:
     model, texts, found = build("llama"), prompts((6, 11)), {}
     for compiler in ("none", "cuda_graph"):
