@@ -90,14 +90,26 @@ def compare(load: dict[str, Any], **common: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize(
-    ("family", "cache", "attention"),
-    [("gemma3", "paged", "sdpa"), ("llama", "dynamic", "sdpa"), ("llama", "static", "eager")],
-)
+CACHES = (("gemma3", "paged", "sdpa"), ("llama", "dynamic", "sdpa"), ("llama", "static", "eager"))
+QUICK = {
+    "paged": frozenset(SETTINGS),
+    "dynamic": frozenset({"greedy", "penalties", "beams", "sampled drafts"}),
+    "static": frozenset({"sampled", "penalties"}),
+}
+
+
+def cells() -> list[Any]:
+    """All but those that a static cache refuses: it takes nothing back, and copies no row."""
+    return [
+        pytest.param(*cell, name, marks=() if name in QUICK[cell[1]] else pytest.mark.long)
+        for cell in CACHES
+        for name, settings in SETTINGS.items()
+        if cell[1] != "static" or "decoding" not in settings
+    ]
+
+
+@pytest.mark.parametrize(("family", "cache", "attention", "settings"), cells())
 def test_a_step_waits_once(family: str, cache: str, attention: str, settings: str) -> None:
-    if cache == "static" and "decoding" in SETTINGS[settings]:
-        pytest.skip("a static cache takes nothing back, and copies no row")
     load = {
         "model": build(family), "cache_implementation": cache, "attn_implementation": attention,
     }  # fmt: skip

@@ -152,7 +152,10 @@ def test_drafts_are_verified_in_recorded_steps() -> None:
 
 
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize(("family", "decoding"), [("llama", "prompt_lookup"), ("gemma3", "sample")])
+@pytest.mark.parametrize(
+    ("family", "decoding"),
+    [("llama", "prompt_lookup"), pytest.param("gemma3", "sample", marks=pytest.mark.long)],
+)
 def test_tables_that_change_between_steps(family: str, decoding: str) -> None:
     """Pages of two tokens are taken and given back, pools grow, rows end and another comes."""
     model = build(family)
