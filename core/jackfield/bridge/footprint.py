@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -138,11 +139,14 @@ def stored_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
 def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
     """What `quantizer` was found to have done to a loaded model; None for one as it always was.
 
+    And what the layers run on, where it tells.
+
     Raises ExecutionError where it did nothing.
     """
     if stored_quantization(model.config) is None:
         return None
-    converted = {id(m) for m in model.modules() if quantizer.ask("converted", m)}
+    modules = [module for module in model.modules() if quantizer.ask("converted", module)]
+    converted = set(map(id, modules))
     linear = {
         id(module)
         for name, module in model.named_modules()
@@ -153,4 +157,7 @@ def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
             f"{quantizer} converted none of the {len(linear)} linear layers of "
             f"{type(model).__name__}; load it without quantization"
         )
-    return f"{len(converted)} of {len(linear | converted)} linear layers"
+    told = Counter(quantizer.ask("runs_on", module) for module in modules)
+    del told[None]
+    kernels = (what if count == len(modules) else f"{count} {what}" for what, count in told.items())
+    return ", ".join([f"{len(converted)} of {len(linear | converted)} linear layers", *kernels])

@@ -185,6 +185,14 @@ class Quantizer(Backend):
     def converted(self, module: nn.Module) -> bool:
         """Whether `module`, of a loaded model, has its weights stored by this quantizer."""
 
+    def runs_on(self, module: nn.Module) -> str | None:
+        """Which kernel a converted `module` runs on, or what it waits for, as reports tell it.
+
+        None where there is nothing to tell.
+        """
+        del module
+        return None
+
     def flaws(self) -> list[str]:
         found = super().flaws()
         if not isinstance(getattr(self, "capabilities", None), QuantizerCapabilities):

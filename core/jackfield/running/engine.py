@@ -364,8 +364,9 @@ class Engine:
 
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
-        source = self._bound.port.source
-        return f"{self.plan}\n  attention runs on {source}" if source else str(self.plan)
+        told = {"attention runs on": self._bound.port.source, "weights:": self._bound.stored}
+        found = [f"  {what} {source}" for what, source in told.items() if source]
+        return "\n".join([str(self.plan), *found])
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""

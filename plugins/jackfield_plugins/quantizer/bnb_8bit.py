@@ -16,6 +16,7 @@ from jackfield_plugins.quantizer.bnb_files import eight_bits
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
@@ -64,6 +65,17 @@ class Bnb8bit(BitsAndBytes):
         for module in model.modules():
             if self.converted(module):
                 module.forward = functools.partial(_by_rows, module.forward)
+
+    def runs_on(self, module: nn.Module) -> str | None:
+        """What an outlier is has to be known on the host before a layer can go on."""
+        weight: Any = module.weight
+        state: Any = module.state
+        if weight.device.type != "cuda" or not state.threshold:
+            return None
+        return (
+            f"each waits for the GPU to find outliers above {state.threshold:g} "
+            "('bnb-8bit?threshold=0' looks for none)"
+        )
 
     def make_config(self, context: BindContext) -> BitsAndBytesConfig:
         from transformers import BitsAndBytesConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,20 @@ class Gptq(Quantizer):
 
     def converted(self, module: nn.Module) -> bool:
         return hasattr(module, "qweight") and type(module).__module__.startswith("gptqmodel.")
+
+    def runs_on(self, module: nn.Module) -> str:
+        """gptqmodel chooses a kernel by what it can compile."""
+        kernel = f"by {type(module).__name__} of gptqmodel"
+        weight: Any = module.qweight
+        if weight.device.type != "cuda" or _has_nvcc():
+            return kernel
+        return f"{kernel} (no nvcc is here to compile its faster kernels with)"
+
+
+def _has_nvcc() -> bool:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return shutil.which("nvcc") is not None or CUDA_HOME is not None
 
 
 def _dataset(context: BindContext) -> list[Any]:

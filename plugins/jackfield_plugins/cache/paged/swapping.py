@@ -109,7 +109,7 @@ class StreamedSwap(PageSwap):
         if not pool.is_cpu:
             pool.record_stream(self._own)  # the pool may be given up before it was read
         shape = (len(which), *pool.shape[1:])
-        host = torch.empty(shape, dtype=pool.dtype, pin_memory=self._pinned)
+        host = torch.empty(shape, dtype=pool.dtype, device="cpu", pin_memory=self._pinned)
         return host.copy_(pool.index_select(0, which), non_blocking=True)
 
 
@@ -123,7 +123,7 @@ def swap_on(device: torch.device) -> PageSwap:
 def _index(pages: Seq[int], layers: Mapping[int, PackedLayer], *, pinned: bool) -> torch.Tensor:
     """The pages' numbers on the device, once for all layers."""
     device = next(iter(layers.values())).keys.device
-    numbers = torch.tensor(pages, dtype=torch.int64, pin_memory=pinned)
+    numbers = torch.tensor(pages, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return numbers.to(device, non_blocking=pinned)
 
 
