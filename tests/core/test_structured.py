@@ -58,11 +58,18 @@ STRUCTURES: list[dict[str, Any]] = [
     {"choices": ["yes", "no", 'a\nb "c" ü']},
     {"grammar": LIST},
 ]
+FINITE = [structure for structure in STRUCTURES if "grammar" not in structure]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
     with jackfield.load("demo", decoding=STRATEGIES, assistant_model="demo-draft") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def beams() -> Any:
+    with jackfield.load("demo", decoding="beam?num_beams=2") as made:
         yield made
 
 
@@ -134,12 +141,39 @@ def test_an_end_that_is_also_text_ends_only_what_is_whole(engine: Any) -> None:
             [[5, 6, n] for n in range(7, 27)], regex="[ -k]{6,9}", max_new_tokens=12,
             eos_token_id=ends,
         )  # fmt: skip
-    said = [own.tokenizer.decode([t for t in c.token_ids if t not in ends]) for c in found]
-    assert all(re.fullmatch("[ -k]{6,9}", text) for text in said)
+    assert all(re.fullmatch("[ -k]{6,9}", c.text) for c in found)
     assert any(c.token_ids[-1] in ends for c in found)
     (newline,) = engine._text.encode("\n")[-1:]
     (found,) = engine.generate(PROMPT, regex=r"a\nb|ab", eos_token_id=[newline])
     assert (found.text, found.finish_reason) == ("ab", "stop")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "beam"])
+@pytest.mark.parametrize("structure", FINITE, ids=lambda s: next(iter(s)))
+def test_a_text_that_is_whole_with_its_last_token_is_not_cut(
+    request: pytest.FixtureRequest, structure: dict[str, Any], strategy: str
+) -> None:
+    own = request.getfixturevalue("beams" if strategy == "beam" else "engine")
+    asked = {**structure, **({} if strategy == "beam" else {"decoding": strategy})}
+    (found,) = own.generate(PROMPT, max_new_tokens=200, eos_token_id=[], **asked)
+    assert (found.finish_reason, fits(structure, found.text)) == ("stop", True)
+    length = len(found.token_ids)
+    (same,) = own.generate(PROMPT, max_new_tokens=length, eos_token_id=[], **asked)
+    assert (same.finish_reason, same.token_ids) == ("stop", found.token_ids)
+    (cut,) = own.generate(PROMPT, max_new_tokens=length - 1, eos_token_id=[], **asked)
+    assert cut.finish_reason == "length"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_end_that_could_be_text_is_none(engine: Any, strategy: str) -> None:
+    (newline,) = engine._text.encode("\n")[-1:]
+    asked = {"eos_token_id": [newline], "sequence_bias": [[[newline], 20.0]], "decoding": strategy}
+    for structure in ({"grammar": "start: /[ab]+/"}, {"regex": "[ab]+"}):
+        (found,) = engine.generate(PROMPT, max_new_tokens=40, **structure, **asked)
+        assert (found.finish_reason, found.token_ids[-1]) == ("stop", newline)
+        assert re.fullmatch("[ab]+", found.text)
+        deltas = list(engine.stream(PROMPT, max_new_tokens=40, **structure, **asked))
+        assert "".join(d.text for d in deltas) == found.text == deltas[-1].completion.text
 
 
 def test_penalties_and_processors_cannot_leave_the_structure(engine: Any) -> None:
@@ -285,9 +319,8 @@ def test_an_end_that_is_text_of_the_structure_is_said_by_other_tokens(
     for end in own[1:]:
         found = engine.generate(PROMPT, eos_token_id=[end], max_new_tokens=30, **structure)[0]
         assert (found.finish_reason, found.error) == ("stop", None)
-        said = found.token_ids[:-1] if found.token_ids[-1] == end else found.token_ids
-        text = engine.tokenizer.decode(said)
-        assert end not in said
+        text = found.text
+        assert end not in found.token_ids[:-1]
         wanted = structure.get("choices", [json.dumps("the end") if "json_schema" in structure
                                            else "the end"])  # fmt: skip
         assert text in wanted

@@ -34,6 +34,7 @@ class Group:
         self.hypotheses: Seq[Hypothesis] = ()
         self.error: str | None = None  # why it cannot go on
         self._detokenizer = members[0].detokenizer  # that nothing was pushed into
+        self._constraint = members[0].constraint and members[0].constraint.copy()
         for member in self.members:
             member.group = self
             member.detokenizer = self._watching()
@@ -128,9 +129,18 @@ class Group:
         if error is None and not found:
             error = "no token can be chosen: its settings forbid every token"
         short = f"the search found {len(found)} texts, and {len(self.answers)} were asked for"
-        gains = [Accepted(h.tokens, ends=True) for h in found[: len(self.answers)]]
+        gains = [Accepted(h.tokens, ends=self._ended(h)) for h in found[: len(self.answers)]]
         gains += [Accepted(error=error or short)] * (len(self.answers) - len(gains))
         return self._answered(gains, found)
+
+    def _ended(self, found: Hypothesis) -> bool:
+        """Whether a text is whole, rather than as long as it may be."""
+        if len(found.tokens) < self.settings.max_new_tokens:
+            return True
+        if self._constraint is None:
+            return False
+        constraint = self._constraint.copy()
+        return bool(self._fenced("structure", lambda: constraint.advance(found.tokens)))
 
     def so_far(self) -> list[tuple[Sequence, Accepted]]:
         """What the readers get of a search that somebody ends: the best that there is."""

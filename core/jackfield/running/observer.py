@@ -108,7 +108,7 @@ class Observer:
         if self._text.tokenizer is None:
             return None
         try:
-            return fenced("text", sequence.id, lambda: self._text.decode(sequence.new_tokens))
+            return fenced("text", sequence.id, lambda: self._text.decode(sequence.text_tokens))
         except OwnFailure as failure:
             sequence.fail(failure)
             return None

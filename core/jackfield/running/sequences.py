@@ -122,10 +122,21 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
+    @property
+    def text_tokens(self) -> list[int]:
+        """The new tokens that the text is made of."""
+        new = self.new_tokens
+        return new[:-1] if new and self._only_ends(new[-1]) else new
+
+    def _only_ends(self, token: int) -> bool:
+        """Whether `token` is no text here: an end that could be text is none in a structure."""
+        settings = self.settings
+        return settings.structure is not None and token in settings.eos_token_ids
+
     def extend(
         self, tokens: Seq[int], logprobs: Seq[TokenLogprob], *, ends: bool = False
     ) -> tuple[list[int], str]:
-        """Append what a step accepted, up to the first reason to finish; `ends`: it is the last.
+        """Append what a step accepted, up to the first reason to finish; `ends`: it is whole then.
 
         Returns the tokens that were taken and the text that may be shown now.
         """
@@ -134,11 +145,11 @@ class Sequence:
         for token in tokens:
             list.append(self.tokens, token)
             taken.append(token)
-            if self.detokenizer is not None:
+            if self.detokenizer is not None and not self._only_ends(token):
                 text += self.detokenizer.push([token])
             if self._finishes(token):
                 break
-        if ends and self.finish_reason is None:
+        if ends and len(taken) == len(tokens) and self.finish_reason in (None, "length"):
             self.finish_reason = "stop"
         self.logprobs.extend(logprobs[: len(taken)])
         if self.detokenizer is not None and self.finish_reason is not None:
