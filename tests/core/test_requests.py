@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -363,6 +365,31 @@ def test_an_async_reader_that_goes_away_cancels_its_request(engine: Engine, leav
     gate.lift()
     settled(engine)
     assert engine.statistics().finished == {"cancelled": 1}
+
+
+def test_a_stream_that_is_dropped_after_its_event_loop_is_cancelled(engine: Engine) -> None:
+    """Nobody can run an asynchronous generator to its end then, `finally` included."""
+    gate = Gate(engine)
+    gate.admit()
+    loop = asyncio.new_event_loop()
+    stream: Any = engine.astream(PROMPTS[0], max_new_tokens=COUNT)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    del stream
+    gc.collect()
+    gate.lift()
+    settled(engine)
+    assert engine.statistics().finished == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_runs_is_not_copied(engine: Engine, copied: Callable[[Any], object]) -> None:
+    request = engine.submit(PROMPTS[0], max_new_tokens=COUNT)
+    for one in (engine, request):
+        with pytest.raises(UsageError, match="cannot be copied"):
+            copied(one)
+    completion = request.result()
+    assert copy.deepcopy(completion) == completion
 
 
 def test_an_event_loop_that_is_closed_disturbs_nobody(engine: Engine, alone: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rich.console import Console
 from rich.progress import track
@@ -47,7 +47,7 @@ from jackfield.running.groups import Group
 from jackfield.running.loop import Loop
 from jackfield.running.observer import Observer
 from jackfield.running.report import Report
-from jackfield.running.requests import Request
+from jackfield.running.requests import Reader, Request
 from jackfield.running.sequences import Completion, Delta
 from jackfield.running.sequences import Sequence as Running
 from jackfield.running.statistics import Statistics
@@ -279,11 +279,12 @@ class Engine:
 
     async def _astream(self, sequence: Running) -> AsyncIterator[Delta]:
         request = self._start(sequence)
+        reader = Reader(request)  # where the loop is closed, nobody runs this function to its end
         try:
             async for delta in request:
                 yield delta
         finally:
-            request.cancel()
+            reader.leave()
 
     def cancel(self, request: Request) -> None:
         """End a request; its completion has what there was. Nothing happens to one that ended."""
@@ -393,6 +394,9 @@ class Engine:
     def _check_open(self) -> None:
         if self.closed:
             raise UsageError("the engine is closed; load the model again")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError("an engine runs a model and cannot be copied; load another one")
 
     def __enter__(self) -> Self:
         return self

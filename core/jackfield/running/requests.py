@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from jackfield.errors import ExecutionError, JackfieldError, UsageError, told
 from jackfield.running.sequences import Completion, Delta
@@ -151,3 +151,16 @@ class Request:
                 waker()
             except RuntimeError:  # its event loop was closed: nobody waits there any more
                 continue
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError("a request is its engine's and cannot be copied; copy its result()")
+
+
+class Reader:
+    """Who reads a request alone: it is cancelled when they leave, and when they are forgotten."""
+
+    def __init__(self, request: Request) -> None:
+        self.leave = request.cancel
+
+    def __del__(self) -> None:
+        self.leave()
