@@ -16,6 +16,7 @@ from jackfield.asking.settings import Settings
 from jackfield.contracts import Strategy
 from jackfield.errors import (
     CheckpointError,
+    ExecutionError,
     JackfieldError,
     OptionError,
     PlanError,
@@ -80,6 +81,7 @@ def test_selections(arguments: dict[str, Any], error: type[JackfieldError], text
         ({"attn_implementation": "spda"}, SelectionError, "assistant_model: .*'sdpa'"),
         ({"dtype": "float23"}, UsageError, "assistant_model: .*dtype must be"),
         (["dtype"], UsageError, "must be a mapping"),
+        ({"adapter": "x"}, UsageError, "give the draft model with it, as a live model"),
     ],
 )
 def test_how_the_draft_model_runs(assistant: Any, error: type[JackfieldError], text: str) -> None:
@@ -110,6 +112,44 @@ def test_vocabularies_that_do_not_go_together() -> None:
     tokenizer = character_tokenizer()
     text = "the assistant model has no tokenizer"
     assert_wrong(UsageError, text, lambda: jackfield.load(MODEL(), tokenizer=tokenizer, **chosen))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_draft_model() -> None:
+    chosen = {
+        "decoding": "assisted", "assistant_model": small_draft(vocab=5),
+        "assistant": {"tokenizer": character_tokenizer()},
+    }  # fmt: skip
+    text = r"a vocabulary of 5 tokens where its tokenizer has \d+; give the tokenizer that it was"
+    assert_wrong(UsageError, text, lambda: jackfield.load("demo", **chosen))
+
+
+def test_a_token_that_was_added_is_not_handed_to_the_draft_model() -> None:
+    tokenizer = character_tokenizer()
+    draft = small_draft(vocab=tokenizer.vocab_size)
+    tokenizer.add_tokens(["once"])
+    with jackfield.load(
+        "demo", decoding="assisted", assistant_model=draft, assistant={"tokenizer": tokenizer}
+    ) as engine:
+        alone = jackfield.load("demo")
+        for text in ("and once more", "and more"):
+            (found,) = engine.generate(text, max_new_tokens=6)
+            assert found.token_ids == alone.generate(text, max_new_tokens=6)[0].token_ids
+        alone.close()
+
+
+def test_a_draft_model_that_fails_is_named() -> None:
+    draft = small_draft(vocab=120)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
+
+    with jackfield.load(MODEL(), decoding="assisted", assistant_model=draft) as engine:
+        hook = draft.register_forward_pre_hook(fail)
+        text = "assisted.*: assistant_model, a LlamaForCausalLM, raised KeyError: 'gone'; mend it"
+        with pytest.raises(ExecutionError, match=text):
+            engine.generate(prompts((3,)), max_new_tokens=4)
+        hook.remove()
+        assert engine.generate(prompts((3,)), max_new_tokens=4)[0].finish_reason == "length"
 
 
 def test_a_model_does_not_assist_itself() -> None:

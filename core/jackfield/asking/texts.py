@@ -121,7 +121,9 @@ class ByText(Bridge):
         text = self._own.spell(sequence.tokens)
         if not text or text.endswith("\ufffd"):  # half a character
             return None
-        return [*self._begin, *self._other.read(text)]
+        read = [*self._begin, *self._other.read(text)]
+        known = max(read, default=self._other.vocab_size) < self._other.vocab_size
+        return read if known else None  # such as a token that was added
 
     def back(self, sequence: Sequence, read: Seq[int], drafts: list[int]) -> list[int]:
         ends = self._end in drafts

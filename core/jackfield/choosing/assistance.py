@@ -107,6 +107,11 @@ def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(how, Mapping):
         raise UsageError(f"assistant must be a mapping of arguments, not {how!r}")
     for key in how:
+        if key == "adapter":
+            raise UsageError(
+                "assistant has no key 'adapter'; give the draft model with it, as a live model: "
+                "assistant_model=PeftModel.from_pretrained(…)"
+            )
         if key not in KEYS:
             raise UsageError(
                 f"assistant has no key {key!r} (keys: {', '.join(KEYS)}){nearest(str(key), KEYS)}"
@@ -126,5 +131,10 @@ def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAss
                 "draft model with the same vocabulary, or give both a tokenizer"
             )
         return
+    if (known := found.tokenizer.vocab_size) > sizes[1]:
+        raise UsageError(
+            f"assistant_model has a vocabulary of {sizes[1]} tokens where its tokenizer has {known}"
+            "; give the tokenizer that it was trained with: assistant={'tokenizer': …}"
+        )
     if not same_tokens(Text(tokenizer, sizes[0]), Text(found.tokenizer, sizes[1])):
         logger.info("the assistant model has a vocabulary of its own: drafts go by their text")

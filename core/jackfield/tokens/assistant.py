@@ -17,6 +17,7 @@ import torch
 from jackfield.asking.settings import Settings
 from jackfield.asking.texts import Bridge
 from jackfield.contracts import StepBlock
+from jackfield.errors import ExecutionError, JackfieldError, told
 from jackfield.running.bound import BoundModel
 from jackfield.running.report import Observation, observe
 from jackfield.running.sequences import Feed, Sequence, Step
@@ -145,7 +146,7 @@ class DraftModel:
 
     def _advance(self, guesses: list[_Guess], step: Step) -> None:
         """One forward call; each whose tokens are all read gets a draft."""
-        logits = self.bound.forward(self._cache.prepare(step))
+        logits = self._forward(step)
         self._cache.commit(step, [len(feed.token_ids) for feed in step.feeds])
         self.steps += 1
         row = {}
@@ -163,6 +164,18 @@ class DraftModel:
         at = self._block.put(rows)
         self._block.send()
         return logits[:, -1].index_select(0, at)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        inputs = self._cache.prepare(step)
+        try:
+            return self.bound.forward(inputs)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"assistant_model, a {type(self.bound.model).__name__}, raised {told(error)}; mend "
+                "it, or choose another decoding"
+            ) from error
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
         batch = Batch([guess.copy for guess in guesses], logits, self._block)
