@@ -7,10 +7,9 @@ a cache holds. Nothing is timed before both agree with a plain reference.
 
 from __future__ import annotations
 
-import inspect
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,9 @@ import torch
 from packed import layer_of, queries_of, reference, step_of
 
 from jackfield.contracts import PackedLayer
+from jackfield_plugins.attention.published import FLASH_PAGE_MULTIPLE as TORCH_PAGE
+from jackfield_plugins.attention.published import torch_varlen
+from jackfield_plugins.attention.varlen import Rows, Scoring
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA GPU: its kernels have nothing to run on"
@@ -26,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 SCALING = HEAD_DIM**-0.5
-TORCH_PAGE = 256  # FlashAttention-2, which is inside torch, takes multiples of this
 ROUNDS = 40
 ROTATED_BYTES = 512 * 2**20  # several times what the largest last-level caches hold
 
@@ -70,38 +71,29 @@ def ours(pools: Pools) -> Run:
 
 
 def theirs(pools: Pools) -> Run:
-    """torch's kernel on the same pages, or on keys in a row where this torch's takes no pages.
+    """torch's kernel as `flash_attention_2` calls it: decode on the same pages, prompts in a row.
 
-    A prompt from its first token on has no need of pages: it is given its keys in a row, too.
+    A prompt from its first token on has no need of pages, and neither has a torch without them. The
+    adapter gives it the window that lets it split the keys, and what its signature asks for.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    step = pools.layers[0].step
-    wanted = {"scale": SCALING, "window_size": (-1, 0), "is_causal": True, "enable_gqa": True}
-    options: dict[str, Any] = {key: wanted[key] for key in wanted if key in known}
-    lengths = (step.max_query_length, step.max_seq_length)
-    if step.max_query_length == 1 and "block_table" in known:
-        options["seqused_k"] = step.seq_lens
+    kernel, step = torch_varlen(varlen_attn), pools.layers[0].step
+    ends = torch.nn.functional.pad(step.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = Rows(step.cu_seqlens_q, ends, step.max_query_length, step.max_seq_length)
+    scoring = Scoring(SCALING)
+    if step.max_query_length == 1 and kernel.page_multiple is not None:
 
         def paged(i: int) -> torch.Tensor:
             layer = pools[i]
-            found: torch.Tensor = varlen_attn(
-                pools.query, layer.keys, layer.values, step.cu_seqlens_q, None, *lengths,
-                block_table=layer.block_table, **options,
-            )  # fmt: skip
-            return found
+            at = replace(rows, block_table=layer.block_table, seqused_k=step.seq_lens)
+            return kernel.attend(pools.query, layer.keys, layer.values, at, scoring)
 
         return paged
-    ends = torch.nn.functional.pad(step.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    rows = [in_a_row(layer) for layer in pools.layers]
+    held = [in_a_row(layer) for layer in pools.layers]
 
     def in_row(i: int) -> torch.Tensor:
-        keys, values = rows[i % len(rows)]
-        found: torch.Tensor = varlen_attn(
-            pools.query, keys, values, step.cu_seqlens_q, ends, *lengths, **options
-        )
-        return found
+        return kernel.attend(pools.query, *held[i % len(held)], rows, scoring)
 
     return in_row
 
