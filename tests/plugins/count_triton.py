@@ -18,6 +18,8 @@ from fake_triton import FakeDriver, Launch
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, Requirements, Span
 from jackfield_plugins.attention.paged_triton.launch import PagedAttention
 from jackfield_plugins.attention.paged_triton.warming import compile_ahead
+from jackfield_plugins.kernel.rms_norm import Meaning
+from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
 
 HEADS, KV_HEADS, SIZE, PAGE, WINDOW = 6, 2, 72, 32, 1000
 NEEDS = Requirements(
@@ -88,6 +90,18 @@ def check(launches: list[Launch], sizes: list[tuple[int, int]]) -> None:
         splits.add(decode.grid[2])
 
 
+def norms() -> None:
+    """Rows of several counts and strides, also at addresses that are no multiple of 16."""
+    weight, meaning = torch.ones(72), Meaning(1e-6, 0, rounds_first=True)
+    for count in (1, 2, 16, 33, 512):
+        room = torch.zeros(count * 80 + 1, dtype=torch.bfloat16)
+        for rows in (room[:-1].view(count, 80)[:, :72], room[1:][: count * 72].view(count, 72)):
+            driver.launches.clear()
+            rms_norm(rows, weight, meaning)
+            (launch,) = driver.launches
+            assert launch.grid == (count, 1, 1)
+
+
 def main() -> None:
     attention = PagedAttention()
     context: Any = SimpleNamespace(
@@ -108,6 +122,7 @@ def main() -> None:
             tokens = sum(n for n, _ in sizes)
             attention(queries(tokens, number % 5 == 0), layer, scaling=0.1)
             check(driver.launches, sizes)
+    norms()
     answer = {
         "at_load": at_load, "in_all": driver.counts(), "loose": loose, "splits": sorted(splits)
     }  # fmt: skip

@@ -301,11 +301,12 @@ def test_nothing_is_compiled_after_loading(tmp_path: Path) -> None:
     """While one sequence decodes to 4,096 tokens, and in batches of 1 to 64 with odd chunks.
 
     The driver also fails a launch with what its kernel was not compiled for. A model with two
-    kinds of layers needs prefill and decode of one or more queries for each, and one sum.
+    kinds of layers needs prefill and decode of one or more queries for each, and one sum; a norm
+    one kernel for its size.
     """
     found = json.loads(natively("count_triton.py", cache=tmp_path))
     assert found["at_load"] == {"paged_prefill": 2, "paged_decode": 4, "sum_splits": 1}
-    assert found["in_all"] == found["at_load"]
+    assert found["in_all"] == {**found["at_load"], "rms_norm_kernel": 1}
     assert set(found["loose"]) == set(found["at_load"])
     assert not any(found["loose"].values()), "these are told apart by values that change"
     assert len(found["splits"]) > 1

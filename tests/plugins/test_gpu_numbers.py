@@ -14,7 +14,8 @@ from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 
 pytest.importorskip("triton")
 
-from jackfield_plugins.attention.paged_triton import launch as attention
+from jackfield_plugins.attention.paged_triton import variants
+from jackfield_plugins.attention.paged_triton.launch import PagedAttention
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm import launch as norm
 
@@ -73,7 +74,7 @@ def test_the_norm_is_launched_where_its_rows_are(
 def test_attention_is_launched_where_its_pages_are(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Launches(attention, cuda, monkeypatch)
+    seen = Launches(variants, cuda, monkeypatch)
     counts = there(3, dtype=torch.int32)
     spans = [Span(0, 40, 40), Span(40, 1, 9000)]
     step = PackedStep(spans, counts, counts[:2], 40, 9000)
@@ -82,7 +83,7 @@ def test_attention_is_launched_where_its_pages_are(
     tables = PageTables(step, None, 32, table, counts[:2], held, [0, 0])
     pages = there(300, 32, 2, 64, dtype=torch.bfloat16)
     query = there(41, 4, 64, dtype=torch.bfloat16)
-    attention.paged_attention(query, PackedLayer(pages, pages, tables), scaling=0.1)
+    PagedAttention()(query, PackedLayer(pages, pages, tables), scaling=0.1)
     assert seen.on == dict.fromkeys(seen.kernels, 1)
     assert len(seen.kernels) == 3  # prefill, decode, and the sum of its splits
     assert cuda.current == 0

@@ -7,7 +7,6 @@ splits, and nothing else, however long texts become. All are compiled together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +27,10 @@ from jackfield_plugins.attention.paged_triton.tiles import (
     max_decode_rows,
     tile_for,
 )
+from jackfield_plugins.launching import Run, is_compiled, ready
 
 #: An address that Triton takes for a multiple of 16 bytes, which vectors are read from.
 ALIGNMENT = 16
-
-#: `run(grid, *arguments)`: tensors where kernels are interpreted, their addresses where compiled.
-Run = Callable[..., None]
 
 
 class Shape(NamedTuple):
@@ -72,8 +69,8 @@ def dense(page_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
 
 
 def interpreted() -> bool:
-    """Whether the kernels run under Triton's interpreter: decided when they were defined."""
-    return "Interpreted" in type(paged_decode).__name__
+    """Whether the kernels run under Triton's interpreter."""
+    return not is_compiled(paged_decode)
 
 
 _DTYPES = {
@@ -176,14 +173,6 @@ class Variants:
 
     def _run(self, variant: Variant) -> Run:
         kernel, fixed, tile, _ = variant
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if interpreted():
-            return lambda grid, *given: kernel[grid](*given, **fixed, **options)
-        types = [argument_type(self.shape, n) for n in kernel.arg_names if n not in fixed]
-        compiled = kernel.warmup(*types, grid=(1,), **fixed, **options)
-        tail = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
-
-        def run(grid: tuple[int, int, int], *given: Any) -> None:
-            compiled[grid](*given, *tail)
-
-        return run
+        names = getattr(kernel, "arg_names", ())
+        types = {name: argument_type(self.shape, name) for name in names if name not in fixed}
+        return ready(kernel, types, fixed, num_warps=tile.warps, num_stages=tile.stages)

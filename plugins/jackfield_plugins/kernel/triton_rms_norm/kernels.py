@@ -13,18 +13,18 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(
-    rows, weight, out, stride, size, epsilon, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows, weight, out, epsilon, SIZE: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`rows` `[count, size]` with `stride` numbers from row to row, `out` dense; one row each."""
+    """`rows` and `out` are `[count, SIZE]`, contiguous; a program for each row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    inside = at < size
-    x = tl.load(rows + row * stride + at, mask=inside, other=0.0)
+    inside = at < SIZE
+    x = tl.load(rows + row * SIZE + at, mask=inside, other=0.0)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)
     normalized = wide * scale
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + OFFSET
     if ROUNDS_FIRST:
         normalized = normalized.to(x.dtype).to(tl.float32)
-    tl.store(out + row * size + at, (normalized * w).to(x.dtype), mask=inside)
+    tl.store(out + row * SIZE + at, (normalized * w).to(x.dtype), mask=inside)

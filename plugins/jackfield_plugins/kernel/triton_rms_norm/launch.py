@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
 from jackfield_plugins.devices import on
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm.kernels import rms_norm_kernel
+from jackfield_plugins.launching import Run, is_compiled, ready
+
+_ALIGNMENT = 16  # bytes; Triton compiles for addresses that are multiples of it
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, meaning: Meaning) -> torch.Tensor:
     """`[..., size]`, normalized over its last dimension; `weight` is `[size]` of any dtype."""
     size = hidden_states.shape[-1]
-    rows = hidden_states.reshape(-1, size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = hidden_states.reshape(-1, size).contiguous()
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    block = triton.next_power_of_2(size)
-    if len(rows):
-        with on(rows.device):  # Triton launches on the current device
-            rms_norm_kernel[(len(rows),)](
-                rows, weight, out, rows.stride(0), size, meaning.epsilon,
-                OFFSET=meaning.offset, ROUNDS_FIRST=meaning.rounds_first, BLOCK=block,
-                num_warps=min(16, max(1, block // 512)),
-            )  # fmt: skip
+    if not len(rows):
+        return out.view(hidden_states.shape)
+    run = compiled(rms_norm_kernel, rows.device, rows.dtype, weight.dtype, size, meaning)
+    tensors: tuple[torch.Tensor, ...] = (rows, weight.contiguous(), out)
+    given: tuple[object, ...] = tensors
+    if is_compiled(rms_norm_kernel):
+        tensors = tuple(t.clone() if t.data_ptr() % _ALIGNMENT else t for t in tensors[:2])
+        given = (*(t.data_ptr() for t in tensors), out.data_ptr())
+    device = rows.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        run((len(rows), 1, 1), *given, meaning.epsilon)
+    else:  # Triton launches on the current device
+        with on(device):
+            run((len(rows), 1, 1), *given, meaning.epsilon)
     return out.view(hidden_states.shape)
+
+
+@functools.cache
+def compiled(
+    kernel: object,
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    size: int,
+    meaning: Meaning,
+) -> Run:
+    """`kernel` for rows of `size` numbers on `device`; compiled on the first call."""
+    block = int(triton.next_power_of_2(size))
+    types = {"rows": dtype, "weight": weight, "out": dtype, "epsilon": meaning.epsilon}
+    fixed = {
+        "SIZE": size, "OFFSET": meaning.offset, "ROUNDS_FIRST": meaning.rounds_first, "BLOCK": block
+    }  # fmt: skip
+    with on(device):
+        return ready(kernel, types, fixed, num_warps=min(16, max(1, block // 512)))
