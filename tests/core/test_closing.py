@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -144,3 +148,43 @@ def test_all_acts_are_done_and_the_first_failure_is_raised(
         all_of((lambda: done.append(1), lambda: 1 / 0, lambda: int("x"), lambda: done.append(2)))
     assert done == [1, 2]
     assert "ValueError" in caplog.text
+
+
+def idle(engine: jackfield.Engine) -> threading.Thread | None:
+    """Its thread, once it has been idle for longer than an engine on the CPU keeps it."""
+    engine.generate(prompts((3,)), max_new_tokens=1)
+    time.sleep(3 * worker.LINGER)
+    return engine._worker._thread
+
+
+def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert worker.linger_on("cuda") is worker.linger_on("mps") is None
+    with jackfield.load(build("llama")) as engine:
+        assert idle(engine) is None
+    monkeypatch.setattr("jackfield.running.engine.linger_on", lambda device: None)
+    with jackfield.load(build("llama")) as engine:
+        thread = idle(engine)
+        assert thread is not None
+        assert idle(engine) is thread
+    assert not thread.is_alive()
+    engine = jackfield.load(build("llama"))
+    thread = idle(engine)
+    assert thread is not None
+    del engine
+    gc.collect()
+    thread.join(worker.STOP_WITHIN)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_is_kept_does_not_keep_the_process() -> None:
+    program = (
+        "import jackfield, jackfield.running.engine as engine\n"
+        "engine.linger_on = lambda device: None\n"
+        "one = jackfield.load('demo'); one.generate('a', max_new_tokens=1); print('done')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n"

@@ -61,6 +61,7 @@ class AttentionPort:
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
         self._hooks: list[Any] = []
+        self._close: Callable[[], None] | None = None
         kinds = dict(enumerate(context.requirements.layer_types))
         #: the layers that must have called by the end of a step
         self.expected = {i for i, _ in attention_modules(like) if kinds.get(i) != LINEAR}
@@ -82,7 +83,7 @@ class AttentionPort:
             bound, stranger = own, False
         else:
             stranger = True
-        self.source = bound.source
+        self.source, self._close = bound.source, bound.close
         self._warm(bound, pages)
         forward = self._padded(bound) if pages is None else self._packed(bound, pages)
         if stranger:
@@ -294,6 +295,9 @@ class AttentionPort:
         if self.key.startswith(KEY):
             AttentionInterface._global_mapping.pop(self.key, None)
             AttentionMaskInterface._global_mapping.pop(self.key, None)
+        if self._close is not None:
+            with guarded(self.registered, "close"):
+                self._close()
 
 
 def _model_attention(model: PreTrainedModel) -> BoundAttention | None:

@@ -92,6 +92,8 @@ class BoundAttention:
     `warm(page_size)` compiles what `packed` will need for pages of so many tokens, so that no
     request has to wait for it. It is called once, before the first step.
 
+    `close()` puts back what was changed outside of the model; it is called once, at the end.
+
     `source` says whose kernel it is, where a backend can run on several; it goes into reports.
     """
 
@@ -100,6 +102,7 @@ class BoundAttention:
     packed: Callable[..., Any] | None = None
     source: str | None = None
     warm: Callable[[int], None] | None = None
+    close: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

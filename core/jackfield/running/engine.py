@@ -51,7 +51,7 @@ from jackfield.running.requests import Reader, Request
 from jackfield.running.sequences import Completion, Delta
 from jackfield.running.sequences import Sequence as Running
 from jackfield.running.statistics import Statistics
-from jackfield.running.worker import Health, Worker, drop, finish
+from jackfield.running.worker import Health, Worker, drop, finish, linger_on
 from jackfield.tokens.assistant import DraftModel
 from jackfield.tokens.decoder import Decoder
 from jackfield.tokens.structured import Structures
@@ -133,6 +133,7 @@ class Engine:
             self._observer.delta,
             max_waiting,
             stall_after,
+            linger_on(input_device(self.model).type),
         )
         self._max_waiting = max_waiting
         return plugged

@@ -25,7 +25,7 @@ from jackfield.tokens.fenced import inside
 
 logger = logging.getLogger("jackfield.statistics")
 
-LINGER = 0.2  # seconds that an idle thread waits for more, so that calls in a row share one
+LINGER = 0.2  # seconds that an idle thread waits for more on the CPU, so that calls share one
 LOG_EVERY = 10.0  # seconds between log lines of statistics
 STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
 CLOSE_WITHIN = 30.0  # seconds that one which is closed waits
@@ -66,8 +66,10 @@ class Worker:
         deltas: Callable[[Event], Delta],
         max_waiting: int | None,
         stall_after: float,
+        linger: float | None = LINGER,
     ) -> None:
         self._loop = loop
+        self._linger = linger
         self._deltas = deltas
         self._max_waiting = max_waiting
         self._stall_after = stall_after
@@ -177,7 +179,7 @@ class Worker:
             busy = self._loop.running or self._loop.waiting
             if not (busy or self._commands or self.closed):
                 self._fail_forgotten()
-                self._changed.wait(LINGER)
+                self._changed.wait_for(lambda: self._commands or self.closed, self._linger)
             commands, self._commands = self._commands, []
             if self.closed or not (busy or commands):
                 self._thread = None
@@ -293,6 +295,15 @@ class Worker:
     def _check_open(self) -> None:
         if self.closed:
             raise _closed()
+
+
+def linger_on(device: str) -> float | None:
+    """How long an idle thread is kept for a model on `device`; None: until the engine is closed.
+
+    Libraries of GPUs keep handles and plans for each thread (cuBLAS, cuDNN), so that a new one is
+    slow at first. On the CPU an idle engine holds no thread.
+    """
+    return LINGER if device == "cpu" else None
 
 
 def finish(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:

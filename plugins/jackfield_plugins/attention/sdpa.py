@@ -82,15 +82,49 @@ class SdpaAttention(Attention):
         return reasons
 
     def bind(self, context: BindContext) -> BoundAttention:
-        return torch_attention(context.options.kernel)
+        return torch_attention(context.options.kernel, context.requirements.device)
 
 
-def torch_attention(kernel: str = "auto") -> BoundAttention:
+def torch_attention(kernel: str = "auto", device: str | None = None) -> BoundAttention:
     """torch's attention for both layouts, with the kernel of that name."""
     from transformers.masking_utils import sdpa_mask
 
-    attend = _pinned(kernel)
-    return BoundAttention(_padded(attend), sdpa_mask, _packed(attend))
+    from jackfield_plugins.attention.sdpa_flags import free_choice, pinned
+
+    if kernel == "auto":
+        attend, close = free_choice(on_cuda=device == "cuda")
+    else:
+        attend, close = pinned(_KERNELS[kernel][0])
+    if kernel in ("auto", "efficient"):
+        attend = _with_own_heads(attend)
+    return BoundAttention(_padded(attend), sdpa_mask, _packed(attend), close=close)
+
+
+def _with_own_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`attend`, where keys and values are repeated if no fused kernel takes them grouped."""
+
+    def own_heads(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        if kwargs["enable_gqa"] and not _takes_groups(query, kwargs["attn_mask"]):
+            group = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+            kwargs["enable_gqa"] = False
+        return attend(query, key, value, **kwargs)
+
+    return own_heads
+
+
+def _takes_groups(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a fused kernel takes grouped heads, or there is none to lose.
+
+    On a GPU that is torch's flash kernel: without a mask, of 16 bits, heads up to 256. The
+    memory-efficient one takes masks and float32, and every head's own keys. Else all scores would
+    be made in memory (pick_best_kernel in torch's sdp_utils.cpp).
+    """
+    if not query.is_cuda:
+        return True
+    return mask is None and query.itemsize == 2 and query.shape[3] <= 256
 
 
 def _padded(attend: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -184,22 +218,6 @@ def attend_row(
         )  # fmt: skip
         blocks.append(found)
     return torch.cat(blocks, 2).transpose(1, 2)
-
-
-def _pinned(kernel: str) -> Callable[..., torch.Tensor]:
-    """torch's function, with one kernel and no other where `kernel` names one."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    if kernel == "auto":
-        return scaled_dot_product_attention
-    chosen = getattr(SDPBackend, _KERNELS[kernel][0])
-
-    def pinned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with sdpa_kernel(chosen):
-            return scaled_dot_product_attention(*args, **kwargs)
-
-    return pinned
 
 
 @hookimpl

@@ -46,10 +46,10 @@ class CpuDecodeAttention(Attention):
         return reasons or self.available() or KERNEL.cannot_load()
 
     def bind(self, context: BindContext) -> BoundAttention:
-        from torch.nn.functional import scaled_dot_product_attention
-
         from jackfield_plugins.attention.cpu_decode.call import SHORT, Kernel
+        from jackfield_plugins.attention.sdpa_flags import free_choice
 
+        attend, _ = free_choice(on_cuda=False)
         kernel, sdpa = Kernel(), torch_attention()
         prefill = sdpa.forward
 
@@ -78,9 +78,7 @@ class CpuDecodeAttention(Attention):
                     if span.length > SHORT:
                         at = slice(span.start, span.start + span.length)
                         queries = query[at].transpose(0, 1)[None]
-                        output[at] = attend_row(
-                            scaled_dot_product_attention, queries, layer, row, scaling
-                        )[0]
+                        output[at] = attend_row(attend, queries, layer, row, scaling)[0]
             return output
 
         return BoundAttention(forward, sdpa.mask, packed, source=KERNEL.built_with())
