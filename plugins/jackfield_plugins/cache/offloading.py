@@ -28,7 +28,8 @@ class _Waits(_Base):
     @property
     def _default(self) -> torch.cuda.Stream | None:
         """The stream that computes; None before anything is stored."""
-        device = next((layer.device for layer in self.layers if layer.is_initialized), None)
+        layers: Any = self.layers  # linear ones, which are not offloaded, know no device
+        device = next((layer.device for layer in layers if layer.is_initialized), None)
         return None if device is None else torch.cuda.default_stream(device)
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
