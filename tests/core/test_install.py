@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from jackfield.bridge.install import report
 from jackfield.choosing.discovery import registry
 from jackfield.choosing.registry import Registered
 from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttention
-from jackfield.errors import ExecutionError, OptionError, PlanError, SelectionError, UsageError
+from jackfield.errors import OptionError, PlanError, SelectionError, UsageError
 from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
 
 PROMPTS = prompts((3 * WINDOW, WINDOW - 1, WINDOW + 2))
@@ -283,11 +284,21 @@ def test_install_and_uninstall_twice() -> None:
 def test_a_model_whose_plugin_is_gone_fails_by_name() -> None:
     model = build("llama")
     model.set_attn_implementation("plugin:sdpa")
+    expected = oracle(model, PROMPTS[0], 3)
     jackfield.uninstall()
-    with pytest.raises((KeyError, ExecutionError), match="jackfield"):
-        model(torch.tensor([[1, 2]]))
-    model.set_attn_implementation("eager")
-    assert oracle(model, PROMPTS[0], 2)
+    gone = r"^this model runs attn_implementation='plugin:sdpa', which jackfield.uninstall\(\) took"
+    for run in (lambda: model(torch.tensor([[1, 2]])), lambda: oracle(model, PROMPTS[0], 2)):
+        with pytest.raises(UsageError, match=gone):
+            run()
+    with jackfield.load(model, attn_implementation="eager") as engine:
+        assert engine.generate(PROMPTS[0], max_new_tokens=3)[0].token_ids == expected
+    with pytest.raises(UsageError, match=gone):
+        copy.deepcopy(model)(torch.tensor([[1, 2]]))
+    jackfield.install()
+    for name in ("plugin:sdpa", "eager"):
+        model.set_attn_implementation(name)
+        assert oracle(model, PROMPTS[0], 3) == expected
+    assert not model._forward_pre_hooks
 
 
 def test_an_engine_gives_a_plugin_back_too() -> None:

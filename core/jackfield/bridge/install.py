@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers import PreTrainedModel
 
-from jackfield.bridge.attention import AttentionPort
+from jackfield.bridge.attention import KEY, AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
 from jackfield.bridge.source import input_device
 from jackfield.choosing.discovery import registry
@@ -32,6 +32,8 @@ _ports: dict[str, AttentionPort] = {}
 _uses: dict[str, tuple[Any, ...]] = {}
 #: key -> the selection that the caller gave
 _names: dict[str, str] = {}
+#: key -> the models that were given it
+_users: dict[str, weakref.WeakSet[PreTrainedModel]] = {}
 
 
 def install() -> None:
@@ -116,14 +118,37 @@ def _tried(model: PreTrainedModel, name: str, check: Callable[..., Any]) -> str:
 def uninstall() -> None:
     """Put transformers back as it was: its methods, and its attention and mask tables.
 
-    Models that still select a plugin fail by name when they run; give them another
-    implementation first.
+    A model that still selects a plugin raises a UsageError when it runs, until it is given another
+    implementation.
     """
     for name, original in _originals.items():
         setattr(PreTrainedModel, name, original)
     _originals.clear()
     for key in list(_ports):
+        for model in _users.get(key, ()):
+            model.register_forward_pre_hook(_TakenAway(key, _names[key]))
         _drop(key)
+
+
+class _TakenAway:
+    """Stands before the forward of a model whose plugin is gone, until it selects another."""
+
+    def __init__(self, key: str, name: str) -> None:
+        self._key, self._name = key, name
+
+    def __call__(self, model: PreTrainedModel, args: Any) -> None:
+        now = str(model.config.get_text_config(decoder=True)._attn_implementation)
+        if now == self._key:
+            raise UsageError(
+                f"this model runs attn_implementation={self._name!r}, which jackfield.uninstall() "
+                "took away; call model.set_attn_implementation('sdpa'), or jackfield.install() and "
+                f"model.set_attn_implementation({self._name!r})"
+            )
+        if now.startswith(KEY):  # an engine's, which gives the model back as it was
+            return
+        hooks = model._forward_pre_hooks
+        for number in [number for number, hook in hooks.items() if hook is self]:
+            del hooks[number]
 
 
 def report(model: PreTrainedModel) -> Report:
@@ -169,6 +194,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
     used = (id(model.config), registered, context.requirements, options)
     for key, before in list(_uses.items()):
         if before == used:
+            _users[key].add(model)
             return key
     port = AttentionPort(registered, context, shape)
     if not port.by_lookup:
@@ -176,6 +202,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
         port.remove()
         return "eager"
     _ports[port.key], _uses[port.key], _names[port.key] = port, used, name
+    _users[port.key] = weakref.WeakSet([model])
     # A key is written in a config and lives as long; must not refer to the config.
     weakref.finalize(model.config, _drop, port.key).atexit = False
     return port.key
@@ -221,7 +248,7 @@ def _check_part(model: PreTrainedModel, name: str, given: Any) -> None:
 
 
 def _drop(key: str) -> None:
-    _uses.pop(key, None)
-    _names.pop(key, None)
+    for known in (_uses, _names, _users):
+        known.pop(key, None)
     if (port := _ports.pop(key, None)) is not None:
         port.remove()
