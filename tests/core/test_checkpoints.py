@@ -238,6 +238,36 @@ def test_weights_that_do_not_fit_the_config(folder: Path, caplog: pytest.LogCapt
     assert "no place for: model.layers.1." in caplog.text
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_weights_that_are_no_numbers_of_a_model(
+    folder: Path, dtype: torch.dtype, weights_stay_closed: None
+) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        save_file({**tensors, name: tensors[name].to(dtype)}, file, {"format": "pt"})
+        message = mistake(lambda: jackfield.load(folder), CheckpointError)
+        assert name in message
+        assert "names no quantization" in message
+
+
+def test_a_head_of_its_own_that_the_config_ties(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "jackfield"):
+        jackfield.load(folder).close()
+        assert "head" not in caplog.text
+        edit(folder, tie_word_embeddings=True)
+        with jackfield.load(folder) as engine:
+            found = engine.generate("ab", max_new_tokens=4)[0].token_ids
+    assert "weights of its own for the head" in caplog.text
+    edit(folder, tie_word_embeddings=False)
+    with jackfield.load(folder) as engine:
+        assert engine.generate("ab", max_new_tokens=4)[0].token_ids == found
+
+
 def test_files_beside_the_weights(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{broken")
     assert "generation_config.json" in mistake(lambda: jackfield.load(folder), CheckpointError)
@@ -248,6 +278,9 @@ def test_files_beside_the_weights(folder: Path) -> None:
         assert engine.generate([1], num_beams=1, max_new_tokens=1)
     (folder / "tokenizer.json").write_text("{broken")
     assert "tokenizer" in mistake(lambda: jackfield.load(folder), CheckpointError)
+    (folder / "tokenizer.json").unlink()
+    message = mistake(lambda: jackfield.load(folder), CheckpointError)
+    assert "no tokenizer.json; fetch it again, or give tokenizer=" in message
 
 
 def test_the_folder_itself_is_fine(folder: Path) -> None:

@@ -54,6 +54,19 @@ def check_shapes(config: PreTrainedConfig, tensors: Tensors) -> None:
             )
 
 
+def check_floats(source: str, tensors: Tensors) -> None:
+    """Raise CheckpointError where weights are stored as whole numbers, and no config says how.
+
+    transformers casts them, which leaves nothing of the model.
+    """
+    for name, found in tensors.items():
+        if name.endswith(".weight") and not found.dtype.startswith(("F", "BF")):
+            raise CheckpointError(
+                f"{name} in {found.file} is {found}, and the config of {source} names no "
+                "quantization that it is of; fetch the model again, or add its quantization_config"
+            )
+
+
 def _packed(name: str) -> str | None:
     """The layer to which a tensor belongs that is neither a weight nor a bias."""
     path, _, own = name.rpartition(".")

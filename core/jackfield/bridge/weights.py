@@ -14,7 +14,7 @@ from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.foreign import named, read_json
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.placement import check_placed, has_accelerate, native, no_notes
-from jackfield.bridge.read_back import check_shapes
+from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
 from jackfield.choosing.placement import Placement
 from jackfield.contracts import Quantization, Requirements, StoredTensor
@@ -51,6 +51,8 @@ def load_model(
             raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
         if needs.stored is not None or quantization.config is not None:
             check_shapes(source.config, tensors)
+        else:
+            check_floats(str(source.location), tensors)
     quantized = stored_quantization(source.config) is not None or quantization.config is not None
     # Read to their device one by one: otherwise main memory would have to hold all of them first.
     # A quantizer puts weights where they belong as it makes them.
@@ -75,6 +77,8 @@ def load_model(
         )
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
+    if not (quantized or where.spread):
+        _tell_untied(source, model)
     quantization.finish(model)
     if where.spread:
         check_placed(model, where)
@@ -101,6 +105,18 @@ def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
             source.location,
             source.config.model_type,
             _some(info["unexpected_keys"]),
+        )
+
+
+def _tell_untied(source: ModelSource, model: PreTrainedModel) -> None:
+    """Say where a head that the config ties has other weights of its own, as transformers does."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    if tied and head is not None and head.weight is not embeddings.weight:
+        logger.warning(
+            "the checkpoint %s has weights of its own for the head, which its config ties to the "
+            "embeddings; they are used as they are (tie_word_embeddings=false says so)",
+            source.location,
         )
 
 
@@ -163,7 +179,11 @@ def _read_tokenizer(location: str, revision: str | None) -> Any:
     for name in _TOKENIZER_SETTINGS:
         if (file := Path(location) / name).is_file():
             read_json(file)
-    with named(f"cannot load the tokenizer of {location}"):
+    folder = Path(location)
+    hint = ""
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        hint = " (it has no tokenizer.json; fetch it again, or give tokenizer=…)"
+    with named(f"cannot load the tokenizer of {location}{hint}"):
         tokenizer = AutoTokenizer.from_pretrained(
             location, revision=revision, trust_remote_code=False
         )
