@@ -47,6 +47,13 @@ class FakeCuda:
     def of(self, device: Any = None) -> Gpu:
         return self.gpus[self.number(device)]
 
+    def properties(self, device: Any = None) -> SimpleNamespace:
+        gpu = self.of(device)
+        major, minor = gpu.capability
+        return SimpleNamespace(
+            multi_processor_count=132, major=major, minor=minor, total_memory=gpu.total
+        )
+
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
         before, self.current = self.current, self.number(device)
@@ -67,7 +74,7 @@ class FakeCuda:
             "memory_reserved": lambda device=None: self.of(device).reserved,
             "memory_allocated": lambda device=None: self.of(device).allocated,
             "get_device_capability": lambda device=None: self.of(device).capability,
-            "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
+            "get_device_properties": self.properties,
         }
         for name, answer in said.items():
             patch.setattr(torch.cuda, name, answer)

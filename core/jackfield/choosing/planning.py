@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jackfield.choosing.adapter import Adapter
-from jackfield.choosing.candidates import candidates_of
+from jackfield.choosing.candidates import Candidates
 from jackfield.choosing.fused import chosen_kernels
 from jackfield.choosing.placement import Placement
 from jackfield.choosing.registry import Registry
@@ -43,6 +43,21 @@ class Plan:
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
+
+    @property
+    def faster(self) -> tuple[Refusal, ...]:
+        """The attentions that `auto` would rather have chosen, with what stands against each.
+
+        Those for other devices are none of them.
+        """
+        if self["attention"].how != AUTO:
+            return ()
+        device, backends = self.requirements.device, [(r, r.registered) for r in self.refusals]
+        return tuple(
+            refusal
+            for refusal, r in backends
+            if r.kind == "attention" and device in r.backend.capabilities.devices  # type: ignore[attr-defined]
+        )
 
     def memory(self) -> CacheMemory | None:
         """What keys and values cost and how much fits, by the memory that is free now.
@@ -92,6 +107,7 @@ class Plan:
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
             "kernels": [choice.to_dict() for choice in self.kernels],
+            "faster": [r.registered.name for r in self.faster],
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
                  "distribution": r.registered.distribution, "reasons": list(r.reasons)}
@@ -119,13 +135,25 @@ class Plan:
             lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
         if memory := self.memory():
             lines.append(f"  memory for keys and values: {memory}")
+        lines += [f"  would be faster: {r.registered.kind} {r}" for r in self.faster]
         lines += [
             f"  passed over: {r.registered.kind} {r.registered.name}: {'; '.join(r.reasons)}"
             for r in self.refusals
+            if r not in self.faster
         ]
         if self.assistant is not None:
             lines += [f"  assistant: {line.strip()}" for line in str(self.assistant).splitlines()]
         return "\n".join(lines)
+
+
+def _notice(plan: Plan, choice: Choice) -> str | None:
+    """What a user has to know of a choice of `auto`, and what is better, with what it lacks."""
+    if choice.how != AUTO:
+        return None
+    notice = choice.registered.ask("notice", plan.requirements)
+    if notice and choice is plan["attention"] and plan.faster:
+        notice += f"; faster, and not to be had: {', '.join(map(str, plan.faster))}"
+    return notice  # type: ignore[no-any-return]
 
 
 def _experts(needs: Requirements) -> str:
@@ -149,9 +177,7 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)
     selections = _plain_selections({**selections, "decoding": first})
-    candidates = {
-        kind: list(candidates_of(registry, kind, selections[kind], needs)) for kind in ORDER
-    }
+    candidates = {kind: Candidates(registry, kind, selections[kind], needs) for kind in ORDER}
     found = solve(ORDER, needs, candidates)
     if not isinstance(found, Solution):
         raise PlanError(failure(found, registry, needs, candidates, selections))
@@ -162,14 +188,16 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
         kernels=chosen_kernels(registry, plan.requirements, kernels),
     )
     for choice in plan.choices.values():
-        if choice.how == AUTO and choice.backend.auto_notice:
-            logger.warning("auto chose %s: %s", choice.registered, choice.backend.auto_notice)
+        notice = _notice(plan, choice)
+        if notice:
+            logger.warning("auto chose %s: %s", choice.registered, notice)
         elif choice.how != "named":
             logger.info("%s chose %s", choice.how, choice.registered)
     if needs.experts_implementation:
         logger.info("experts run as %s", _experts(needs))
     for refusal in plan.refusals:
-        logger.info("passed over %s: %s", refusal.registered, "; ".join(refusal.reasons))
+        what = "would be faster" if refusal in plan.faster else "passed over"
+        logger.info("%s %s: %s", what, refusal.registered, "; ".join(refusal.reasons))
     return plan
 
 

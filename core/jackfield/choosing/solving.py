@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jackfield.choosing.candidates import Candidate
+from jackfield.choosing.candidates import Candidate, Candidates
 from jackfield.choosing.registry import Registered, Registry
 from jackfield.choosing.selection import AUTO, Quantizable
 from jackfield.contracts import GivenConfig, Requirements
@@ -76,8 +76,19 @@ class Solution:
     refusals: tuple[Refusal, ...]
 
 
+@dataclass(frozen=True)
+class One:
+    """A single candidate, whatever the job."""
+
+    candidate: Candidate
+
+    def of(self, needs: Requirements) -> Iterator[Candidate]:
+        del needs
+        yield self.candidate
+
+
 def solve(
-    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, list[Candidate]]
+    kinds: tuple[str, ...], needs: Requirements, candidates: Mapping[str, Candidates | One]
 ) -> Solution | tuple[Refusal, ...]:
     """The first choice for `kinds` that works, or a refusal of each candidate for the first kind.
 
@@ -86,7 +97,7 @@ def solve(
     if not kinds:
         return Solution(needs, {}, ())
     refusals: list[Refusal] = []
-    for candidate in candidates[kinds[0]]:
+    for candidate in candidates[kinds[0]].of(needs):
         registered = candidate.registered
         implied = _implied(candidate, needs)
         if isinstance(implied, list):
@@ -105,8 +116,7 @@ def solve(
 def _implied(candidate: Candidate, needs: Requirements) -> Requirements | list[str]:
     """What a backend demands of the kinds decided later, or the reasons against it."""
     registered, options = candidate.registered, candidate.options
-    here = not needs.elsewhere or candidate.how == AUTO
-    if reasons := judge(registered, needs, options, here=here):
+    if reasons := judge(registered, needs, options, here=not needs.elsewhere):
         return reasons
     try:
         implied = registered.ask("imply", needs, options)
@@ -146,12 +156,12 @@ def failure(
     refusals: tuple[Refusal, ...],
     registry: Registry,
     needs: Requirements,
-    candidates: Mapping[str, list[Candidate]],
+    candidates: Mapping[str, Candidates],
     selections: Mapping[str, Quantizable],
 ) -> str:
     """One line: what was asked, every reason against it, and what would be accepted."""
     asked = {kind: f"{ARGUMENTS[kind]}={_shown(selections[kind])}" for kind in ORDER}
-    if empty := [kind for kind in ORDER if not candidates[kind]]:
+    if empty := [kind for kind in ORDER if not any(candidates[kind].of(needs))]:
         return (
             f"{asked[empty[0]]} finds no {empty[0]} backend: no plugin offers one that may be "
             "chosen by itself; the built-in ones come with `pip install jackfield` "
@@ -188,7 +198,7 @@ def _to_blame(
 
 
 def _advice(
-    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, list[Candidate]]
+    registry: Registry, kind: str, needs: Requirements, candidates: Mapping[str, Candidates]
 ) -> str:
     """Which backends of `kind` would make a plan with all else as it was asked for."""
     fitting = []
@@ -197,7 +207,7 @@ def _advice(
             options = registered.options()
         except JackfieldError:  # it needs an option, which we cannot know
             continue
-        instead = {**candidates, kind: [Candidate(registered, options, "named")]}
+        instead = {**candidates, kind: One(Candidate(registered, options, "named"))}
         if isinstance(solve(ORDER, needs, instead), Solution):
             fitting.append(registry.address(registered))
     return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from jackfield.asking.vocabulary import DRAFTING, asks_for_nothing
-from jackfield.choosing.candidates import candidates_of
+from jackfield.choosing.candidates import Candidates
 from jackfield.choosing.selection import AUTO, Selectable, nearest
 from jackfield.choosing.solving import Choice, judge
 from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
@@ -43,7 +43,7 @@ def chosen_beside(
 
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
     reasons = []
-    for candidate in candidates_of(registry, "decoding", value, needs):
+    for candidate in Candidates(registry, "decoding", value, needs).of(needs):
         here = not needs.elsewhere
         against = judge(candidate.registered, needs, candidate.options, here=here)
         if not against:
@@ -80,7 +80,7 @@ def offered(
 
 def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
     """The decoding without drafts that "auto" takes, if any plugin has one."""
-    for candidate in candidates_of(registry, "decoding", AUTO, needs):
+    for candidate in Candidates(registry, "decoding", AUTO, needs).of(needs):
         backend = candidate.registered.backend
         drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
         if not drafts and not judge(candidate.registered, needs, candidate.options):

@@ -154,6 +154,8 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
         out.print(f"  weights: {plan.placement}")
     if plan is not None and plan.adapter:
         out.print(f"  adapter: {plan.adapter}")
+    for refusal in plan.faster if plan is not None else ():
+        out.print(f"  would be faster: {refusal.registered.kind} {refusal}")
     if plan is not None and (memory := plan.memory()):
         out.print(f"  memory for keys and values: {memory}")
     reasons = {reason: n for n, reason in enumerate(_reasons(verdicts), 1)}

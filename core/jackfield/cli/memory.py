@@ -114,10 +114,7 @@ def _print(found: Estimate) -> None:
     needs, memory, out = found.plan.requirements, found.memory(), console()
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     if needs.elsewhere:
-        out.print(
-            f"no {needs.device} is here: of backends that are named, what they need of a machine "
-            "was not checked"
-        )
+        out.print(f"no {needs.device} is here: what backends need of a machine was not checked")
     weights = in_units(found.weight_bytes)
     if not found.weights_known:
         weights = f"at most {weights} (the quantizer does not say, so as if not quantized)"

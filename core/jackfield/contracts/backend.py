@@ -77,6 +77,15 @@ class Backend(ABC):
         del requirements
         return self.auto_rank
 
+    def auto_options(self) -> Any:
+        """The options with which ``auto`` tries it: the defaults, unless these are overridden."""
+        return self.options()
+
+    def notice(self, requirements: Requirements) -> str | None:
+        """`auto_notice` for this job; override it where that depends on the job."""
+        del requirements
+        return self.auto_notice
+
     def available(self) -> list[str]:
         """Why this machine cannot run the backend (an empty list means that it can).
 

@@ -81,6 +81,7 @@ class Requirements:
     only rows of one length run together. `pieces` is the same for a prompt that is read in several
     steps, `holes` for a token that is masked out once it was read, `fixed` for a cache that has
     columns which are not written yet.
+    `page_size` is how many tokens a page has where the caller says so, None: the cache chooses.
     `page_multiple`: the attention reads pages where they lie if their size is a multiple of it.
     `compiled`: steps are compiled, around the attention and what the cache does.
     `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
@@ -130,6 +131,7 @@ class Requirements:
     rollback: bool = False
     forks: bool = False
     batch_invariant: bool = False
+    page_size: int | None = None
     page_multiple: int = 1
     compiled: bool = False
 

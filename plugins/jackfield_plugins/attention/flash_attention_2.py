@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jackfield import hookimpl
-from jackfield.contracts import Attention, AttentionCapabilities
+from jackfield.contracts import Attention, AttentionCapabilities, Requirements
 from jackfield_plugins.attention.sources import (
     HubKernel,
     Package,
@@ -19,9 +19,12 @@ from jackfield_plugins.attention.sources import (
 
 @dataclass(frozen=True)
 class FlashAttention2Options:
-    """`source`: whose kernel. "auto" is the flash-attn package, then the hub's, then torch's."""
+    """`source`: whose kernel. "auto" is the flash-attn package, then the hub's, then torch's.
 
-    source: Literal["auto", "package", "hub", "torch"] = "auto"
+    "installed" is the same without the hub's.
+    """
+
+    source: Literal["auto", "installed", "package", "hub", "torch"] = "auto"
 
 
 class FlashAttention2(VarlenAttention):
@@ -42,6 +45,21 @@ class FlashAttention2(VarlenAttention):
         "torch": TorchVarlen(),
     }
 
+    def rank(self, requirements: Requirements) -> int | None:
+        """Before Triton's in the packed layout, unless pages are cut so that it cannot read them.
+
+        Padded rows would have to be brought together for it in every layer.
+        """
+        if requirements.layout != "packed" or requirements.device != "cuda":
+            return None
+        from jackfield_plugins.attention.published import FLASH_PAGE_MULTIPLE
+
+        return 60 if (requirements.page_size or 0) % FLASH_PAGE_MULTIPLE == 0 else 40
+
+    def auto_options(self) -> FlashAttention2Options:
+        """Nothing is fetched that nobody named."""
+        return FlashAttention2Options("installed")
+
     def available(self) -> list[str]:
         import torch
 
@@ -53,7 +71,10 @@ class FlashAttention2(VarlenAttention):
         return []
 
     def sources(self, options: FlashAttention2Options) -> Sequence[Source]:
-        return [s for name, s in self.places.items() if options.source in ("auto", name)]
+        asked = options.source
+        if asked == "installed":
+            return [self.places["package"], self.places["torch"]]
+        return [s for name, s in self.places.items() if asked in ("auto", name)]
 
 
 @hookimpl

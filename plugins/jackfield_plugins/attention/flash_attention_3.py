@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jackfield import hookimpl
-from jackfield.contracts import Attention, AttentionCapabilities
+from jackfield.contracts import Attention, AttentionCapabilities, Requirements
 from jackfield_plugins.attention.sources import HubKernel, Package, Source, VarlenAttention
 
 
@@ -19,7 +19,7 @@ class FlashAttention3Options:
 
 
 class FlashAttention3(VarlenAttention):
-    """Its varlen function reads no pages, so those of the packed layout are gathered."""
+    """The first choice of `auto` on the GPUs that it is for."""
 
     name = "flash_attention_3"
     options = FlashAttention3Options
@@ -34,6 +34,14 @@ class FlashAttention3(VarlenAttention):
         "package": Package("flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
         "hub": HubKernel("kernels-community/flash-attn3", "v1"),
     }
+
+    def rank(self, requirements: Requirements) -> int | None:
+        packed = requirements.layout == "packed" and requirements.device == "cuda"
+        return 70 if packed else None
+
+    def auto_options(self) -> FlashAttention3Options:
+        """Nothing is fetched that nobody named."""
+        return FlashAttention3Options("package")
 
     def available(self) -> list[str]:
         import torch

@@ -81,6 +81,11 @@ class SdpaAttention(Attention):
                     )
         return reasons
 
+    def notice(self, requirements: Requirements) -> str | None:
+        if requirements.layout != "packed" or requirements.device != "cuda":
+            return None
+        return "it attends to one sequence after another, in every layer"
+
     def bind(self, context: BindContext) -> BoundAttention:
         return torch_attention(context.options.kernel, context.requirements.device)
 

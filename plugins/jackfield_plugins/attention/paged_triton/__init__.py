@@ -51,6 +51,11 @@ class TritonAttention(Attention):
         ),
     )
 
+    def rank(self, requirements: Requirements) -> int | None:
+        """On a GPU before `sdpa`, which takes a call for each sequence."""
+        packed = requirements.layout == "packed" and requirements.device == "cuda"
+        return 50 if packed else None
+
     def available(self) -> list[str]:
         return without_triton()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jackfield import hookimpl
@@ -70,12 +70,12 @@ class PagedCache(Cache):
     )
 
     def rank(self, requirements: Requirements) -> int | None:
-        """Before `dynamic` on the CPU; on a GPU it is as fast as its attention, so by name.
-
-        And where no padded cache will do.
-        """
-        wanted = requirements.device == "cpu" or requirements.batch_invariant
+        """Before `dynamic`, where there are attentions that read its pages at full speed."""
+        wanted = requirements.device in ("cpu", "cuda")
         return 20 if wanted and known(requirements.packed_numbers) else None
+
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        return replace(super().imply(requirements, options), page_size=options.page_size)
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
