@@ -23,6 +23,7 @@ from jackfield.choosing.solving import ARGUMENTS
 from jackfield.choosing.strategies import Strategies
 from jackfield.choosing.wording import in_our_words
 from jackfield.errors import UsageError
+from jackfield.figures.memory import STEP_ROWS
 from jackfield.running.bound import weights
 from jackfield.running.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.running.engine import Engine
@@ -183,7 +184,7 @@ def _prepared(
     model: Any,
     *,
     tokenizer: Any | None = None,
-    max_batch_size: int = 32,
+    max_batch_size: int = STEP_ROWS,
     max_batch_tokens: int | None = None,
     prefill_chunk_size: int | None = None,
     max_waiting: int | None = None,

@@ -67,6 +67,31 @@ def head_of(model: PreTrainedModel) -> tuple[int, int] | None:
     return _linear_shape(head) if type(head) is nn.Linear else None
 
 
+def numbers_of_a_token(model: PreTrainedModel) -> int:
+    """About how many numbers a layer makes of one token at the same time, at most.
+
+    What the linear layers of one module make and what is computed from it, the residual stream, and
+    a norm of it in float32. Of experts those that a token is given to.
+    """
+    text = model.config.get_text_config(decoder=True)
+    hidden, head = int(getattr(text, "hidden_size", 0)) or 1, model.get_output_embeddings()
+    active = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k", None)
+    experts = active if isinstance(active, int) else 1
+    widest = 0
+    for module in model.modules():
+        made = sum(_width(child) for child in module.children() if child is not head)
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        made += experts * sum(hidden + 2 * (p.shape[1] * p.shape[2] // hidden) for p in stacked)
+        widest = max(widest, made)
+    return 2 * widest + 8 * hidden
+
+
+def _width(module: nn.Module) -> int:
+    """How many numbers a linear layer makes of a token, in whatever way its weight is stored."""
+    width = getattr(module, "out_features", getattr(module, "nf", 0))
+    return width if isinstance(width, int) else 0
+
+
 def head_is_tied(model: PreTrainedModel) -> bool:
     """Whether the output head and the embedding have one weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

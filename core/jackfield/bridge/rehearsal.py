@@ -44,7 +44,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 class Call:
     """One call of the attention: by which layer, and with which keyword arguments.
 
-    `kv_numbers` is how many numbers the keys and values of one token are.
+    `kv_shapes` are `(heads, head_dim)` of the keys and of the values.
 
     `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
     there is no mask, or one (`own_mask`) that the attention's mask function did not return.
@@ -54,7 +54,12 @@ class Call:
     kwargs: Mapping[str, Any]
     mask: MaskFunction | None
     own_mask: bool = False
-    kv_numbers: int = 0
+    kv_shapes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+
+    @property
+    def kv_numbers(self) -> int:
+        """How many numbers the keys and values of one token are."""
+        return sum(heads * size for heads, size in self.kv_shapes)
 
     def sees(self, query: int, key: int) -> bool:
         """Whether its mask surely lets the token at position `query` see the one at `key`."""
@@ -126,8 +131,8 @@ def _listening(skeleton: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
         base = getattr(attention_mask, "_base", None)
         by = next((f for m, f in masks if m is attention_mask or m is base), None)
         own = attention_mask is not None and by is None
-        numbers = sum(states.shape[1] * states.shape[3] for states in (key, value))
-        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own, numbers))
+        keys, values = ((states.shape[1], states.shape[3]) for states in (key, value))
+        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own, (keys, values)))
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 

@@ -40,6 +40,7 @@ from jackfield.bridge.footprint import (
     head_is_tied,
     head_of,
     joined_weights,
+    numbers_of_a_token,
     stored_quantization,
     weights_of,
 )
@@ -56,6 +57,7 @@ from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
 
+_NOTHING = ((0, 0), (0, 0))  # keys and values of a layer without attention
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
@@ -126,6 +128,8 @@ def describe(
     check_drivable(model, text, [module for _, module in layers], types)
     seen = _rehearsed(model)
     calls = seen.calls
+    numbers = {call.layer: call.kv_numbers for call in calls}
+    shapes = {call.layer: call.kv_shapes for call in calls}
     check_calls(model, calls)
     heads = int(text.num_attention_heads)
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
@@ -143,7 +147,9 @@ def describe(
         model_declines=_declines(model),
         context_length=_context_length(text),
         kv_numbers=seen.cached,
-        packed_numbers=_packed_numbers(len(types), calls),
+        packed_numbers=tuple(numbers.get(layer, 0) for layer in range(len(types)) if numbers),
+        packed_shapes=tuple(shapes.get(layer, _NOTHING) for layer in range(len(types)) if shapes),
+        token_numbers=numbers_of_a_token(model),
         weights=weights,
         joined_weights=None if live else joined_weights(model),
         weight_bytes=sum(w.numbers * BYTES[w.dtype or dtype] for w in weights),
@@ -156,12 +162,6 @@ def describe(
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
-
-
-def _packed_numbers(layers: int, calls: Sequence[Call]) -> tuple[int, ...]:
-    """How many numbers the attention of each layer is handed as a token's keys and values."""
-    found = {call.layer: call.kv_numbers for call in calls}
-    return tuple(found.get(layer, 0) for layer in range(layers)) if found else ()
 
 
 def _rehearsed(model: PreTrainedModel) -> Rehearsal:

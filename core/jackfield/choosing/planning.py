@@ -18,7 +18,13 @@ from jackfield.choosing.strategies import chosen_beside, implied, offered, split
 from jackfield.choosing.wording import selected
 from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
-from jackfield.figures.memory import CacheMemory, free_bytes
+from jackfield.figures.memory import (
+    STEP_ROWS,
+    STEP_TOKENS,
+    CacheMemory,
+    free_bytes,
+    step_bytes,
+)
 
 logger = logging.getLogger("jackfield")
 
@@ -71,7 +77,7 @@ class Plan:
 
         try:
             told = request_bytes(1) is not None
-            available = choice.registered.ask("pool_bytes", needs, choice.options)
+            available = self._pool(needs, choice)
         except JackfieldError as error:
             logger.warning("what a request takes is unknown: %s", error)
             return None
@@ -84,6 +90,20 @@ class Plan:
         if not told or available is None:
             return None
         return CacheMemory(available, needs.context_length, request_bytes)
+
+    def _pool(self, needs: Requirements, choice: Choice) -> int | None:
+        """The memory that requests share from the start, by what is free now."""
+        fixed: int | None = choice.registered.ask("pool_bytes", needs, choice.options)
+        where = self.placement
+        if fixed is not None or (where is not None and len(where.execution_devices) > 1):
+            return fixed
+        device = where.device if where else needs.device
+        if choice.registered.ask("pool_of", needs, choice.options, 0) is None:
+            return None
+        if (free := free_bytes(device)) is None:
+            return None
+        left = free - self._loading(device) - step_bytes(needs, STEP_TOKENS, STEP_ROWS)
+        return choice.registered.ask("pool_of", needs, choice.options, max(0, left))  # type: ignore[no-any-return]
 
     def _loading(self, device: str | None) -> int:
         """The bytes of weights that are still to come to a device."""

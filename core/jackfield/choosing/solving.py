@@ -207,7 +207,10 @@ def _advice(
             options = registered.options()
         except JackfieldError:  # it needs an option, which we cannot know
             continue
-        instead = {**candidates, kind: One(Candidate(registered, options, "named"))}
+        instead: dict[str, Candidates | One] = {
+            **candidates,
+            kind: One(Candidate(registered, options, "named")),
+        }
         if isinstance(solve(ORDER, needs, instead), Solution):
             fitting.append(registry.address(registered))
     return f"use {' or '.join(map(repr, fitting))}" if fitting else f"no other {kind} can either"

@@ -34,6 +34,8 @@ class BindContext:
     `model` is None where transformers itself is still loading it (attention), and where it is
     loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
     declares one, `tokenizer` what a quantizer may measure texts with, where the model has one.
+    A cache leaves `step_bytes` free on its device for what steps take, and may have `memory_share`
+    of the rest: the same engine may have another model there.
     """
 
     model: PreTrainedModel | None
@@ -42,6 +44,8 @@ class BindContext:
     options: Any
     assistant: Assistant | None = None
     tokenizer: Any | None = None
+    step_bytes: int = 0
+    memory_share: float = 1.0
 
     @property
     def device(self) -> torch.device:

@@ -223,6 +223,13 @@ class KVCache(ABC):
         """What it holds; None where that has no meaning of its own."""
         return None
 
+    def close(self) -> None:
+        """Let go of all memory: the engine is closed, and somebody may still have it.
+
+        Called once, after its last sequence was released; afterwards only `usage`.
+        """
+        return
+
 
 class PackedKVCache(KVCache):
     """A cache of the packed layout: it stores keys and values itself, for the attention to read.
@@ -270,6 +277,14 @@ class Cache(Backend):
         """The memory that requests share, where `options` fix it; None: what is free."""
         del requirements, options
         return None
+
+    def pool_of(self, requirements: Requirements, options: Any, left: int) -> int | None:
+        """What `bind` allocates where `left` bytes are free beside weights and a step, in bytes.
+
+        None: it takes memory as it is needed.
+        """
+        del left
+        return self.pool_bytes(requirements, options)
 
     def allocated_bytes(
         self, requirements: Requirements, options: Any, tokens: int, requests: int

@@ -66,6 +66,8 @@ class Requirements:
     `kv_numbers` says for each cached layer how many numbers transformers' cache keeps of a token,
     `packed_numbers` how many the attention is handed (more, where a cache keeps them compressed);
     empty where nobody can tell.
+    `packed_shapes` are the shapes of these keys and values, `(heads, head_dim)` each, by layer.
+    `token_numbers` is about how many numbers a layer makes of a token at a time.
     `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
     already), and `weight_bytes` what they will take as they are stored. `joined_weights` is a
     tensor of its checkpoints that is several weights of the model, if there is one. `stored` is the
@@ -108,6 +110,8 @@ class Requirements:
     context_length: int | None = None
     kv_numbers: tuple[int, ...] = ()
     packed_numbers: tuple[int, ...] = ()
+    packed_shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+    token_numbers: int = 0
     weights: tuple[Weight, ...] = ()
     joined_weights: str | None = None
     weight_bytes: int = 0

@@ -19,10 +19,16 @@ from jackfield.figures.backend_sizes import (
     requests_by_cache,
     weights_by_quantizer,
 )
-from jackfield.figures.memory import CacheMemory, free_bytes
+from jackfield.figures.memory import (
+    STEP_ROWS,
+    STEP_TOKENS,
+    CacheMemory,
+    free_bytes,
+    step_bytes,
+)
 from jackfield.figures.reading import StepReads, Table
 from jackfield.figures.units import parse_bandwidth, parse_bytes
-from jackfield.running.bounds import PACKED_TOKENS, check_sizes
+from jackfield.running.bounds import check_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -273,12 +279,14 @@ def estimate(
     needs, cache, quantizer = planned.requirements, planned["cache"], planned["quantizer"]
     sized = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     tokens = _lengths(lengths, needs.context_length)
-    limit = prefill_tokens or (PACKED_TOKENS if needs.layout == "packed" else None)
+    limit = prefill_tokens or (STEP_TOKENS if needs.layout == "packed" else None)
     scores = planned["attention"].backend.capabilities.whole_scores
+    memory = _free(needs) if size is None else size
+    left = memory - needs.weight_bytes - step_bytes(needs, limit or STEP_TOKENS, STEP_ROWS)
     dry = DryRun(config, needs, whole_scores=scores)
     return Estimate(
         plan=planned,
-        device_memory=_free(needs) if size is None else size,
+        device_memory=memory,
         given=size is not None,
         lengths=tokens,
         batch_sizes=tuple(batch_sizes),
@@ -289,7 +297,7 @@ def estimate(
         reads=_with_own_head(dry.reads(), needs, quantizer),
         weights_known=sized is not None,
         checkpoint_bytes=_checkpoint_bytes(config, needs),
-        pool=cache.registered.size("pool_bytes", needs, cache.options),
+        pool=cache.registered.size("pool_of", needs, cache.options, max(0, left)),
         step_limit=limit,
         bandwidth=rate,
     )

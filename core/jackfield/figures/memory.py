@@ -12,6 +12,9 @@ from typing import Any
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.figures.units import in_units
 
+#: Of a step in the packed layout, and the sequences that run together, where nothing else is asked.
+STEP_TOKENS, STEP_ROWS = 2048, 32
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -24,8 +27,11 @@ def free_bytes(device: str | None) -> int | None:
     if kind in ("cuda", "xpu"):
         import torch
 
-        free, _ = getattr(torch, kind).mem_get_info(int(index) if index else None)
-        return int(free)
+        gpu: Any = getattr(torch, kind)
+        number = int(index) if index else gpu.current_device()
+        free, _ = gpu.mem_get_info(number)
+        # What tensors have left behind, torch keeps for others.
+        return int(free + max(0, gpu.memory_reserved(number) - gpu.memory_allocated(number)))
     if device == "mps":
         import torch
 
@@ -53,6 +59,18 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def step_bytes(needs: Requirements, tokens: int, rows: int) -> int:
+    """What to leave free for a step beside weights and cache, in bytes; on the CPU nothing is.
+
+    It feeds `tokens` tokens at most, and the logits of `rows` sequences are sampled from: as they
+    are, in float32, and a copy. It is more than a dry run shows.
+    """
+    if needs.device == "cpu":
+        return 0
+    size, (vocabulary, _) = BYTES[needs.dtype], needs.head or (0, 0)
+    return tokens * needs.token_numbers * size + rows * vocabulary * (size + 2 * BYTES["float32"])
 
 
 def known(numbers: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +85,19 @@ def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
 
 
 class BoundModel:
-    """What the loop calls of a model. Nothing is changed in the model before `plug`."""
+    """What the loop calls of a model. Nothing is changed in the model before `plug`.
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+    `step_bytes` and `memory_share` are for its cache, as in `BindContext`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, step_bytes: int = 0, memory_share: float = 1.0
+    ) -> None:
         self.model = model
         self.plan = plan
         cache = plan["cache"].registered
-        self.cache: KVCache = checked_cache(cache.bind(self.context("cache")), cache)
+        context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
+        self.cache: KVCache = checked_cache(cache.bind(context), cache)
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
@@ -176,6 +183,7 @@ class BoundModel:
                 module.training = True
             _in_use.difference_update(map(id, decoder_configs(model)))
 
+        undo.append(self.cache.close)
         if self.adapter is not None:
             undo.append(self.adapter.restore)
         return partial(all_of, (as_before, *undo))

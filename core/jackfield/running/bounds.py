@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jackfield.choosing.planning import Plan
 from jackfield.errors import UsageError
+from jackfield.figures.memory import STEP_TOKENS as PACKED_TOKENS
+from jackfield.figures.memory import step_bytes
 
 UNLIMITED = 1 << 62
-PACKED_TOKENS = 2048  # of a step in the packed layout, where nothing else is asked for
 WHOLE_CHUNK = 64  # tokens of a prompt that a deterministic step feeds, where nothing else is asked
 
 
@@ -31,6 +33,30 @@ class Bounds:
         """How many tokens of one sequence a step feeds at most."""
         bounds = [b for b in (self.max_batch_tokens, self.prefill_chunk_size) if b is not None]
         return min(bounds, default=None)
+
+
+def shared(plan: Plan, bounds: Bounds, beside: Any = None) -> tuple[int, float]:
+    """The bytes that steps of `plan` take, and the share of the rest that its cache may have.
+
+    `beside` has the plan of a draft model. Where that is on the same device, its steps are counted
+    too, and keys and values are shared so that both models hold as many tokens.
+    """
+    tokens, rows = bounds.max_batch_tokens or PACKED_TOKENS, bounds.max_batch_size
+    own = step_bytes(plan.requirements, tokens, rows)
+    if beside is None or _device(beside.plan) != _device(plan):
+        return own, 1.0
+    mine, other = _token_bytes(plan), _token_bytes(beside.plan)
+    return own + step_bytes(beside.plan.requirements, tokens, rows), mine / (mine + other)
+
+
+def _device(plan: Plan) -> str | None:
+    return plan.placement.device if plan.placement else plan.requirements.device
+
+
+def _token_bytes(plan: Plan) -> int:
+    """What a token's keys and values take; 1 where nobody can tell."""
+    needs, cache = plan.requirements, plan["cache"]
+    return max(1, (cache.registered.size("request_bytes", needs, cache.options, 1024) or 0) // 1024)
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -180,6 +180,10 @@ class CheckedCache(KVCache):
         with self._guards["forget"]:
             self.inner.forget()
 
+    def close(self) -> None:
+        with self._guards["close"]:
+            self.inner.close()
+
     def usage(self) -> CacheUsage | None:
         with self._guards["usage"]:
             found = self.inner.usage()
@@ -253,8 +257,8 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
 
 
 _ASKED = (
-    "admit", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions", "prepare",
-    "refuse", "release", "rewind", "usage", "write",
+    "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
+    "prepare", "refuse", "release", "rewind", "usage", "write",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from jackfield.errors import (
     quoted,
 )
 from jackfield.running.bound import BoundModel, plug_all
-from jackfield.running.bounds import Bounds
+from jackfield.running.bounds import Bounds, shared
 from jackfield.running.checked import CheckedSchedule, checked
 from jackfield.running.groups import Group
 from jackfield.running.loop import Loop
@@ -119,10 +119,11 @@ class Engine:
         Leaving `failing` gives them back.
         """
         plan = self.plan
-        bound = self._bound = BoundModel(self.model, plan)
+        room = shared(plan, bounds, assistance)
+        bound = self._bound = BoundModel(self.model, plan, *room)
         scheduler = plan["scheduler"].registered
         schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
-        draft = None if assistance is None else self._assistant(assistance)
+        draft = None if assistance is None else self._assistant(assistance, bounds)
         self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
         plugged = plug_all([bound] if draft is None else [bound, draft.bound])
         for give_back in plugged:
@@ -167,8 +168,8 @@ class Engine:
     def _switch_adapter(self, *, on: bool) -> None:
         self._worker.while_idle(lambda: self._bound.switch_adapter(on=on))
 
-    def _assistant(self, assistance: Assistance) -> DraftModel:
-        bound = BoundModel(assistance.model, assistance.plan)
+    def _assistant(self, assistance: Assistance, bounds: Bounds) -> DraftModel:
+        bound = BoundModel(assistance.model, assistance.plan, *shared(assistance.plan, bounds))
         vocab_size = int(bound.model.config.get_text_config(decoder=True).vocab_size)
         other = Text(assistance.tokenizer, vocab_size)
         return DraftModel(bound, bridge(self._text, other))

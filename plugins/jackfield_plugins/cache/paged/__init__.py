@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
@@ -12,6 +14,11 @@ from jackfield.contracts.requirements import BYTES
 from jackfield.errors import CacheFullError
 from jackfield.figures.memory import free_bytes, known
 from jackfield.figures.units import in_units
+
+if TYPE_CHECKING:
+    from jackfield_plugins.cache.paged.store import PagedKVCache
+
+logger = logging.getLogger("jackfield")
 
 #: In tokens, where nobody asks for another.
 PAGE_SIZE = 32
@@ -48,6 +55,35 @@ class PagedOptions:
             raise ValueError(f"memory must be a share above 0 and at most 1, not {self.memory}")
         if self.memory is not None and self.num_tokens is not None:
             raise ValueError("num_tokens and memory say the same; give one of them")
+
+
+#: Those of this process that took a share of what was free, and are still open.
+_measured: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
+
+
+def _held_by_others(device: str) -> list[int]:
+    """What pools of other engines take on a device, in bytes."""
+    found = (cache.num_bytes for cache in list(_measured) if cache.device == device)
+    return [size for size in found if size]
+
+
+def _beside(others: list[int]) -> str:
+    if not others:
+        return ""
+    who = "another engine" if len(others) == 1 else f"{len(others)} other engines"
+    return (
+        f", beside {in_units(sum(others))} for {who} of this process; for equal parts load each "
+        f"with 'paged?num_tokens=…', or the first with 'paged?memory={0.9 / (len(others) + 1):.2g}'"
+    )
+
+
+def _share(requirements: Requirements, options: Any) -> float | None:
+    """The part of the free memory that the pools take from the start; None: it is not by that."""
+    if options.num_tokens is not None:
+        return None
+    if options.memory is None and requirements.device != "cpu":
+        return 0.9
+    return options.memory  # type: ignore[no-any-return]
 
 
 def _page_size(requirements: Requirements, options: Any) -> int:
@@ -125,33 +161,46 @@ class PagedCache(Cache):
         numbers = sum(requirements.packed_numbers) * BYTES[requirements.dtype]
         return numbers * _page_size(requirements, options)
 
-    def _num_tokens(self, requirements: Requirements, options: Any) -> int | None:
-        """How many tokens the pools hold; the weights are loaded by now."""
-        share = options.memory
-        if share is None and requirements.device != "cpu":
-            share = 0.9
-        if options.num_tokens is not None or share is None:
-            return options.num_tokens  # type: ignore[no-any-return]
+    def pool_of(self, requirements: Requirements, options: Any, left: int) -> int | None:
+        """A share of what is left, in whole pages; None: pools grow, or nobody knows a page."""
+        share = _share(requirements, options)
+        if share is None or not known(requirements.packed_numbers):
+            return self.pool_bytes(requirements, options)
         page = self._page_bytes(requirements, options)
-        free = free_bytes(requirements.device)
+        return int(share * left) // page * page
+
+    def _num_tokens(self, context: BindContext) -> int | None:
+        """How many tokens the pools hold; the weights are loaded by now."""
+        needs, options = context.requirements, context.options
+        share = _share(needs, options)
+        if share is None:
+            return options.num_tokens  # type: ignore[no-any-return]
+        device = str(context.device)
+        page, free = self._page_bytes(needs, options), free_bytes(device)
         if free is None:
             raise CacheFullError("paged: nobody tells how much memory is free; give it num_tokens")
-        pages = int(share * free) // page
+        left = int(context.memory_share * max(0, free - context.step_bytes))
+        pages = (self.pool_of(needs, options, left) or 0) // page
+        others = _held_by_others(device)
         if not pages:
             raise CacheFullError(
-                f"paged: {share:g} of the free memory is less than one page of {in_units(page)}; "
-                "free some, or choose a smaller page_size"
+                f"paged: {share:g} of the free memory is less than one page of {in_units(page)}: "
+                f"{in_units(free)} are free on {device}, of which steps need "
+                f"{in_units(context.step_bytes)}{_beside(others)}; free some, or choose a smaller "
+                "page_size"
             )
-        return pages * _page_size(requirements, options)
+        told = f"paged takes {in_units(pages * page)} of {in_units(free)} free on {device}"
+        logger.log(logging.WARNING if others else logging.INFO, "%s%s", told, _beside(others))
+        return pages * _page_size(needs, options)
 
     def bind(self, context: BindContext) -> KVCache:
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
         options, device = context.options, context.device
-        return PagedKVCache(
+        made = PagedKVCache(
             context.requirements.windows,
             _page_size(context.requirements, options),
-            self._num_tokens(context.requirements, options),
+            self._num_tokens(context),
             device,
             prefix_sharing=(
                 not context.requirements.batch_invariant
@@ -162,6 +211,10 @@ class PagedCache(Cache):
             swap=device.type != "cpu" if options.swap is None else options.swap,
             first_pages=FIRST_PAGES,
         )
+        made.allocate(context.requirements.packed_shapes, context.requirements.dtype)
+        if _share(context.requirements, options) is not None:
+            _measured.add(made)
+        return made
 
 
 @hookimpl

@@ -52,6 +52,9 @@ class Kept:
         return self._tensor
 
 
+_NOBODY = torch.empty(0, dtype=torch.int32)
+
+
 class LayerGroup:
     """Layers with one page table per sequence in common, each with a pool of its own.
 
@@ -65,6 +68,7 @@ class LayerGroup:
         self.allocator = PageAllocator(capacity)
         self.tables: dict[int, Table] = {}
         self.layers: dict[int, PackedLayer] = {}
+        self._unseen: set[int] = set()  # layers whose pools were made before anything was written
         self._now: PageTables  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
         self._block_table, self._first = Kept(), Kept()
@@ -243,19 +247,53 @@ class LayerGroup:
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
         layer = self.layers.get(index)
-        if layer is None:
-            layer = self.layers[index] = self._new_layer(keys, values)
+        if layer is None or index in self._unseen:
+            layer = self._first_written(index, layer, keys, values)
         layer.flat_keys.index_copy_(0, self.targets, keys)
         layer.flat_values.index_copy_(0, self.targets, values)
         return layer
 
-    def _new_layer(self, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+    def allocate(
+        self,
+        index: int,
+        keys: tuple[int, int],
+        values: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make the pools of a layer before anything is written."""
         pages = (self.allocator.capacity, self.page_size)
-        return PackedLayer(
-            keys.new_zeros(*pages, *keys.shape[1:]),
-            values.new_zeros(*pages, *values.shape[1:]),
-            self._now,
-        )
+        made = [torch.zeros(*pages, *shape, dtype=dtype, device=device) for shape in (keys, values)]
+        self.layers[index] = PackedLayer(made[0], made[1], _NONE)
+        self._unseen.add(index)
+
+    def _first_written(
+        self, index: int, layer: PackedLayer | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> PackedLayer:
+        """The layer, whose pools are made anew where these were not what was expected."""
+        self._unseen.discard(index)
+        if layer is not None:
+            pairs = ((layer.keys, keys), (layer.values, values))
+            if all(
+                (pool.shape[2:], pool.dtype, pool.device) == (new.shape[1:], new.dtype, new.device)
+                for pool, new in pairs
+            ):
+                return layer
+            layer.replace(*(pool.new_empty(0, *pool.shape[1:]) for pool, _ in pairs))
+        pages = (self.allocator.capacity, self.page_size)
+        made = [states.new_zeros(*pages, *states.shape[1:]) for states in (keys, values)]
+        self.layers[index] = PackedLayer(made[0], made[1], self._now)
+        return self.layers[index]
+
+    def close(self) -> None:
+        """Let go of all tensors, whoever still has the layers."""
+        for layer in self.layers.values():
+            layer.replace(layer.keys.new_empty(0, 0, 0, 0), layer.values.new_empty(0, 0, 0, 0))
+            layer.tables = _NONE
+        self.layers.clear()
+        self._now = _NONE
+        self._block_table, self._first = Kept(), Kept()
+        self.targets = torch.empty(0)
 
     def lacks(self, sequence: int, tokens: int) -> bool:
         """Whether a page is gone that a query at position `tokens` sees."""
@@ -293,6 +331,7 @@ class LayerGroup:
 
 
 _EMPTY = Table()
+_NONE = PageTables(PackedStep([], _NOBODY, _NOBODY, 0, 0), None, 1, _NOBODY, _NOBODY, [], [])
 
 
 def _resized(pool: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -69,6 +69,27 @@ class PagedKVCache(PackedKVCache):
         self._swapped: dict[int, tuple[int, list[Saved]]] = {}  # (tokens, what each group holds)
         self._prompt_tokens = self._prefix_tokens = 0
 
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    def allocate(self, shapes: Seq[tuple[tuple[int, int], tuple[int, int]]], dtype: str) -> None:
+        """Make the pools of all layers, whose keys and values are `(heads, head_dim)` each.
+
+        Those of layers without a shape are made when the first token is written.
+        """
+        for index, (keys, values) in enumerate(shapes):
+            if all((*keys, *values)):
+                self._group_of[index].allocate(
+                    index, keys, values, getattr(torch, dtype), self._device
+                )
+
+    def close(self) -> None:
+        """Let go of the pools and of what was swapped out."""
+        self._swapped.clear()
+        for group in self.groups.values():
+            group.close()
+
     def admit(self, sequence: Sequence) -> bool:
         if sequence.id in self._swapped:
             return self._swap_in(sequence)
