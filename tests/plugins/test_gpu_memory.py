@@ -105,7 +105,7 @@ def test_nothing_keeps_pools_of_a_closed_engine(cache: str, live: bool) -> None:
 def test_nor_those_of_a_draft_model() -> None:
     engine = jackfield.load("demo", decoding="assisted", assistant_model="demo")
     engine.generate(prompts((4,)), max_new_tokens=4)
-    own = [cache for cache in gc.get_objects() if isinstance(cache, PagedKVCache)]
+    own = [cache for cache in gc.get_objects() if type(cache) is PagedKVCache]
     held = [
         weakref.ref(layer.keys)
         for cache in own for group in cache.groups.values() for layer in group.layers.values()
@@ -122,7 +122,7 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     total = 1_000_000
 
     def free(_: str) -> int:
-        return total - sum(c.num_bytes for c in gc.get_objects() if isinstance(c, PagedKVCache))
+        return total - sum(c.num_bytes for c in gc.get_objects() if type(c) is PagedKVCache)
 
     monkeypatch.setattr(paged, "free_bytes", free)
     gc.collect()
