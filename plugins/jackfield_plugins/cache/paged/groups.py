@@ -293,6 +293,7 @@ class LayerGroup:
         self.layers.clear()
         self._now = _NONE
         self._block_table, self._first = Kept(), Kept()
+        self._swap = None
         self.targets = torch.empty(0)
 
     def lacks(self, sequence: int, tokens: int) -> bool:

@@ -71,7 +71,7 @@ class PagedKVCache(PackedKVCache):
 
     @property
     def device(self) -> str:
-        return str(self._device)
+        return str(self._block.device)
 
     def allocate(self, shapes: Seq[tuple[tuple[int, int], tuple[int, int]]], dtype: str) -> None:
         """Make the pools of all layers, whose keys and values are `(heads, head_dim)` each.
@@ -81,12 +81,13 @@ class PagedKVCache(PackedKVCache):
         for index, (keys, values) in enumerate(shapes):
             if all((*keys, *values)):
                 self._group_of[index].allocate(
-                    index, keys, values, getattr(torch, dtype), self._device
+                    index, keys, values, getattr(torch, dtype), self._block.device
                 )
 
     def close(self) -> None:
         """Let go of the pools and of what was swapped out."""
         self._swapped.clear()
+        self._block, self._starts = StepBlock(self._block.device), Kept()
         for group in self.groups.values():
             group.close()
 
