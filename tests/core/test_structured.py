@@ -297,6 +297,19 @@ def test_an_error_is_never_told_as_a_success(engine: Any) -> None:
     assert "min_new_tokens=10" in found.error
 
 
+@pytest.mark.parametrize("structure", FINITE, ids=lambda s: next(iter(s)))
+def test_what_is_left_of_an_error_depends_on_no_strategy(
+    engine: Any, structure: dict[str, Any]
+) -> None:
+    own = [{"decoding": name} for name in STRATEGIES]
+    found = engine.generate(
+        [PROMPT] * len(own), settings=own, min_new_tokens=150, max_new_tokens=200, **structure
+    )
+    assert {c.finish_reason for c in found} == {"error"}
+    assert fits(structure, found[0].text)
+    assert len({(c.text, tuple(c.token_ids), c.error) for c in found}) == 1
+
+
 def test_closing_ends_the_thread() -> None:
     with jackfield.load("demo") as engine:
         engine.generate(PROMPT, choices=["yes"])

@@ -167,6 +167,8 @@ class Sequence:
         return "" if self.detokenizer is None else self.detokenizer.finish()
 
     def _finishes(self, token: int) -> bool:
+        """Whether `token` ends it; what has failed already takes what it gained all the same."""
+        before, self.finish_reason = self.finish_reason, None
         stopped = self.detokenizer is not None and self.detokenizer.stopped
         if stopped or token in self.settings.eos_token_ids:
             self.finish_reason = "stop"
@@ -174,7 +176,9 @@ class Sequence:
             self.finish_reason = "stop" if self.error is None else "error"
         elif self.num_new >= self.settings.max_new_tokens:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+        ended = self.finish_reason is not None
+        self.finish_reason = before or self.finish_reason
+        return ended
 
     def _meets_a_criterion(self) -> bool:
         """Whether one of the request's own criteria is met, or fails, which is then its error."""

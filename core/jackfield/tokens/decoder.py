@@ -159,11 +159,12 @@ def _within(sequence: Sequence, gain: Accepted) -> Accepted:
         return replace(gain, error=cause)
     if end is None:
         return gain
+    gain = replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end])
     least, new = sequence.settings.min_new_tokens, sequence.num_new + end
     if new < least:
         why = f"its structure is complete after {new} tokens, and min_new_tokens={least}"
         return replace(gain, error=why)
-    return replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end], ends=True)
+    return replace(gain, ends=True)
 
 
 def _parted(
