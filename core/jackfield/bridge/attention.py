@@ -158,7 +158,8 @@ class AttentionPort:
             # Whether a mask could be left out is in these numbers, for which the host would wait in
             # every step. Where there is no padding, there is no attention_mask.
             numbers = (kwargs.get("attention_mask"), kwargs.get("q_offset"))
-            if any(isinstance(n, torch.Tensor) and n.device.type != "cpu" for n in numbers):
+            there = any(isinstance(n, torch.Tensor) and n.device.type != "cpu" for n in numbers)
+            if there and "allow_is_causal_skip" in kwargs:
                 kwargs["allow_is_causal_skip"] = False
             with guard:
                 return inner(*args, **kwargs)

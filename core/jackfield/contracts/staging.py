@@ -23,12 +23,13 @@ class StepBlock:
     there is one more, up to a few. On a CPU nothing is pinned and nothing copied: `put` is
     `torch.tensor`, and `send` does nothing.
 
-    Not thread-safe. What is sent is in order with what the current stream is told before and after.
+    `stages`: numbers are sent, and not just there. Not thread-safe. What is sent is in order with
+    what the current stream is told before and after.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stages = device.type == "cuda"
+        self.stages = device.type == "cuda"
         self._blocks: deque[_Block] = deque()  # that longest in use first
         self._used = 0
         self._there: Any = None  # the block's place on the device, while something waits in it
@@ -41,7 +42,7 @@ class StepBlock:
         import torch
 
         made = isinstance(numbers, torch.Tensor)
-        if not self._stages:
+        if not self.stages:
             if made:
                 return numbers.to(self.device)  # type: ignore[no-any-return]
             return torch.tensor(numbers, dtype=dtype, device=self.device)

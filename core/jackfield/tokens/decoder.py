@@ -69,8 +69,8 @@ class Decoder:
         """Send what the sampler needs, and find out while the model computes what may follow."""
         if self._structures is not None:
             self._allowed = self._structures.begin(step.feeds)
-        own = [f for f in step.feeds if f.samples and f.sequence.group is None]
-        if own:
+        if self._sampler.sends:
+            own = [f for f in step.feeds if f.samples and f.sequence.group is None]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
     def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:

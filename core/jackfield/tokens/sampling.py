@@ -43,13 +43,18 @@ class Sampler:
             self._block, self._batch, self._expected = StepBlock(device), None, None
         return self._block
 
+    @property
+    def sends(self) -> bool:
+        """Whether anything is won by `expect`: not before the first batch, and not on a CPU."""
+        return self._batch is not None and self._batch.block.stages
+
     def expect(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
         """Send what the next `sample` of these needs, before its logits are computed.
 
         Nothing before the first call of `sample`, which tells the device and the vocabulary.
         """
         batch = self._batch
-        if batch is None:
+        if batch is None or not sequences:
             return
         if not batch.fits(sequences):
             batch = self._batch = Batch(sequences, batch.like, batch.block)
