@@ -97,7 +97,7 @@ class BoundModel:
         self.plan = plan
         cache = plan["cache"].registered
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
-        self.cache: KVCache = checked_cache(cache.bind(context), cache)
+        self.cache: KVCache = checked_cache(cache.bind(context), cache, plan.requirements.windows)
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(

@@ -21,10 +21,12 @@ TAIL = 8  # tokens of a sequence that are compared after every call
 WHOLE = 1024  # tokens of one that is compared as a whole after some calls
 
 #: What backends read of a sequence and only the loop and the cache may change.
-_state = attrgetter(
-    "num_cached", "prompt_length", "finish_reason", "settings", "tokens", "id", "sample", "leader",
-    "group", "constraint", "detokenizer", "drafted", "error", "score", "arrival", "passed_over",
+_FIELDS = (
+    "id", "prompt_length", "finish_reason", "settings", "tokens", "sample", "leader", "group",
+    "constraint", "detokenizer", "drafted", "error", "score", "arrival", "passed_over",
 )  # fmt: skip
+_state = attrgetter(*_FIELDS, "num_cached")
+_state_of_cache = attrgetter(*_FIELDS)
 
 
 def _read(sequence: Sequence) -> tuple[int, list[int]]:
@@ -41,15 +43,21 @@ def _read(sequence: Sequence) -> tuple[int, list[int]]:
 
 
 class unchanged:  # noqa: N801 - reads as a word of the language
-    """While it is open, a plugin may read `sequences`; PluginError where it changed one of them."""
+    """While it is open, a plugin may read `sequences`; PluginError where it changed one of them.
 
-    def __init__(self, who: object, what: str, sequences: Seq[Sequence]) -> None:
+    `but_cached`: how much of them is cached is its to say.
+    """
+
+    def __init__(
+        self, who: object, what: str, sequences: Seq[Sequence], *, but_cached: bool = False
+    ) -> None:
+        self._state = _state_of_cache if but_cached else _state
         self._who = who
         self._what = what
         self._sequences = sequences
 
     def __enter__(self) -> None:
-        self._before = list(map(_state, self._sequences))
+        self._before = list(map(self._state, self._sequences))
         self._tokens = list(map(_read, self._sequences))
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -57,10 +65,10 @@ class unchanged:  # noqa: N801 - reads as a word of the language
             return
         whole = zip(self._sequences, self._before, self._tokens, strict=True)
         for sequence, before, (length, tokens) in whole:
-            same = all(map(is_, _state(sequence), before))
+            same = all(map(is_, self._state(sequence), before))
             now = sequence.tokens
             if not (same and len(now) == length and now[-len(tokens) :] == tokens):
-                raise fault(self._who, f"{self._what} changed request {before[5]}, to be read")
+                raise fault(self._who, f"{self._what} changed request {before[0]}, to be read")
 
 
 class CheckedSchedule(Schedule):

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jackfield.choosing.guarded import fault, guarded
-from jackfield.contracts import CacheUsage, KVCache, ModelInputs, PackedKVCache, PackedLayer
+from jackfield.contracts import CacheUsage, KVCache, ModelInputs, PackedKVCache
 from jackfield.errors import quoted
+from jackfield.running.checked import unchanged
+from jackfield.running.checked_inputs import flaw_of_tokens
+from jackfield.running.checked_pages import Spots
 
 if TYPE_CHECKING:
     from jackfield.running.sequences import Sequence, Step
@@ -19,10 +22,13 @@ if TYPE_CHECKING:
 class CheckedCache(KVCache):
     """`inner`, the cache of the backend `who`. The checks take a few microseconds a step."""
 
+    _packed = False
+
     def __init__(self, inner: KVCache, who: object) -> None:
         self.inner = inner
         self._who = who
         self._guards = {name: guarded(who, name) for name in _ASKED}
+        self._spots, self._spot = Spots(), False
         self._reaches = 0  # how many tokens the longest row has, with those of the step
         self.joins = inner.joins  # type: ignore[misc]
 
@@ -39,7 +45,7 @@ class CheckedCache(KVCache):
         return str(self._who)
 
     def admit(self, sequence: Sequence) -> bool:
-        with self._guards["admit"]:
+        with self._guards["admit"], unchanged(self, "admit", (sequence,), but_cached=True):
             found = self.inner.admit(sequence)
         if type(found) is not bool:
             raise fault(self, f"admit must return True or False, got {quoted(found)}")
@@ -89,6 +95,10 @@ class CheckedCache(KVCache):
             if not isinstance(found, ModelInputs):
                 raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
             flaw = _flaw(found, step, self.joins)
+            self._spot = self._spots.next(step.feeds)
+            # Reading tensors of another device waits for it.
+            if not flaw and (self._spot or found.kwargs["input_ids"].device.type == "cpu"):
+                flaw = flaw_of_tokens(found, step, packed=self._packed)
         if flaw:
             raise fault(self, f"prepare must return inputs for the step, got {flaw}")
         past = found.kwargs.get("past_key_values")
@@ -130,15 +140,19 @@ class CheckedCache(KVCache):
         past.update = watched
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
-        with self._guards["commit"]:
+        fed = [feed.sequence for feed in step.feeds]
+        with self._guards["commit"], unchanged(self, "commit", fed, but_cached=True):
             self.inner.commit(step, tuple(kept))
         for feed, count in zip(step.feeds, kept, strict=True):
             if feed.sequence.num_cached != feed.start + count:
                 raise self._lost("commit", feed.sequence, feed.start + count)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        with self._guards["release"]:
-            self.inner.release(tuple(sequences))
+        sequences = tuple(sequences)
+        for sequence in sequences:
+            self._spots.left(sequence.id)
+        with self._guards["release"], unchanged(self, "release", sequences, but_cached=True):
+            self.inner.release(sequences)
 
     def evict(self, sequence: Sequence) -> None:
         with self._guards["evict"]:
@@ -192,70 +206,6 @@ class CheckedCache(KVCache):
         return found
 
 
-class CheckedPackedCache(CheckedCache, PackedKVCache):
-    """The same for a cache of the packed layout, and for the pages that it hands to attentions."""
-
-    def __init__(self, inner: PackedKVCache, who: object) -> None:
-        super().__init__(inner, who)
-        self._pages = inner
-        self.page_size = inner.page_size
-        self._step: Step | None = None
-        self._seen: dict[int, Any] = {}  # tables that were looked at in this step
-        self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit
-
-    def prepare(self, step: Step) -> ModelInputs:
-        found = super().prepare(step)
-        self._step = step
-        self._seen.clear()
-        return found
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
-        with self._guards["write"]:
-            found = self._pages.write(layer, keys, values)
-            if not isinstance(found, PackedLayer):
-                raise fault(self, f"write must return a PackedLayer, got {quoted(found)}")
-            tables = found.tables
-            if id(tables) not in self._seen:
-                self._seen[id(tables)] = tables
-                self._look(tables, found.keys, keys)
-            pool = self._pools.get(layer)
-            if pool is None or pool() is not found.keys:
-                self._fit(found, keys)
-                self._pools[layer] = weakref.ref(found.keys)
-        return found
-
-    def _fit(self, found: PackedLayer, keys: torch.Tensor) -> None:
-        """The pages of a layer, which stay the same for many steps, hold tokens like `keys`."""
-        size = found.keys.shape
-        if size != found.values.shape[:3] + size[3:] or size[2:] != keys.shape[1:]:
-            raise fault(
-                self,
-                f"write must return pages of {list(keys.shape[1:])} a token, got keys "
-                f"{list(size)} and values {list(found.values.shape)}",
-            )
-
-    def _look(self, tables: Any, pages: torch.Tensor, keys: torch.Tensor) -> None:
-        """Each sequence's part of the step, and its pages, are what they must be."""
-        assert self._step is not None
-        at, number, size = 0, pages.shape[0], tables.page_size
-        for row, feed in enumerate(self._step.feeds):
-            length = feed.count + len(feed.drafts)
-            start, end = at, feed.start + length
-            span = tables.step.spans[row]
-            if tuple(span) != (start, length, end):
-                raise fault(
-                    self, f"write has span {tuple(span)} for feed {row}, {(start, length, end)} due"
-                )
-            at += length
-            own = tables.tables[row]
-            if not own or not 0 <= own[0] < number or not 0 <= own[-1] < number:
-                raise fault(self, f"write has page {quoted(own)} for feed {row}, of {number}")
-            if tables.firsts[row] + len(own) * size < end:
-                raise fault(self, f"write has {len(own)} pages of {size} for {end} tokens")
-        if len(tables.step.spans) != len(self._step.feeds) or at != len(keys):
-            raise fault(self, f"write has {len(tables.step.spans)} spans for {row + 1} feeds")
-
-
 _ASKED = (
     "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
     "prepare", "refuse", "release", "rewind", "usage", "write",
@@ -281,8 +231,10 @@ def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:
     return ""
 
 
-def checked_cache(cache: KVCache, who: object) -> CheckedCache:
-    """`cache` held to the contract that it has."""
+def checked_cache(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> CheckedCache:
+    """`cache` held to the contract that it has, for layers with these `windows` (none: any)."""
     if isinstance(cache, PackedKVCache):
-        return CheckedPackedCache(cache, who)
+        from jackfield.running.checked_packed import CheckedPackedCache
+
+        return CheckedPackedCache(cache, who, windows)
     return CheckedCache(cache, who)
