@@ -42,7 +42,11 @@ RIGHT = {
     "parity": {"llama", "gpt-oss"},
     "counters": {"waits a step: paged, triton", "pools of engines one after another"},
     "decode-1": {"paged, triton", "paged, triton: texts", "generate, static cache, compiled"},
-    "decode-32": {"paged, triton: texts", "generate_batch"},
+    "decode-32": {
+        "paged, triton: texts",
+        "generate_batch",
+        "paged, triton, against generate_batch",
+    },
     "prefill": {"16 tokens: generate", "16 tokens: paged, triton"},
 }
 

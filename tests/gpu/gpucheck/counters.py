@@ -34,15 +34,15 @@ def run(bench: Bench) -> None:
     for label, arguments in ENGINES.items():
         with bench.results.check(f"waits a step: {label}") as found:
             found.update(waits(bench, model, arguments))
-    for label, arguments in ENGINES.items():
-        with bench.results.check(f"compilations after warm-up: {label}") as found:
-            found.update(compilations(bench, model, arguments))
     with bench.results.check("pools of engines one after another") as found:
         found.update(pools_in_turn(bench, model))
     with bench.results.check("pools of two engines at once") as found:
         found.update(pools_at_once(bench))
     with bench.results.check("deterministic") as found:
         found.update(deterministic(bench, model))
+    for label, arguments in ENGINES.items():
+        with bench.results.check(f"compilations after warm-up: {label}") as found:
+            found.update(compilations(bench, model, arguments))
 
 
 def waits(bench: Bench, model: Any, arguments: dict[str, Any]) -> Values:

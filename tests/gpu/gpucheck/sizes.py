@@ -61,6 +61,7 @@ class Sizes:
     families: tuple[str, ...] = FAMILIES
     prompts: tuple[int, ...] = (6, 7, 8, 9, 24)
     new_tokens: int = 18
+    swapped: int = 64  # tokens in a pool that is too small for all prompts together
     counted: dict[str, Any] = field(default_factory=lambda: dict(_SHALLOW))
     counted_batch: int = 8
     counted_tokens: int = 48
@@ -68,7 +69,7 @@ class Sizes:
     large: dict[str, Any] = field(default_factory=lambda: dict(EIGHT_BILLION))
     large_dtype: str = "bfloat16"
     decode_prompt: int = 32
-    decode_tokens: int = 64
+    decode_tokens: int = 48
     rounds: int = 3
     batch: int = 32
     batch_prompt: int = 128
@@ -89,6 +90,7 @@ TINY = Sizes(
     families=("llama", "gpt-oss"),
     prompts=(3, 5),
     new_tokens=3,
+    swapped=10,
     counted=_TINY,
     counted_batch=2,
     counted_tokens=3,

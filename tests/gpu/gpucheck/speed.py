@@ -85,7 +85,8 @@ class Race:
             for label, run in runs.items():
                 first = self.seconds(run, 1)
                 whole = self.seconds(run, 1 + sizes.decode_tokens)
-                taken[label].append((whole - first) / sizes.decode_tokens)
+                # Of tiny models, what passes by chance may be more than the steps take.
+                taken[label].append(max(whole - first, 1e-9) / sizes.decode_tokens)
         return {label: statistics.median(seconds) for label, seconds in taken.items()}
 
     def figures(self, seconds: float) -> Values:
@@ -103,10 +104,10 @@ def race_engine(
     arguments: Mapping[str, Any],
     expected: Tokens,
     aims: Mapping[str, float],
-) -> None:
+) -> float | None:
     """An engine against plain `generate`: right texts first, then time, then a profile.
 
-    `aims`: at least so much of a figure.
+    `aims`: at least so much of a figure. Returns the seconds a step; None where it did not run.
     """
     bench, count = race.bench, race.bench.sizes.decode_tokens
     with bench.results.check(label) as found, loaded(race.model, arguments) as engine:
@@ -133,15 +134,17 @@ def race_engine(
         if "tokens_per_second" not in found:
             raise SkippedError("it did not run")
         judged.update(verdict(race.twin, race.prompts[:2], expected[:2], texts[:2], BOUND))
+    return len(race.prompts) / found["tokens_per_second"] if "tokens_per_second" in found else None
 
 
-def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> None:
-    """A way of transformers itself, after a warm-up."""
+def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> float | None:
+    """A way of transformers itself, after a warm-up. Returns the seconds a step, as above."""
     with race.bench.results.check(label) as found:
         texts = run(1 + race.bench.sizes.decode_tokens)
         found.update(race.figures(race.in_turn({label: run})[label]))
         cut = [text[: len(expected[0])] for text in texts[:2]]
         found.update(verdict(race.twin, race.prompts[:2], expected[:2], cut, BOUND))
+    return len(race.prompts) / found["tokens_per_second"] if "tokens_per_second" in found else None
 
 
 def profiled(bench: Bench, run: Callable[[], Any]) -> Values:

@@ -21,7 +21,7 @@ STAGES = (
         "GPU, driver, libraries, compilers, headers, and the signatures that backends rely on",
     ),
     Stage(
-        "kernels", "kernels", 90,
+        "kernels", "kernels", 85,
         "packed attentions and norms against float64: windows, softcaps, sinks, drafts, pages",
     ),
     Stage(
@@ -37,13 +37,13 @@ STAGES = (
         "waits a step, compilations after warm-up, pools of later engines, `deterministic`",
     ),
     Stage(
-        "decode-1", "decode_one", 130,
+        "decode-1", "decode_one", 150,
         "8 billion parameters, one sequence: share of the bandwidth, against `generate`, profile",
     ),
     Stage(
-        "decode-32", "decode_many", 75,
+        "decode-32", "decode_many", 70,
         "8 billion parameters, 32 sequences: against `generate` and `generate_batch`, profile",
     ),
     Stage("prefill", "prefill", 45, "8 billion parameters, prompts of 2,048 and 32,768 tokens"),
-    Stage("tests", "existing_tests", 60, "the tests of `make test` that only run where a GPU is"),
+    Stage("tests", "existing_tests", 50, "the tests of `make test` that only run where a GPU is"),
 )  # fmt: skip
