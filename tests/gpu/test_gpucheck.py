@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import config_of
 from gpucheck import existing_tests, kernels, metadata, page, runner
 from gpucheck.bench import Bench, Gpu, Host
 from gpucheck.counters import triton_compilations
@@ -29,6 +30,7 @@ from gpucheck.sizes import GPU, TINY
 from gpucheck.speed import Race
 from gpucheck.stages import STAGES, Stage
 from packaging.requirements import Requirement
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import jackfield
 from jackfield.contracts import PackedLayer
@@ -380,10 +382,11 @@ def test_a_page_shows_aims_figures_and_what_went_wrong() -> None:
     assert "No GPU has run it" not in text
 
 
-def test_sizes_of_a_gpu_are_those_of_the_issue() -> None:
+def test_what_a_gpu_is_given_can_be_made() -> None:
     """8 billion parameters, prompts of 2k and 32k, a dozen families, batches of 1 and 32."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+    assert all(case.config() for case in kernels.cases(Bench(Host(), GPU, Results("", print))))
+    assert all(config_of(family) for family in GPU.families)
+    assert LlamaConfig(**GPU.counted)
     with torch.device("meta"), contextlib.suppress(ValueError):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**GPU.large))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(8.03e9, rel=0.01)

@@ -50,13 +50,13 @@ RUNS = (
     _run("paged, flash 3", "flash_attention_3", PAGED, "bfloat16"),
     _run("paged, triton, bfloat16", "triton", PAGED, "bfloat16"),
     _run("dynamic, sdpa", "sdpa", "dynamic"),
-    _run("dynamic, flex", "flex_attention", "dynamic"),
     _run("dynamic, flash 2", "flash_attention_2", "dynamic", "bfloat16"),
     _run("static, sdpa", "sdpa", "static"),
     _run("static, sdpa, cuda_graph", "sdpa", "static", compile="cuda_graph"),
     _run("dynamic, sdpa, cuda_graph", "sdpa", "dynamic", compile="cuda_graph"),
     _run("offloaded, sdpa", "sdpa", "offloaded"),
     _run("offloaded_static, sdpa", "sdpa", "offloaded_static"),
+    _run("dynamic, flex", "flex_attention", "dynamic"),
 )
 
 

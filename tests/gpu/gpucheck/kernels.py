@@ -45,6 +45,7 @@ class Case:
     def config(self) -> Any:
         family = FAMILIES[self.family]
         own = {
+            "hidden_size": 8 * self.heads,  # configs want a multiple
             "head_dim": self.head_dim,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
