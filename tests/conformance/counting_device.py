@@ -42,6 +42,8 @@ _READS = frozenset(
 _TAKES = frozenset({"tensor", "as_tensor", "to", "cuda"})
 _INDEXED = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_"})
 #: Operators that have to know numbers before they can tell how much memory they need.
+#: Where the counts are a tensor, their sum is read to know the size.
+_REPEATING = ("aten::repeat_interleave.Tensor", "aten::repeat_interleave.self_Tensor")
 _WAITING = (
     "aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::masked_select",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::equal",
@@ -195,9 +197,7 @@ class _Below(TorchDispatchMode):
             masks = name == "aten::index.Tensor" and any(
                 at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1]
             )
-            sums = name.startswith("aten::repeat_interleave") and "output_size" not in (
-                kwargs or {}
-            )
+            sums = name in _REPEATING and "output_size" not in (kwargs or {})
             if masks or sums or name == "aten::where" or name.startswith(_WAITING):
                 self._fake.wait("an index by a mask" if masks else name)
         return func(*args, **(kwargs or {}))

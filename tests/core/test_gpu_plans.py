@@ -138,6 +138,20 @@ def test_pages_that_flash_cannot_read_in_place_are_for_triton(hopper: FakeCuda) 
     assert found == {16: "triton", 256: "flash_attention_2"}
 
 
+def test_a_kernel_of_torch_that_reads_no_pages_is_for_nobody(
+    hopper: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def varlen_attn(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: Any, max_k: Any, *,
+        return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1),
+    ) -> Any: ...  # fmt: skip
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    for cache in ("auto", "paged", "paged?page_size=256"):
+        plan = jackfield.plan(config_of("llama"), dtype="bfloat16", cache_implementation=cache)
+        assert chosen(plan) == ("paged", "triton")
+
+
 def test_start_up_warns_of_the_slow_one_and_tells_the_reasons(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cli: Cli
 ) -> None:

@@ -246,14 +246,17 @@ tell(stage={name!r}, check="first", ok=True)
 def test_a_cut_and_a_crash_lose_nothing(tmp_path: Path) -> None:
     lines = tmp_path / runner.LINES
     ends = {
+        "hangs": "subprocess.Popen(['sleep', '77']); print(os.getpid()); time.sleep(77)",
         "whole": "",
         "crashes": "sys.exit('out of ideas')",
-        "hangs": "subprocess.Popen(['sleep', '77']); print(os.getpid()); time.sleep(77)",
         "later": "tell(stage='later', check='gpu', ok=True, name='a GPU')",
     }
     stages = [Stage(name, "", 2 if name == "hangs" else 30, "") for name in ends]
 
+    limits = {}
+
     def command(stage: Stage) -> list[str]:
+        limits[stage.name] = stage.limit
         code = STAGE.format(path=str(lines), name=stage.name) + ends[stage.name]
         return [sys.executable, "-c", code]
 
@@ -263,15 +266,17 @@ def test_a_cut_and_a_crash_lose_nothing(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / runner.RESULT).read_text())
     said = {stage["stage"]: stage["ended"] for stage in whole["stages"]}
     assert said == {
+        "hangs": "was cut at its limit of 2 s",
         "whole": "whole",
         "crashes": "ended with exit status 1",
-        "hangs": "was cut at its limit of 2 s",
         "later": "whole",
     }
-    assert whole["stages"][1]["log"] == ["out of ideas"]
+    assert whole["stages"][2]["log"] == ["out of ideas"]
+    assert limits["hangs"] == 2
+    assert limits["later"] > limits["crashes"] > 30  # what those before it left is its own too
     assert [r["stage"] for r in whole["results"]] == [*ends, "later"]
     assert whole["gpu"] == "a GPU"
-    assert runner.run_stages(tmp_path, command, stages[:1])
+    assert runner.run_stages(tmp_path, command, stages[1:2])
 
 
 def test_a_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:

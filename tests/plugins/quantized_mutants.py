@@ -285,9 +285,17 @@ def plain(folder: Path) -> torch.Tensor:
         return model.eval()(IDS).logits
 
 
+class UnusableError(Exception):
+    """There is nothing to compare with on this machine."""
+
+
 def sweep(selection: str, *, everything: bool = False, some: int | None) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as made:
         whole = save(selection, Path(made))
+        try:
+            plain(whole)
+        except Exception as error:
+            raise UnusableError(f"plain transformers does not run it undamaged: {error}") from error
         every = list(mutants(whole, everything=everything))
         for mutant in every[:: max(1, len(every) // (some or len(every)))]:
             sys.stderr.write(f"{mutant.label[:200]}\n")  # the last one, if it crashes
@@ -304,11 +312,15 @@ def main() -> None:
     for selection in given.selections:
         found = Counter[str]()
         with contextlib.redirect_stdout(sys.stderr):
-            for one in sweep(selection, everything=given.all, some=given.some):
-                found[one.kind] += 1
-                if one.kind == "wrong":
-                    said = f"WRONG {selection}: {one.label[:150]}: {one.said[:300]!r}"
-                    sys.__stdout__.write(said + "\n")
+            try:
+                for one in sweep(selection, everything=given.all, some=given.some):
+                    found[one.kind] += 1
+                    if one.kind == "wrong":
+                        said = f"WRONG {selection}: {one.label[:150]}: {one.said[:300]!r}"
+                        sys.__stdout__.write(said + "\n")
+            except UnusableError as reason:
+                sys.__stdout__.write(f"UNUSABLE {selection}: {reason}\n")
+                continue
         counts = " | ".join(str(found[kind]) for kind in ("caught", "harmless", "wrong"))
         sys.stdout.write(f"| `{selection}` | {found.total()} | {counts} |\n")
 

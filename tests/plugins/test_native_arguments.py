@@ -28,6 +28,8 @@ READERS = {
     "plugins/jackfield_plugins/native/__init__.py": "loads libraries",
     "plugins/jackfield_plugins/native/compiling.py": "loads libraries",
     "plugins/jackfield_plugins/compiler/cuda_graph/stretches.py": "compares addresses",
+    "plugins/jackfield_plugins/attention/paged_triton/launch.py": "runs on a GPU, by its own tests",
+    "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/int4_cpu/files.py": "unmaps memory of files",
     "core/jackfield/choosing/loading.py": "raises in a thread",
     "core/jackfield/choosing/trial.py": "ends a process with its parent",

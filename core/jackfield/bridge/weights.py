@@ -77,14 +77,14 @@ def load_model(
         )
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    if not (quantized or where.spread):
-        _tell_untied(source, model)
     quantization.finish(model)
     if where.spread:
         check_placed(model, where)
     elif not placed and model.device != device:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides nn.Module's signature
     model.eval()
+    if not (quantized or where.spread):
+        _tell_untied(source, model)
     return model
 
 

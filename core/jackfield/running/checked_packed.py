@@ -142,7 +142,8 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
                 raise fault(self, f"write has {flaw} for feed {row}")
         if len(tables.step.spans) != len(self._step.feeds) or at != len(keys):
             raise fault(self, f"write has {len(tables.step.spans)} spans for {row + 1} feeds")
-        flaw = flaw_of_step(tables.step, read=self._spot or keys.device.type == "cpu")
+        read = self._closely and (self._spot or keys.device.type == "cpu")
+        flaw = flaw_of_step(tables.step, read=read)
         flaw = flaw or flaw_of_tables(tables, read=self._spot)
         if not flaw:
             owners = self._owners.setdefault(tables.window, Owners())

@@ -140,9 +140,11 @@ class Contents:
             return
         if own is None:
             own = Watched(sequence.settings.cache_salt, sequence.tokens)
+            known: dict[int, Sample] = {}  # several have the same ones
             for other in (*self._watched.values(), *self._left):
                 if feed.start and other.salt == own.salt:
-                    own.samples += _shared(other, own.tokens, feed.start)
+                    known |= {id(one): one for one in _shared(other, own.tokens, feed.start)}
+            own.samples = list(known.values())[: SAMPLES // 4]
             self._watched[sequence.id] = own
         room = SAMPLES - sum(len(sample.positions) for sample in own.samples)
         first, last = feed.start, feed.start + feed.count - 1

@@ -54,7 +54,12 @@ class FlashAttention2(VarlenAttention):
             return None
         from jackfield_plugins.attention.published import FLASH_PAGE_MULTIPLE
 
-        return 60 if (requirements.page_size or 0) % FLASH_PAGE_MULTIPLE == 0 else 40
+        multiple: int | None = FLASH_PAGE_MULTIPLE
+        if not requirements.elsewhere:
+            source, found, _ = self._choose(requirements, self.auto_options())
+            if source is not None:  # torch 2.11's own kernel reads no pages at all
+                multiple = found
+        return 60 if multiple and (requirements.page_size or 0) % multiple == 0 else 40
 
     def auto_options(self) -> FlashAttention2Options:
         """Nothing is fetched that nobody named."""

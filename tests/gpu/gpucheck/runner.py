@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ def run_stages(folder: Path, command: Command, stages: Iterable[Stage] = STAGES)
     lines.unlink(missing_ok=True)
     ended: list[Values] = []
     environ = environment(folder)
-    for stage in stages:
+    due = time.monotonic()  # when a stage would end if all took as long as they may
+    for planned in stages:
+        due += planned.limit
+        # What those before it have left is its own too.
+        stage = replace(planned, limit=max(planned.limit, int(due - time.monotonic())))
         print(f"{stage.name} (at most {stage.limit} s): {stage.what}", flush=True)
         ended.append(run_one(stage, command(stage), folder, environ))
         print(f"  {stage.name} {ended[-1]['ended']} after {ended[-1]['seconds']:.0f} s", flush=True)

@@ -21,6 +21,7 @@ from gpucheck.results import SkippedError, Values
 Run = Callable[[int], Tokens]
 
 BOUND = 0.5  # by how much a logit of bfloat16 may be below the best one
+AT_FIRST = 5  # tokens
 PROFILED = 6  # steps: the prompts', and five that decode
 
 
@@ -77,14 +78,15 @@ class Race:
     def in_turn(self, runs: Mapping[str, Run]) -> dict[str, float]:
         """Seconds a step of decoding of each, which take turns: medians.
 
-        The time of one token is taken off, so that reading the prompts is not counted.
+        The time of a few tokens is taken off, so that reading the prompts is not counted, nor the
+        warming-up that a compiled step does again for each new cache.
         """
         sizes = self.bench.sizes
         taken: dict[str, list[float]] = {label: [] for label in runs}
         for _ in range(sizes.rounds):
             for label, run in runs.items():
-                first = self.seconds(run, 1)
-                whole = self.seconds(run, 1 + sizes.decode_tokens)
+                first = self.seconds(run, AT_FIRST)
+                whole = self.seconds(run, AT_FIRST + sizes.decode_tokens)
                 # Of tiny models, what passes by chance may be more than the steps take.
                 taken[label].append(max(whole - first, 1e-9) / sizes.decode_tokens)
         return {label: statistics.median(seconds) for label, seconds in taken.items()}
@@ -117,8 +119,8 @@ def race_engine(
             return [completion.token_ids for completion in done]
 
         texts = ours(count)  # and all that is compiled or recorded is so now
-        profile = profiled(bench, lambda: ours(PROFILED))
         seconds = race.in_turn({"ours": ours, "generate": race.generate})
+        profile = profiled(bench, lambda: ours(PROFILED))  # what it leaves on slows later launches
         found.update(race.figures(seconds["ours"]))
         found["times_generate"] = seconds["generate"] / seconds["ours"]
         found["source"] = engine.report()["attention"].source
@@ -140,7 +142,7 @@ def race_engine(
 def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> float | None:
     """A way of transformers itself, after a warm-up. Returns the seconds a step, as above."""
     with race.bench.results.check(label) as found:
-        texts = run(1 + race.bench.sizes.decode_tokens)
+        texts = run(AT_FIRST + race.bench.sizes.decode_tokens)
         found.update(race.figures(race.in_turn({label: run})[label]))
         cut = [text[: len(expected[0])] for text in texts[:2]]
         found.update(verdict(race.twin, race.prompts[:2], expected[:2], cut, BOUND))
