@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ from jackfield.running.checked_pages import Spots
 
 if TYPE_CHECKING:
     from jackfield.running.sequences import Sequence, Step
+
+
+_NOTHING = nullcontext()
 
 
 class CheckedCache(KVCache):
@@ -48,7 +52,7 @@ class CheckedCache(KVCache):
         return str(self._who)
 
     def admit(self, sequence: Sequence) -> bool:
-        with self._guards["admit"], unchanged(self, "admit", (sequence,), but_cached=True):
+        with self._guards["admit"], self._unchanged("admit", (sequence,)):
             found = self.inner.admit(sequence)
         if type(found) is not bool:
             raise fault(self, f"admit must return True or False, got {quoted(found)}")
@@ -56,6 +60,11 @@ class CheckedCache(KVCache):
         if found and not self._counts(sequence, 0, most):
             raise self._lost("admit", sequence, f"0 to {most}")
         return found
+
+    def _unchanged(self, what: str, sequences: Seq[Sequence]) -> AbstractContextManager[None]:
+        if not self._closely:
+            return _NOTHING
+        return unchanged(self, what, sequences, but_cached=True)
 
     def _counts(self, sequence: Sequence, least: int, most: int) -> bool:
         return type(sequence.num_cached) is int and least <= sequence.num_cached <= most
@@ -145,7 +154,7 @@ class CheckedCache(KVCache):
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         fed = [feed.sequence for feed in step.feeds]
-        with self._guards["commit"], unchanged(self, "commit", fed, but_cached=True):
+        with self._guards["commit"], self._unchanged("commit", fed):
             self.inner.commit(step, tuple(kept))
         for feed, count in zip(step.feeds, kept, strict=True):
             if feed.sequence.num_cached != feed.start + count:
@@ -155,7 +164,7 @@ class CheckedCache(KVCache):
         sequences = tuple(sequences)
         for sequence in sequences:
             self._spots.left(sequence.id)
-        with self._guards["release"], unchanged(self, "release", sequences, but_cached=True):
+        with self._guards["release"], self._unchanged("release", sequences):
             self.inner.release(sequences)
 
     def evict(self, sequence: Sequence) -> None:

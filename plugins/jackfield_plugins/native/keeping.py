@@ -34,10 +34,12 @@ def own_folder(path: Path, variable: str = CACHE) -> Path:
     _check_absolute(path, variable)
     try:
         for folder in (*reversed(path.parents), path):
-            if not folder.is_dir():
-                if os.path.lexists(folder):
-                    raise NotADirectoryError(0, f"{folder} is not a folder")
+            if folder.is_dir():
+                continue
+            try:  # another process may make it at the same time
                 folder.mkdir(mode=0o700, exist_ok=True)  # less what the umask forbids
+            except FileExistsError:
+                raise NotADirectoryError(0, f"{folder} is not a folder") from None
         _check_own(path, variable)
     except OSError as error:
         raise _unusable(path, variable, error) from None
