@@ -147,9 +147,9 @@ def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path) -> N
 import re, jackfield, jackfield.running.engine, transformers
 def most():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-jackfield.load("demo", quantization="int4-cpu").close()
+jackfield.load("demo", quantization="int4-cpu", cache_implementation="dynamic").close()
 before = most()
-jackfield.load({str(tmp_path)!r}, quantization="int4-cpu")
+jackfield.load({str(tmp_path)!r}, quantization="int4-cpu", cache_implementation="dynamic")  # no pool
 print(most() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
