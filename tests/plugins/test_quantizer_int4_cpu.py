@@ -149,7 +149,7 @@ def most():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 jackfield.load("demo", quantization="int4-cpu", cache_implementation="dynamic").close()
 before = most()
-jackfield.load({str(tmp_path)!r}, quantization="int4-cpu", cache_implementation="dynamic")  # no pool
+jackfield.load({str(tmp_path)!r}, quantization="int4-cpu", cache_implementation="dynamic")
 print(most() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
