@@ -93,20 +93,29 @@ def test_a_file_that_others_may_write_says_nothing(known: EntryPoint, mode: int)
     assert recall(known, 20.0) is None
 
 
+@pytest.mark.skipif(os.name == "nt", reason="owners are POSIX")
 def test_a_file_of_somebody_else_says_nothing(
     known: EntryPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345, raising=False)
+    path = path_of(known)
+    assert path is not None
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    else:  # what belongs to root is everybody's to trust
+        os.chown(path, 12345, 12345)
     assert recall(known, 20.0) is None
 
 
-@pytest.mark.parametrize("where", ["no home", "a file in the way"])
+@pytest.mark.parametrize("where", ["no home", "a file in the way", "a relative path"])
 def test_where_nothing_can_be_written_nothing_is_remembered(
     known: EntryPoint, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    folder = None if where == "no home" else blocked
+    monkeypatch.chdir(tmp_path)
+    folder = {"no home": None, "a file in the way": blocked, "a relative path": Path("cache")}[
+        where
+    ]
     monkeypatch.setattr(verdicts, "cache_folder", lambda: folder)
     assert remember(known, REFUSED) is None
     assert recall(known, 20.0) is None

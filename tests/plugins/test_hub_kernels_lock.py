@@ -106,6 +106,21 @@ def test_a_lock_file_that_is_a_pipe(lock_file: Path) -> None:
         lock.check("me/flash", "sha256:1")
 
 
+def test_a_lock_file_that_is_a_link_stays_one(lock_file: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "settings of mine"
+    settings.mkdir()
+    lock_file.parent.mkdir()
+    lock_file.symlink_to(settings / "kernels")
+    lock.record("me/flash", "sha256:1")
+    assert lock_file.is_symlink()
+    assert "sha256:1" in (settings / "kernels").read_text()
+    lock.check("me/flash", "sha256:1")
+    lock_file.unlink()
+    lock_file.symlink_to(lock_file)
+    with pytest.raises(KernelRefused, match="cannot be read"):
+        lock.check("me/flash", "sha256:1")
+
+
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -10,15 +10,16 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
+
+from jackfield import private_files
+from jackfield.private_files import cache_folder
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Verdict:
 def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
     """The verdict on what is installed now. None where there is none, or it had less time."""
     path = path_of(entry_point)
-    if path is None or not _own(path):
+    if path is None:
         return None
     try:
-        told = json.loads(path.read_bytes())
+        told = json.loads(private_files.read(path))
         if told.pop("key") != _key(entry_point):
             return None
         if len(told) != len(fields(Verdict)):
@@ -63,15 +64,9 @@ def remember(entry_point: EntryPoint, verdict: Verdict) -> Path | None:
     path = path_of(entry_point)
     if path is None:
         return None
+    content = json.dumps({"key": _key(entry_point), **asdict(verdict)})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as fresh:
-            json.dump({"key": _key(entry_point), **asdict(verdict)}, fresh)
-        try:
-            os.replace(fresh.name, path)
-        except OSError:
-            os.unlink(fresh.name)
-            raise
+        private_files.write(path, content.encode())
     except OSError:
         return None
     return path
@@ -80,31 +75,13 @@ def remember(entry_point: EntryPoint, verdict: Verdict) -> Path | None:
 def path_of(entry_point: EntryPoint) -> Path | None:
     """One file for an entry point of a distribution in a place, whatever its version."""
     cache = cache_folder()
-    if cache is None:
+    if cache is None or not cache.is_absolute():
         return None
     dist = entry_point.dist
     name = canonicalize_name(dist.name) if dist else ""
     where = str(dist.locate_file("")) if dist else ""
     parts = (where, name, entry_point.name, sys.executable, sys.version)
     return cache / "plugins" / f"{name[:60]}-{_digest(parts)}.json"
-
-
-def cache_folder() -> Path | None:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jackfield"
-    except RuntimeError:  # there is no home
-        return None
-
-
-def _own(path: Path) -> bool:
-    """Whether nobody else may have written it: what it says decides what is loaded."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    if not hasattr(os, "geteuid"):
-        return True
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _key(entry_point: EntryPoint) -> str:

@@ -9,13 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jackfield.errors import ExecutionError
-from jackfield_plugins.native.keeping import (
-    CACHE,
-    KeepingError,
-    cache_root,
-    check_usable,
-    own_folder,
-)
+from jackfield.private_files import CACHE
+from jackfield_plugins.native.keeping import KeepingError, cache_root, check_usable, own_folder
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 

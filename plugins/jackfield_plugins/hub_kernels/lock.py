@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from jackfield import private_files
 from jackfield_plugins.hub_kernels import KernelRefused
-from jackfield_plugins.native.keeping import NO_WAIT, distrusted
 
 VARIABLE = "JACKFIELD_KERNEL_LOCK"
 
@@ -70,16 +70,13 @@ def record(kernel: str, found: str) -> None:
 
     path = lock_path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(path.parent)
         with FileLock(f"{path}.busy"):
             known = _read()
             if known.setdefault(kernel, found) != found:
                 check(kernel, found)
             text = json.dumps({"version": 1, "kernels": dict(sorted(known.items()))}, indent=2)
-            fresh = path.with_name(f"{path.name}.{os.getpid()}")
-            fresh.touch(mode=0o600)
-            fresh.write_text(text + "\n")
-            fresh.replace(path)
+            private_files.write(_followed(path), f"{text}\n".encode())
     except OSError as error:
         raise KernelRefused(
             f"its content cannot be recorded in {path} ({error.strerror}); set {VARIABLE} to a "
@@ -87,18 +84,22 @@ def record(kernel: str, found: str) -> None:
         ) from None
 
 
+def _followed(path: Path) -> Path:
+    """A user's settings may be links into another folder, and stay links."""
+    return Path(os.path.realpath(path))
+
+
 def _read() -> dict[str, str]:
     path = lock_path()
     try:
-        with open(os.open(path, os.O_RDONLY | NO_WAIT), "rb") as file:
-            if reason := distrusted(os.fstat(file.fileno())):
-                raise KernelRefused(
-                    f"the lock file {path} {reason}; make it yours alone (chmod 600), or name "
-                    f"another with {VARIABLE}"
-                )
-            content = file.read()
+        content = private_files.read(_followed(path))
     except FileNotFoundError:
         return {}
+    except private_files.NotPrivateError as error:
+        raise KernelRefused(
+            f"the lock file {path} {error}; make it yours alone (chmod 600), or name another with "
+            f"{VARIABLE}"
+        ) from None
     except OSError as error:
         raise KernelRefused(f"the lock file {path} cannot be read ({error.strerror})") from None
     try:

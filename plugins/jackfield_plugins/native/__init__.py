@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jackfield.errors import PlanError
+from jackfield.private_files import CACHE
 from jackfield_plugins.native.compiling import CompilingError, compiler, library
-from jackfield_plugins.native.keeping import CACHE
 
 Where = tuple[str | None, str | None]
 

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from jackfield.errors import shown
-from jackfield_plugins.native.keeping import CACHE, KeepingError, cache_root, keep, kept, own_folder
+from jackfield.private_files import CACHE
+from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
 

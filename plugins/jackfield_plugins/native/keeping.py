@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-import tempfile
 from pathlib import Path
 
+from jackfield import private_files
 from jackfield.errors import shown
+from jackfield.private_files import CACHE
 
-CACHE = "XDG_CACHE_HOME"
 DIGEST = hashlib.sha256().digest_size
-_WRITERS = stat.S_IWGRP | stat.S_IWOTH
-NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for whoever writes to a pipe
-_READ = os.O_RDONLY | NO_WAIT | getattr(os, "O_NOFOLLOW", 0)
-_HAS_OWNERS = hasattr(os, "geteuid")  # and modes that tell who may write
 
 
 class KeepingError(Exception):
@@ -33,13 +28,7 @@ def own_folder(path: Path, variable: str = CACHE) -> Path:
     """
     _check_absolute(path, variable)
     try:
-        for folder in (*reversed(path.parents), path):
-            if folder.is_dir():
-                continue
-            try:  # another process may make it at the same time
-                folder.mkdir(mode=0o700, exist_ok=True)  # less what the umask forbids
-            except FileExistsError:
-                raise NotADirectoryError(0, f"{folder} is not a folder") from None
+        private_files.make_folder(path)
         _check_own(path, variable)
     except OSError as error:
         raise _unusable(path, variable, error) from None
@@ -48,15 +37,13 @@ def own_folder(path: Path, variable: str = CACHE) -> Path:
 
 def cache_root() -> Path:
     """jackfield's folder among the user's caches; it may not exist yet. Raises KeepingError."""
-    if named := os.environ.get(CACHE):
-        return Path(named, "jackfield")
-    try:
-        return Path.home() / ".cache" / "jackfield"
-    except RuntimeError:
+    folder = private_files.cache_folder()
+    if folder is None:
         raise KeepingError(
             "there is no home folder to keep what is compiled in; set "
             f"{CACHE} to a folder that can be written"
-        ) from None
+        )
+    return folder
 
 
 def check_usable(path: Path, variable: str) -> None:
@@ -99,47 +86,26 @@ def _unusable(path: Path, variable: str, error: OSError) -> KeepingError:
 def _check_own(path: Path, variable: str) -> None:
     """Raise KeepingError where somebody else may put code into the folder, or replace it."""
     found = path.stat()
-    if not _ours(found.st_uid):
+    if not private_files.is_ours(found):
         raise KeepingError(
             f"{path}, from which compiled code is loaded, belongs to somebody else (user "
             f"{found.st_uid}); set {variable} to a folder of your own"
         )
-    if _is_shared(found):
+    if private_files.is_shared(found):
         raise KeepingError(
             f"others can write to {path}, from which compiled code is loaded; make it yours alone "
             f"(chmod 700), or set {variable} to another folder"
         )
 
 
-def _ours(owner: int) -> bool:
-    return not _HAS_OWNERS or owner in (os.geteuid(), 0)
-
-
-def _is_shared(found: os.stat_result) -> bool:
-    return _HAS_OWNERS and bool(found.st_mode & _WRITERS)
-
-
-def distrusted(found: os.stat_result) -> str | None:
-    """Why a file may hold what somebody else put there."""
-    if not stat.S_ISREG(found.st_mode):
-        return "is not a file"
-    if not _ours(found.st_uid):
-        return f"belongs to somebody else (user {found.st_uid})"
-    return "can be written by others" if _is_shared(found) else None
-
-
 def kept(path: Path) -> bytes | str | None:
-    """The content that `keep` wrote to `path`; None: there is no such file; a text: why not.
-
-    All is asked of the open file, so that nothing can be put in its place between two questions.
-    """
+    """The content that `keep` wrote to `path`; None: there is no such file; a text: why not."""
     try:
-        with open(os.open(path, _READ), "rb") as file:
-            if reason := distrusted(os.fstat(file.fileno())):
-                return reason
-            whole = file.read()
+        whole = private_files.read(path)
     except FileNotFoundError:
         return None
+    except private_files.NotPrivateError as error:
+        return str(error)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     content, digest = whole[:-DIGEST], whole[-DIGEST:]
@@ -148,16 +114,7 @@ def kept(path: Path) -> bytes | str | None:
 
 def keep(path: Path, content: bytes) -> None:
     """Write `content` to `path` in one step, as another process may do the same. Raises OSError."""
-    handle, fresh = tempfile.mkstemp(prefix="keeping-", dir=path.parent)  # mode 600
-    try:
-        with open(handle, "wb") as file:
-            file.write(content + _digest(path.name, content))
-            file.flush()
-            os.fsync(handle)
-        os.replace(fresh, path)
-    except BaseException:
-        Path(fresh).unlink(missing_ok=True)
-        raise
+    private_files.write(path, content + _digest(path.name, content))
 
 
 def _digest(name: str, content: bytes) -> bytes:
