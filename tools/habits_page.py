@@ -1,11 +1,11 @@
-"""Write the tables of docs/coming-from-transformers.md from `jackfield.choosing.habits`."""
+"""Write the tables of docs/coming-from-transformers.md from `jackfield.planning.habits`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from jackfield.choosing import habits
+from jackfield.planning import habits
 
 PAGE = Path(__file__).parents[1] / "docs/coming-from-transformers.md"
 

@@ -14,17 +14,17 @@ from jackfield.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     __version__: str
-    from jackfield.bridge.cache import cache
-    from jackfield.bridge.generation import decoding
-    from jackfield.bridge.install import install, report, uninstall
-    from jackfield.bridge.quantization import quantization
-    from jackfield.choosing.planning import Plan
+    from jackfield.api import load, plan
+    from jackfield.engine.engine import Engine
+    from jackfield.engine.requests import Request
+    from jackfield.engine.sequences import Completion, Delta
     from jackfield.errors import JackfieldError
-    from jackfield.figures.estimating import Estimate, estimate
-    from jackfield.front import load, plan
-    from jackfield.running.engine import Engine
-    from jackfield.running.requests import Request
-    from jackfield.running.sequences import Completion, Delta
+    from jackfield.estimates.estimating import Estimate, estimate
+    from jackfield.in_transformers.attention import install, report, uninstall
+    from jackfield.in_transformers.cache import cache
+    from jackfield.in_transformers.decoding import decoding
+    from jackfield.in_transformers.quantization import quantization
+    from jackfield.planning.planning import Plan
 
 __all__ = [
     "Completion",
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "jackfield.running.sequences",
-    "Delta": "jackfield.running.sequences",
-    "Engine": "jackfield.running.engine",
-    "Estimate": "jackfield.figures.estimating",
+    "Completion": "jackfield.engine.sequences",
+    "Delta": "jackfield.engine.sequences",
+    "Engine": "jackfield.engine.engine",
+    "Estimate": "jackfield.estimates.estimating",
     "JackfieldError": "jackfield.errors",
-    "Plan": "jackfield.choosing.planning",
-    "Request": "jackfield.running.requests",
-    "cache": "jackfield.bridge.cache",
-    "decoding": "jackfield.bridge.generation",
-    "estimate": "jackfield.figures.estimating",
-    "install": "jackfield.bridge.install",
-    "load": "jackfield.front",
-    "plan": "jackfield.front",
-    "quantization": "jackfield.bridge.quantization",
-    "report": "jackfield.bridge.install",
-    "uninstall": "jackfield.bridge.install",
+    "Plan": "jackfield.planning.planning",
+    "Request": "jackfield.engine.requests",
+    "cache": "jackfield.in_transformers.cache",
+    "decoding": "jackfield.in_transformers.decoding",
+    "estimate": "jackfield.estimates.estimating",
+    "install": "jackfield.in_transformers.attention",
+    "load": "jackfield.api",
+    "plan": "jackfield.api",
+    "quantization": "jackfield.in_transformers.quantization",
+    "report": "jackfield.in_transformers.attention",
+    "uninstall": "jackfield.in_transformers.attention",
 }
 
 

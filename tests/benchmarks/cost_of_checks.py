@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import jackfield
-from jackfield.running.checked_packed import CheckedPackedCache
+from jackfield.engine.checked_packed import CheckedPackedCache
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
 NAMES = ("portions", "fits", "prepare", "write", "commit")

@@ -12,8 +12,8 @@ import torch
 from families import build, prompts
 
 import jackfield
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.keyed import gumbel
+from jackfield.engine.sequences import Sequence
+from jackfield.sampling.counter_rng import gumbel
 
 if TYPE_CHECKING:
     import transformers

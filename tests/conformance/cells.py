@@ -10,9 +10,9 @@ import torch
 from families import FAMILIES, MORE_FAMILIES, build
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.solving import ARGUMENTS
 from jackfield.errors import JackfieldError
+from jackfield.planning.solving import ARGUMENTS
+from jackfield.registry.discovery import registry
 
 if TYPE_CHECKING:
     import transformers

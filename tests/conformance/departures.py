@@ -1,6 +1,6 @@
 """The tables of `docs/departures.md`: `python tests/conformance/departures.py` writes them anew.
 
-What they say stands in `jackfield.asking.vocabulary`; which decoding honours what is asked of the
+What they say stands in `jackfield.requests.vocabulary`; which decoding honours what is asked of the
 decodings that are installed.
 """
 
@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jackfield.asking.turns import OF_A_CHAT
-from jackfield.asking.vocabulary import (
+from jackfield.registry.discovery import registry
+from jackfield.requests.turns import OF_A_CHAT
+from jackfield.requests.vocabulary import (
     ALIASES,
     ARGUMENTS,
     CODE,
@@ -21,7 +22,6 @@ from jackfield.asking.vocabulary import (
     LOOP,
     REFUSED,
 )
-from jackfield.choosing.discovery import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "departures.md"
 _PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)

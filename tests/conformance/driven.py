@@ -10,8 +10,8 @@ from typing import Any
 
 from jackfield import Engine
 from jackfield.contracts import KVCache
-from jackfield.running.loop import Loop
-from jackfield.running.sequences import Sequence, Step
+from jackfield.engine.loop import Loop
+from jackfield.engine.sequences import Sequence, Step
 
 
 class Gate:

@@ -9,7 +9,7 @@ from driven import recorded
 from hypothesis.stateful import RuleBasedStateMachine
 
 from jackfield import Engine
-from jackfield.running.sequences import Step
+from jackfield.engine.sequences import Step
 
 
 class Stepped(RuleBasedStateMachine):

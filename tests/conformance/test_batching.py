@@ -17,7 +17,7 @@ from families import WINDOW, build, character_tokenizer, oracle, prompts, refere
 import jackfield
 from jackfield.contracts import Strategy
 from jackfield.demo.tasks import TASKS, heldout
-from jackfield.tokens.decoder import Decoder
+from jackfield.engine.decoder import Decoder
 
 COUNT = WINDOW + 4
 _draw = random.Random(7)

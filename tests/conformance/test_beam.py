@@ -24,8 +24,8 @@ from driven import Arrival, drive
 from families import FAMILIES, MORE_FAMILIES, WINDOW, build, character_tokenizer, oracle, prompts
 
 import jackfield
-from jackfield.choosing.discovery import registry
 from jackfield.errors import PlanError
+from jackfield.registry.discovery import registry
 
 FORKING = ("paged?page_size=4", "dynamic")
 CACHES = sorted({r.name for r in registry().of_kind("cache")})

@@ -16,11 +16,11 @@ import torch
 from cells import ALL, Cell, judge, names
 from samples import drawn
 
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import BoundAttention
 from jackfield.errors import ExecutionError
-from jackfield.tokens.structured import Structures
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
+from jackfield.sampling.structured import Structures
 from jackfield_plugins.attention.sdpa import SdpaAttention, torch_attention
 
 

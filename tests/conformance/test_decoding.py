@@ -27,8 +27,8 @@ from families import (
 from scipy import stats
 
 import jackfield
-from jackfield.choosing.discovery import registry
 from jackfield.errors import PlanError, UsageError
+from jackfield.registry.discovery import registry
 
 COUNT = 2 * WINDOW
 LENGTHS = (3, WINDOW + 1, 2 * WINDOW, 5)

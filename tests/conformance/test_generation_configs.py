@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import jackfield
-from jackfield.asking.honouring import Limits
-from jackfield.asking.settings import Settings, resolve
-from jackfield.asking.wishes import wishes
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import PromptError, SettingsError
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.sampling import Batch
+from jackfield.requests.honouring import Limits
+from jackfield.requests.settings import Settings, resolve
+from jackfield.requests.wishes import wishes
+from jackfield.sampling.sampler import Batch
 from jackfield_plugins.decoding.sample import Sample
 
 PROMPT = [5, 6, 7, 8, 5, 9]

@@ -32,10 +32,10 @@ from driven import Arrival, drive
 from families import VOCAB, WINDOW, build, character_tokenizer, prompts
 
 import jackfield
-from jackfield.asking.settings import Settings
-from jackfield.running.groups import Group
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.keyed import gumbel
+from jackfield.engine.groups import Group
+from jackfield.engine.sequences import Sequence
+from jackfield.requests.settings import Settings
+from jackfield.sampling.counter_rng import gumbel
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 SHAPED: list[dict[str, Any]] = [

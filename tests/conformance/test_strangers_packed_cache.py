@@ -9,10 +9,10 @@ from families import FAMILIES, MORE_FAMILIES, WINDOW, build, prompts, references
 from samples import sampled
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.errors import PlanError
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
 LENGTHS = (WINDOW - 2, 3 * WINDOW, 1)

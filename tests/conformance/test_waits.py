@@ -17,7 +17,7 @@ from families import WINDOW, build, prompts
 
 import jackfield
 from jackfield.contracts import StepBlock, staging
-from jackfield.running.checked_search import _packed
+from jackfield.engine.checked_search import _packed
 from jackfield_plugins.attention.sdpa import SdpaAttention
 from jackfield_plugins.attention.varlen import Rows, VarlenKernel, bind_varlen
 from jackfield_plugins.attention.varlen_probe import reference

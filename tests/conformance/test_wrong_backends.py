@@ -16,10 +16,10 @@ from wrong_caches import PACKED as PAGES
 from wrong_choices import SCHEDULERS, SEARCHES, STRATEGIES, scheduler, search, strategy
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import Backend
 from jackfield.errors import ExecutionError, JackfieldError
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 
 PROMPTS = prompts((5, 3))
 Plugs = Callable[[Backend], str]

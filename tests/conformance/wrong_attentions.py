@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import parse
 from jackfield.contracts import (
     Attention,
     AttentionCapabilities,
@@ -19,6 +17,8 @@ from jackfield.contracts import (
     Compiler,
     CompilerCapabilities,
 )
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
 
 
 class UntoldError(Exception):

@@ -11,7 +11,7 @@ import transformers
 from wrong_attentions import UntoldError, raising
 
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, TransformersCache
-from jackfield.running.padded import PaddedKVCache
+from jackfield.engine.padded import PaddedKVCache
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
 Change = Callable[..., Any]

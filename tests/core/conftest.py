@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jackfield.choosing.discovery import discover, installed
-from jackfield.choosing.registry import PluginRecord, Registry
-from jackfield.choosing.selection import parse
 from jackfield.cli import run
+from jackfield.registry.backends import PluginRecord, Registry
+from jackfield.registry.discovery import discover, installed
+from jackfield.spelling import parse
 
 BUILT_IN = {"attention:eager", "attention:sdpa", "cache:dynamic", "decoding:sample"}
 
@@ -109,9 +109,9 @@ def new_site() -> type[Site]:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site in front of all others; the modules imported from it are forgotten afterwards."""
     made = Site(tmp_path / "site")
-    monkeypatch.setattr("jackfield.choosing.verdicts.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("jackfield.registry.verdicts.cache_folder", lambda: tmp_path / "cache")
     # a process for each would take long; test_misbehaving_plugins has those
-    monkeypatch.setattr("jackfield.choosing.loading.tried", lambda *_: None)
+    monkeypatch.setattr("jackfield.registry.loading.tried", lambda *_: None)
     monkeypatch.syspath_prepend(made.folder)
     yield made
     for name in [name for name in sys.modules if name.startswith("outside_")]:

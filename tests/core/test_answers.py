@@ -15,15 +15,15 @@ from families import build
 from transformers import GenerationConfig
 
 import jackfield
-from jackfield.asking.honouring import Limits
-from jackfield.asking.settings import resolve
-from jackfield.asking.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
-from jackfield.asking.wishes import VOCABULARY, wishes
-from jackfield.choosing.habits import KEYWORDS, OF_LOADING, PROMPTS
+from jackfield.api import LoadArguments, PlanArguments
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import JackfieldError, PromptError, UsageError
-from jackfield.front import LoadArguments, PlanArguments
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.sampling import Batch
+from jackfield.planning.habits import KEYWORDS, OF_LOADING, PROMPTS
+from jackfield.requests.honouring import Limits
+from jackfield.requests.settings import resolve
+from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
+from jackfield.requests.wishes import VOCABULARY, wishes
+from jackfield.sampling.sampler import Batch
 
 STRANGE = object()  # a value that nothing takes
 SHORT: dict[str, Any] = {"max_new_tokens": 2}

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 import jackfield
+from jackfield.api import LoadArguments, PlanArguments
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import JackfieldError, UsageError
-from jackfield.front import LoadArguments, PlanArguments
 
 ARGUMENTS = set(PlanArguments.__annotations__) | set(LoadArguments.__annotations__)
 HONOURED = "is honoured, which tests of its own hold"

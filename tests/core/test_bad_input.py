@@ -14,9 +14,9 @@ import torch
 from families import CONTEXT, VOCAB, build, character_tokenizer
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.errors import OptionError, SelectionError, UsageError
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.attention.sdpa import SdpaAttention
 
 
@@ -76,7 +76,7 @@ def weights_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("jackfield.running.bound.load_model", opened)
+    monkeypatch.setattr("jackfield.engine.bound.load_model", opened)
 
 
 @pytest.mark.usefixtures("weights_stay_closed")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jackfield.choosing.selection import parse
+from jackfield.spelling import parse
 
 if TYPE_CHECKING:
     from conftest import Site

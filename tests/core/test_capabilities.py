@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from jackfield.asking.beam_settings import BeamSettings
-from jackfield.asking.draft_settings import DraftSettings
 from jackfield.contracts import (
     AttentionCapabilities,
     BoundAttention,
@@ -19,6 +17,8 @@ from jackfield.contracts import (
     Requirements,
 )
 from jackfield.contracts.decoding import BEAM_SETTINGS, DRAFT_SETTINGS
+from jackfield.requests.beam_settings import BeamSettings
+from jackfield.requests.draft_settings import DraftSettings
 
 NEEDS = Requirements(
     architecture="TinyForCausalLM",

@@ -12,11 +12,11 @@ from poison import GREEDY
 from transformers import AutoTokenizer
 
 import jackfield
-from jackfield.asking.chats import text_of
 from jackfield.bridge import chat_templates
 from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import PromptError, SettingsError
+from jackfield.requests.chats import text_of
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 JOINED = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"

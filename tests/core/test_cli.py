@@ -165,7 +165,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: Any, **__: Any) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("jackfield.front.load", explode)
+    monkeypatch.setattr("jackfield.api.load", explode)
 
 
 @pytest.mark.usefixtures("broken")
@@ -225,7 +225,7 @@ def test_plugins(cli: Cli) -> None:
 @pytest.fixture
 def site_only(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site whose plugins this process finds."""
-    from jackfield.choosing import discovery
+    from jackfield.registry import discovery
 
     monkeypatch.setenv("COLUMNS", "200")
     discovery._made.cache_clear()
@@ -325,7 +325,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failed_request_exits_with_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jackfield.running.requests import Request
+    from jackfield.engine.requests import Request
 
     result = Request.result
 

@@ -15,7 +15,7 @@ HELLO = "Hello! How can I help you?"
 
 
 def test_chat_remembers_until_reset(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
 
     seen = []
     stream = Engine.stream
@@ -51,7 +51,7 @@ def test_chat_says_that_an_answer_was_cut(cli: Cli) -> None:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Ctrl-C after the first piece of every second answer; the prompts that were asked."""
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
 
     prompts: list[Any] = []
     stream = Engine.stream

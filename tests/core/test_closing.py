@@ -16,9 +16,9 @@ from families import build, prompts
 
 import jackfield
 from jackfield.bridge import attention
-from jackfield.choosing.guarded import all_of
+from jackfield.engine import worker
 from jackfield.errors import ExecutionError, JackfieldError, PluginError
-from jackfield.running import worker
+from jackfield.guarded import all_of
 from jackfield_plugins.attention.sdpa import SdpaAttention as Sdpa
 
 pytestmark = pytest.mark.timeout(120)  # what hangs does so for ever
@@ -163,7 +163,7 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
     assert worker.linger_on("cuda") is worker.linger_on("mps") is None
     with jackfield.load(build("llama")) as engine:
         assert idle(engine) is None
-    monkeypatch.setattr("jackfield.running.engine.linger_on", lambda device: None)
+    monkeypatch.setattr("jackfield.engine.engine.linger_on", lambda device: None)
     with jackfield.load(build("llama")) as engine:
         thread = idle(engine)
         assert thread is not None
@@ -180,7 +180,7 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
 
 def test_a_thread_that_is_kept_does_not_keep_the_process() -> None:
     program = (
-        "import jackfield, jackfield.running.engine as engine\n"
+        "import jackfield, jackfield.engine.engine as engine\n"
         "engine.linger_on = lambda device: None\n"
         "one = jackfield.load('demo'); one.generate('a', max_new_tokens=1); print('done')"
     )

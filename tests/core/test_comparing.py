@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import jackfield
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CacheFullError, PromptError, SettingsError, UsageError
-from jackfield.figures.comparing import Comparison, Quality, built_in_text, compare
-from jackfield.figures.evaluation import Evaluation, TaskScore
-from jackfield.figures.perplexity import Perplexity, perplexity, token_logprobs
+from jackfield.estimates.comparing import Comparison, Quality, built_in_text, compare
+from jackfield.estimates.evaluation import Evaluation, TaskScore
+from jackfield.estimates.perplexity import Perplexity, perplexity, token_logprobs
 
 if TYPE_CHECKING:
     from conftest import Cli
@@ -160,7 +160,7 @@ def test_a_model_other_than_the_demo_is_compared_on_a_text(tmp_path: Path) -> No
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jackfield.front.weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("jackfield.api.weights", lambda *_: pytest.fail("weights were read"))
 
 
 @pytest.mark.usefixtures("no_weights")

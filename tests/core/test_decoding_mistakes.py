@@ -12,8 +12,9 @@ from drafting import draft_of, model_of, small_draft
 from families import build, character_tokenizer, config_of, prompts
 
 import jackfield
-from jackfield.asking.settings import Settings
 from jackfield.contracts import Strategy
+from jackfield.engine.checked import CheckedStrategy
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import (
     CheckpointError,
     ExecutionError,
@@ -25,8 +26,7 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
-from jackfield.running.checked import CheckedStrategy
-from jackfield.running.sequences import Sequence
+from jackfield.requests.settings import Settings
 
 MODEL = functools.partial(model_of, "llama")
 DRAFT = functools.partial(draft_of, "llama")

@@ -9,8 +9,8 @@ import departures
 import pytest
 from transformers import GenerationConfig, GenerationMixin
 
-from jackfield.asking.vocabulary import ARGUMENTS, CODE, DRAFTING, FACTS, REFUSED
 from jackfield.errors import quoted
+from jackfield.requests.vocabulary import ARGUMENTS, CODE, DRAFTING, FACTS, REFUSED
 
 FIELDS = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 #: Arguments of `generate` whose values are read like settings.

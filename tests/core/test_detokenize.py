@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jackfield.asking.detokenize import Detokenizer, opening
-from jackfield.asking.settings import Settings
-from jackfield.running.sequences import Sequence
+from jackfield.engine.sequences import Sequence
+from jackfield.requests.detokenize import Detokenizer, opening
+from jackfield.requests.settings import Settings
 
 CORPUS = [
     "the cat sat",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import jackfield
-from jackfield.choosing.registry import PluginRecord
-from jackfield.choosing.selection import parse
 from jackfield.errors import SelectionError
+from jackfield.registry.backends import PluginRecord
+from jackfield.spelling import parse
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -202,7 +202,7 @@ def test_a_stranger_does_not_get_a_name_of_our_own(
     assert ours.distribution == "jackfield"
     assert found.address(ours) == own
     assert not any(p.problems for p in found.plugins if p.distribution == "jackfield")
-    monkeypatch.setattr("jackfield.front.registry", lambda: found)
+    monkeypatch.setattr("jackfield.api.registry", lambda: found)
     assert jackfield.plan("demo")["attention"].registered.distribution == "jackfield"
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jackfield import __version__
-from jackfield.choosing import doctor
-from jackfield.choosing.doctor import Finding
-from jackfield.choosing.registry import PluginRecord, Registry
+from jackfield.planning import doctor
+from jackfield.planning.doctor import Finding
+from jackfield.registry.backends import PluginRecord, Registry
 
 if TYPE_CHECKING:
     from conftest import Site

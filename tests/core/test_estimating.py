@@ -19,8 +19,8 @@ from jackfield import Estimate, estimate
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.figures.measuring import check
-from jackfield.figures.units import parse_bandwidth, parse_bytes
+from jackfield.estimates.measuring import check
+from jackfield.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     from conftest import Cli

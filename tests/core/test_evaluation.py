@@ -10,10 +10,10 @@ import pytest
 import jackfield
 from jackfield.demo.tasks import TASKS, heldout
 from jackfield.errors import PromptError, SettingsError
-from jackfield.figures.evaluation import MAX_COUNT, Evaluation, TaskScore, evaluate
+from jackfield.estimates.evaluation import MAX_COUNT, Evaluation, TaskScore, evaluate
 
 if TYPE_CHECKING:
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from fake_cuda import FakeCuda, Gpu
 from families import config_of
 
 import jackfield
-from jackfield.choosing.planning import Plan
 from jackfield.errors import PlanError
+from jackfield.planning.planning import Plan
 
 if TYPE_CHECKING:
     from conftest import Cli

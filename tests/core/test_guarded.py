@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.choosing.guarded import fault, guarded
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
@@ -20,6 +19,7 @@ from jackfield.errors import (
     quoted,
     told,
 )
+from jackfield.guarded import fault, guarded
 
 WHO = "attention 'x' of dist 1.2"
 
@@ -87,7 +87,7 @@ def test_what_a_plugin_returned_is_shown_in_few_words(value: Any) -> None:
 
 
 def test_a_guard_needs_no_torch() -> None:
-    code = "import jackfield.choosing.guarded, sys; sys.exit('torch' in sys.modules)"
+    code = "import jackfield.guarded, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -26,13 +26,13 @@ from transformers.pipelines.text_generation import TextGenerationPipeline
 from transformers.utils import quantization_config
 
 import jackfield
-from jackfield.choosing import habits
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.wording import in_our_words, selected
+from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag, with_values
 from jackfield.cli.app import app
 from jackfield.errors import PlanError, UsageError
-from jackfield.front import LoadArguments, PlanArguments
+from jackfield.planning import habits
+from jackfield.planning.wording import in_our_words, selected
+from jackfield.registry.discovery import registry
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
 STRANGE = object()  # a value that no habit takes

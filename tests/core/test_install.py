@@ -24,11 +24,11 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 import jackfield
-from jackfield.bridge.install import report
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttention
 from jackfield.errors import OptionError, PlanError, SelectionError, UsageError
+from jackfield.in_transformers.attention import report
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
 
 PROMPTS = prompts((3 * WINDOW, WINDOW - 1, WINDOW + 2))

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import jackfield
-from jackfield.tokens.fenced import OwnFailure, fenced
-from jackfield.tokens.left_on import surroundings
+from jackfield.sampling.fenced import OwnFailure, fenced
+from jackfield.sampling.left_on import surroundings
 
 VICTIM = [5] * 17
 KEPT: list[Any] = []  # an inference mode ends with its object

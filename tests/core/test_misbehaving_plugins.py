@@ -255,7 +255,7 @@ def test_no_output_of_other_commands_is_spoilt(machine: Machine) -> None:
 
 HOST = """
 import json, os, random, sys, threading, warnings
-from jackfield.choosing.discovery import discover, installed
+from jackfield.registry.discovery import discover, installed
 
 begun, acted = threading.Event(), threading.Event()
 drawn = []

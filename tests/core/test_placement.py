@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import jackfield
 from jackfield.bridge import weights
 from jackfield.bridge.footprint import loaded_bytes
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.placement import Placement, asked, spell
-from jackfield.choosing.planning import decide
 from jackfield.contracts import Requirements
 from jackfield.errors import CheckpointError, PlanError, UsageError
+from jackfield.planning.placement import Placement, asked, spell
+from jackfield.planning.planning import decide
+from jackfield.registry.discovery import registry
 
 pytest.importorskip("accelerate")
 
@@ -185,7 +185,7 @@ def test_temporary_folders_are_removed(folder: Path, tmp_path: Path,
     engine = jackfield.load(folder, device_map="disk")
     del engine  # dropped without being closed
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("jackfield.running.engine.Loop", None)
+    monkeypatch.setattr("jackfield.engine.engine.Loop", None)
     with pytest.raises(TypeError):
         jackfield.load(folder, device_map="disk")
     assert list(tmp_path.iterdir()) == []
@@ -300,7 +300,7 @@ def test_the_cache_has_what_the_resident_weights_leave(folder: Path) -> None:
         return memory.available
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jackfield.choosing.planning.free_bytes", lambda _: 1_000_000)
+        patch.setattr("jackfield.planning.planning.free_bytes", lambda _: 1_000_000)
         assert available() == 1_000_000 - WHOLE
         assert available(device_map=LAYER_1) == 1_000_000 - 61_824
 
@@ -462,9 +462,7 @@ def test_weights_are_read_to_the_gpu_and_not_to_main_memory_first(
             monkeypatch.setattr(weights, "has_accelerate", lambda found=accelerate: found)
             read = Reading(torch.device(device if accelerate else "cpu"))
             monkeypatch.setattr(weights, "AutoModelForCausalLM", read)
-            prepared = jackfield.front.prepare(
-                folder, device_map=device, attn_implementation="eager"
-            )
+            prepared = jackfield.api.prepare(folder, device_map=device, attn_implementation="eager")
             with contextlib.suppress(Reading.Done):
                 prepared.load()
             assert read.device_map == ({"": 1} if accelerate and device != "cpu" else None)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from jackfield.choosing.planning import Plan, decide
-from jackfield.choosing.registry import Registered, Registry
 from jackfield.contracts import (
     Attention,
     AttentionCapabilities,
@@ -26,6 +24,8 @@ from jackfield.contracts import (
     Scheduler,
 )
 from jackfield.errors import OptionError, PlanError, SelectionError
+from jackfield.planning.planning import Plan, decide
+from jackfield.registry.backends import Registered, Registry
 
 NEEDS = Requirements(
     architecture="TinyForCausalLM",

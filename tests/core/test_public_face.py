@@ -79,7 +79,7 @@ for name in heavy:
     sys.modules[name] = None  # an import of it raises ImportError
 for name in modules:
     importlib.import_module(name)
-from jackfield.choosing.discovery import registry
+from jackfield.registry.discovery import registry
 print({p.cause for p in registry().plugins})
 """
 
@@ -87,7 +87,7 @@ print({p.cause for p in registry().plugins})
 def test_no_plugin_and_no_discovery_needs_torch() -> None:
     assert BUILT_INS
     out = python(
-        LIGHT, " ".join(HEAVY), " ".join(["jackfield", "jackfield.choosing.planning", *BUILT_INS])
+        LIGHT, " ".join(HEAVY), " ".join(["jackfield", "jackfield.planning.planning", *BUILT_INS])
     )
     assert out == "{None}\n"
 
@@ -108,7 +108,7 @@ for name in sys.argv[1].split():
 assert [n for n in sys.modules if n.startswith("jackfield_plugins")] == ["jackfield_plugins"]
 
 import jackfield
-from jackfield.choosing.discovery import registry
+from jackfield.registry.discovery import registry
 from transformers import LlamaConfig
 assert {p.state for p in registry().plugins} == {"failed"}, registry().plugins
 for selections in ({}, {"attn_implementation": "sdpa"}, {"cache_implementation": "dynamic"}):

@@ -16,11 +16,11 @@ from jackfield.bridge.read_back import check_read
 from jackfield.bridge.requirements import requirements_of
 from jackfield.bridge.source import find
 from jackfield.bridge.weights import tensors_in
-from jackfield.choosing.registry import Registered
-from jackfield.choosing.solving import Choice
 from jackfield.contracts import NoOptions, Quantizer, QuantizerCapabilities, Requirements
 from jackfield.contracts.quantizing import mixed_bytes
 from jackfield.errors import CheckpointError, JackfieldError, PluginError
+from jackfield.planning.solving import Choice
+from jackfield.registry.backends import Registered
 
 Model = Any
 
@@ -219,7 +219,7 @@ def test_a_quantizer_whose_layer_is_spoilt_does_not_load(
 ) -> None:
     """The check is on the way of `load`, for those that quantize while they read."""
     pytest.importorskip("torchao" if name == "torchao" else "bitsandbytes")
-    from jackfield.running import bound
+    from jackfield.engine import bound
 
     def spoilt(*arguments: Any) -> Any:
         model = load_model(*arguments)

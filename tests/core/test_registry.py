@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jackfield.choosing.registry import PluginRecord, Registered, Registry
-from jackfield.choosing.selection import parse
 from jackfield.contracts import Attention, BoundAttention, ModelAttention
 from jackfield.errors import PlanError, PluginError, SelectionError
+from jackfield.registry.backends import PluginRecord, Registered, Registry
+from jackfield.spelling import parse
 
 
 def registry_of(*entries: tuple[str, str, str]) -> Registry:

@@ -13,10 +13,10 @@ import transformers
 from random_settings import random_fields
 from scipy import stats
 
-from jackfield.asking.settings import Settings
 from jackfield.contracts import Accepted
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.sampling import Batch, Sampler, uniform
+from jackfield.engine.sequences import Sequence
+from jackfield.requests.settings import Settings
+from jackfield.sampling.sampler import Batch, Sampler, uniform
 
 ROWS = 4000
 LOGITS = torch.tensor([1.5, 0.3, -0.7, 2.0, 0.0, -2.5, 0.9, 1.1], dtype=torch.float64)
@@ -247,7 +247,7 @@ def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, f
 def test_the_ends_of_the_unit_interval_draw_no_forbidden_token(
     number: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jackfield.tokens.sampling.uniform", lambda *key: number)
+    monkeypatch.setattr("jackfield.sampling.sampler.uniform", lambda *key: number)
     never = {(i,): -math.inf for i in (0, 1, 6, 7)}
     row = sequence(do_sample=True, sequence_bias=never)
     assert token(sample([row], LOGITS[None])[0]) == expected

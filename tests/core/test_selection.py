@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.choosing.registry import Registry
-from jackfield.choosing.selection import AUTO, Selection, make_options, nearest, parse, parse_all
 from jackfield.errors import OptionError, PluginError, SelectionError
+from jackfield.registry.backends import Registry
+from jackfield.spelling import AUTO, Selection, make_options, nearest, parse, parse_all
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]+", fullmatch=True)
 TEXTS = st.text()

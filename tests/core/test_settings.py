@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from jackfield.asking.honouring import Limits
-from jackfield.asking.lengths import DEFAULT_MAX_NEW_TOKENS
-from jackfield.asking.settings import Settings, resolve
-from jackfield.asking.vocabulary import CODE, DRAFTING, FACTS, FILLED_IN, INERT
-from jackfield.asking.wishes import notice_selectors, wishes
 from jackfield.errors import PromptError, SettingsError
+from jackfield.requests.honouring import Limits
+from jackfield.requests.lengths import DEFAULT_MAX_NEW_TOKENS
+from jackfield.requests.settings import Settings, resolve
+from jackfield.requests.vocabulary import CODE, DRAFTING, FACTS, FILLED_IN, INERT
+from jackfield.requests.wishes import notice_selectors, wishes
 from jackfield_plugins.decoding.sample import Sample
 
 PROMPT = 10

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from jackfield.asking.honouring import Limits
-from jackfield.asking.settings import Settings, resolve
-from jackfield.asking.vocabulary import ALIASES, ARGUMENTS, CODE, DRAFTING, FACTS, OWN
-from jackfield.asking.wishes import VOCABULARY, notice_selectors, wishes
 from jackfield.bridge.source import find, quiet
 from jackfield.demo import DRAFT_PATH
 from jackfield.errors import CheckpointError, PromptError, SettingsError
+from jackfield.requests.honouring import Limits
+from jackfield.requests.settings import Settings, resolve
+from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, DRAFTING, FACTS, OWN
+from jackfield.requests.wishes import VOCABULARY, notice_selectors, wishes
 from jackfield_plugins.decoding.assisted import Assisted
 from jackfield_plugins.decoding.beam import Beam
 from jackfield_plugins.decoding.prompt_lookup import PromptLookup

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import BindContext, Scheduler
+from jackfield.engine import loop
+from jackfield.engine.engine import Engine
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import ExecutionError
-from jackfield.running import loop
-from jackfield.running.engine import Engine
-from jackfield.running.sequences import Sequence
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.scheduler.fifo import FifoSchedule
 
 NEW = 4

@@ -13,8 +13,8 @@ from families import build, prompts
 
 import jackfield
 from jackfield.contracts import CacheUsage
-from jackfield.running import worker as worker_module
-from jackfield.running.statistics import REMEMBERED, Recorder, Statistics
+from jackfield.engine import worker as worker_module
+from jackfield.engine.statistics import REMEMBERED, Recorder, Statistics
 
 LENGTHS = (9, 4, 13, 6)
 COUNT = 5
@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_tell_its_usage_ends_no_request(
     def usage() -> None:
         raise RuntimeError("counts are gone")
 
-    monkeypatch.setattr("jackfield.running.worker.LOG_EVERY", 0.0)
+    monkeypatch.setattr("jackfield.engine.worker.LOG_EVERY", 0.0)
     monkeypatch.setattr(engine._loop.cache, "usage", usage)
     with caplog.at_level("INFO", "jackfield.statistics"):
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)

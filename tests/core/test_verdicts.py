@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jackfield.choosing import verdicts
-from jackfield.choosing.verdicts import Verdict, path_of, recall, remember
+from jackfield.registry import verdicts
+from jackfield.registry.verdicts import Verdict, path_of, recall, remember
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -125,7 +125,7 @@ WRITER = """
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from jackfield.choosing import verdicts
+from jackfield.registry import verdicts
 verdicts.cache_folder = lambda: Path(sys.argv[2])
 (dist,) = distributions(path=[sys.argv[1]])
 (entry_point,) = dist.entry_points

@@ -10,11 +10,11 @@ import pytest
 import torch
 from random_settings import random_fields
 
-from jackfield.asking.settings import Settings
 from jackfield.contracts import Accepted
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
-from jackfield.tokens.sampling import Sampler
+from jackfield.engine.sequences import Sequence
+from jackfield.requests.settings import Settings
+from jackfield.sampling.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
+from jackfield.sampling.sampler import Sampler
 
 VOCAB = 20
 

@@ -38,7 +38,7 @@ import json, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import jackfield
-from jackfield.choosing.discovery import registry
+from jackfield.registry.discovery import registry
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(

@@ -15,7 +15,7 @@ import transformers
 from families import config_of
 from forking import Forks
 
-from jackfield.running.engine import Engine
+from jackfield.engine.engine import Engine
 
 SOURCES = Path(__file__).parent / "kernels"
 

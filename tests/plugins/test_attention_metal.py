@@ -13,10 +13,10 @@ import torch
 from families import WINDOW, config_of, prompts
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.planning import decide
 from jackfield.contracts import Requirements
 from jackfield.errors import PlanError
+from jackfield.planning.planning import decide
+from jackfield.registry.discovery import registry
 from jackfield_plugins.attention.metal_flash_sdpa import MetalFlashSdpa
 from jackfield_plugins.attention.published import kernel_of
 from jackfield_plugins.attention.varlen import Rows, Scoring

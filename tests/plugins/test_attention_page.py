@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import parse
 from jackfield.contracts import FEATURES
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
 
 PAGE = (Path(__file__).parents[2] / "docs/attention.md").read_text()
 ROWS = {

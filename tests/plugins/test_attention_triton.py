@@ -340,8 +340,8 @@ def test_what_is_compiled_at_load_is_what_the_layers_are(
 def test_without_gpu_and_interpreter_it_says_what_to_do() -> None:
     """In a process of its own, as the choice is made when Triton is imported."""
     program = (
-        "import jackfield; from jackfield.choosing.discovery import registry\n"
-        "from jackfield.choosing.selection import parse\n"
+        "import jackfield; from jackfield.registry.discovery import registry\n"
+        "from jackfield.spelling import parse\n"
         "print(registry().find('attention', parse('triton')).backend.available())"
     )
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -10,12 +10,12 @@ import pytest
 from families import build, config_of, prompts, references
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import parse
-from jackfield.choosing.solving import judge
 from jackfield.contracts import Accepted, Strategy
-from jackfield.running.sequences import Sequence, Step
-from jackfield.tokens.decoder import Decoder
+from jackfield.engine.decoder import Decoder
+from jackfield.engine.sequences import Sequence, Step
+from jackfield.planning.solving import judge
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
 
 if TYPE_CHECKING:
     import torch

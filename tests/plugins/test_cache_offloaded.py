@@ -20,9 +20,9 @@ from families import FAMILIES, build, config_of, oracle, prompts
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import parse
 from jackfield.errors import PlanError
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
 
 NAMES = ("offloaded", "offloaded_static")
 LENGTHS = (3, 5, 12)

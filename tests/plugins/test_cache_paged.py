@@ -12,9 +12,9 @@ import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
 
 import jackfield
-from jackfield.asking.settings import Settings
+from jackfield.engine.sequences import Feed, Sequence, Step
 from jackfield.errors import CacheFullError, ExecutionError, PlanError
-from jackfield.running.sequences import Feed, Sequence, Step
+from jackfield.requests.settings import Settings
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
 from jackfield_plugins.cache.paged.store import PagedKVCache
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield.asking.settings import Settings
-from jackfield.running.sequences import Feed, Sequence, Step
+from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.requests.settings import Settings
 from jackfield_plugins.cache.paged import groups, swapping
 from jackfield_plugins.cache.paged.store import PagedKVCache
 from jackfield_plugins.cache.paged.swapping import PageSwap, StreamedSwap, swap_on

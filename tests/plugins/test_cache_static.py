@@ -12,11 +12,11 @@ from families import build, prompts, references
 from torch.profiler import ProfilerActivity, profile
 
 import jackfield
-from jackfield.asking.settings import Settings
+from jackfield.engine.engine import Engine
+from jackfield.engine.padded import PaddedKVCache
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import CacheFullError, OptionError, PlanError
-from jackfield.running.engine import Engine
-from jackfield.running.padded import PaddedKVCache
-from jackfield.running.sequences import Sequence
+from jackfield.requests.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 5, 12)

@@ -9,9 +9,9 @@ import transformers
 from families import build, prompts, references
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import BindContext, CacheCapabilities, TransformersCache
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 
 LENGTHS = (5, 9, 3, 6)
 COUNTS = ([2, 40, 33, 36], [40, 2, 31, 1], [1, 1, 24, 38])

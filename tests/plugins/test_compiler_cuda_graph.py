@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import jackfield
-from jackfield.choosing.guarded import fault
 from jackfield.contracts import CompilerCapabilities
 from jackfield.errors import ExecutionError, PlanError, PluginError
+from jackfield.guarded import fault
 from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
 
 CACHES = ("paged", "static", "dynamic")

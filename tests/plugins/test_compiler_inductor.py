@@ -24,9 +24,9 @@ from driven import Arrival, drive, tokens
 from families import build, config_of, prompts, references
 
 import jackfield
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.registry import Registered
 from jackfield.errors import ExecutionError, OptionError, PlanError
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.compiler import inductor_lowering
 from jackfield_plugins.compiler.inductor_cache import CACHE_DIR
 

@@ -17,8 +17,11 @@ from families import VOCAB, build, character_tokenizer, config_of, oracle, promp
 
 import jackfield
 from jackfield import contracts
-from jackfield.asking.settings import Settings
 from jackfield.contracts import Continuation, Decision, Hypothesis, Schedule, Search
+from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.decoder import Decoder
+from jackfield.engine.groups import Group
+from jackfield.engine.sequences import Sequence
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
@@ -27,10 +30,7 @@ from jackfield.errors import (
     PluginError,
     SettingsError,
 )
-from jackfield.running.checked import CheckedSchedule, checked
-from jackfield.running.groups import Group
-from jackfield.running.sequences import Sequence
-from jackfield.tokens.decoder import Decoder
+from jackfield.requests.settings import Settings
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 PROMPT = prompts(LENGTHS)[0]

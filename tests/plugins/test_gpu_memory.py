@@ -16,10 +16,10 @@ from families import FAMILIES, build, config_of, prompts
 
 import jackfield
 from jackfield.bridge.dry_run import DryRun
-from jackfield.choosing.discovery import registry
-from jackfield.choosing.selection import parse
 from jackfield.errors import CacheFullError, JackfieldError
-from jackfield.figures.memory import STEP_ROWS, STEP_TOKENS, free_bytes, step_bytes
+from jackfield.estimates.memory import STEP_ROWS, STEP_TOKENS, free_bytes, step_bytes
+from jackfield.registry.discovery import registry
+from jackfield.spelling import parse
 from jackfield_plugins.cache import paged
 from jackfield_plugins.cache.paged.store import PagedKVCache
 

@@ -11,9 +11,9 @@ from transformers import cache_utils
 
 import jackfield
 from jackfield.errors import CacheFullError, OptionError
-from jackfield.figures import memory
-from jackfield.figures.memory import free_bytes
-from jackfield.figures.units import in_units
+from jackfield.estimates import memory
+from jackfield.estimates.memory import free_bytes
+from jackfield.units import in_units
 
 TOKENS = 24  # three windows
 
@@ -45,7 +45,7 @@ def test_weights_of_a_config_are_counted_and_loaded_ones_are_not() -> None:
 
 
 def test_how_much_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jackfield.choosing.planning.free_bytes", lambda _: 10**9)
+    monkeypatch.setattr("jackfield.planning.planning.free_bytes", lambda _: 10**9)
     plan = jackfield.plan("demo", cache_implementation="dynamic")
     found = plan.memory()
     needs = plan.requirements

@@ -31,11 +31,11 @@ READERS = {
     "plugins/jackfield_plugins/attention/paged_triton/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/int4_cpu/files.py": "unmaps memory of files",
-    "core/jackfield/choosing/loading.py": "raises in a thread",
-    "core/jackfield/choosing/trial.py": "ends a process with its parent",
-    "core/jackfield/figures/measuring.py": "gives memory back",
+    "core/jackfield/registry/loading.py": "raises in a thread",
+    "core/jackfield/registry/trial.py": "ends a process with its parent",
+    "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",
-    "core/jackfield/tokens/structured.py": "hands over a tensor that it has just made",
+    "core/jackfield/sampling/structured.py": "hands over a tensor that it has just made",
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import jackfield
 from jackfield.bridge.footprint import stored_as
-from jackfield.choosing.registry import Registered
+from jackfield.registry.backends import Registered
 from jackfield_plugins.quantizer import gptq
 from jackfield_plugins.quantizer.bnb_8bit import Bnb8bit
 from jackfield_plugins.quantizer.gptq import Gptq

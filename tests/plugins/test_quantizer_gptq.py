@@ -21,7 +21,7 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.figures.evaluation import evaluate
+from jackfield.estimates.evaluation import evaluate
 
 missing = [name for name in ("gptqmodel", "optimum") if not importlib.util.find_spec(name)]
 pytestmark = [

@@ -144,7 +144,7 @@ def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path) -> N
     model.save_pretrained(tmp_path, max_shard_size="100MB")
     del model
     code = f"""
-import re, jackfield, jackfield.running.engine, transformers
+import re, jackfield, jackfield.engine.engine, transformers
 def most():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 jackfield.load("demo", quantization="int4-cpu", cache_implementation="dynamic").close()

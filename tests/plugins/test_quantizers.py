@@ -21,7 +21,7 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, OptionError, PlanError
-from jackfield.figures.evaluation import evaluate
+from jackfield.estimates.evaluation import evaluate
 
 #: The bytes of the demo model in float32: 8 layers of 405,504 numbers in linear layers, 3,264
 #: norms and 147,456 embeddings.

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jackfield
-from jackfield.asking.settings import Settings
 from jackfield.contracts import Schedule
+from jackfield.engine.loop import Loop
+from jackfield.engine.sequences import Sequence, Step
 from jackfield.errors import OptionError, PluginError
-from jackfield.running.loop import Loop
-from jackfield.running.sequences import Sequence, Step
+from jackfield.requests.settings import Settings
 from jackfield_plugins.scheduler.fifo import FifoSchedule
 from jackfield_plugins.scheduler.short_first import ShortFirstSchedule
 

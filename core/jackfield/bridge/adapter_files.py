@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.footprint import head_is_tied
-from jackfield.bridge.foreign import read_json
 from jackfield.bridge.source import quiet
-from jackfield.choosing.selection import nearest
 from jackfield.errors import CheckpointError, first_line, quoted, shown
+from jackfield.foreign import read_json
+from jackfield.spelling import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

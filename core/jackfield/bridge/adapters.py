@@ -27,9 +27,9 @@ from jackfield.bridge.adapter_files import (
 )
 from jackfield.bridge.headers import safetensors_header
 from jackfield.bridge.source import ModelSource
-from jackfield.choosing.adapter import Adapter, AdapterUse
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import CheckpointError, UsageError, first_line
+from jackfield.planning.adapter import Adapter, AdapterUse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

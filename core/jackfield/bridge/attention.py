@@ -20,8 +20,6 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
-from jackfield.choosing.guarded import fault, guarded
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import (
     BindContext,
     BoundAttention,
@@ -29,8 +27,10 @@ from jackfield.contracts import (
     PackedKVCache,
     PackedLayer,
 )
+from jackfield.engine.report import Tally
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
-from jackfield.running.report import Tally
+from jackfield.guarded import fault, guarded
+from jackfield.registry.backends import Registered
 
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
 PLAIN_KWARGS = frozenset(

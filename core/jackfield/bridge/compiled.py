@@ -18,15 +18,15 @@ from transformers.masking_utils import create_masks_for_generate
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import Comparison, OpaqueStep, within
 from jackfield.bridge.requirements import attention_modules, layer_types
-from jackfield.choosing.guarded import fault, guarded
 from jackfield.errors import PlanError, quoted
+from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.bridge.opaque import Attend
-    from jackfield.choosing.registry import Registered
     from jackfield.contracts import Compilation, ModelInputs
+    from jackfield.registry.backends import Registered
 
 
 class CompiledForward:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from jackfield.bridge.source import ModelSource, input_device
-from jackfield.choosing.selection import AUTO
 from jackfield.contracts.requirements import DEVICES
 from jackfield.errors import UsageError
+from jackfield.spelling import AUTO
 
 
 class ElsewhereError(UsageError):

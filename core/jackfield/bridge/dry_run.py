@@ -26,8 +26,8 @@ from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import config_tree, quiet
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.errors import first_line
-from jackfield.figures.memory import kv_bytes
-from jackfield.figures.reading import ExpertWeights, StepReads, Table
+from jackfield.estimates.memory import kv_bytes
+from jackfield.estimates.reading import ExpertWeights, StepReads, Table
 
 logger = logging.getLogger("jackfield")
 

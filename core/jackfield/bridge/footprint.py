@@ -13,9 +13,9 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from jackfield.choosing.registry import Registered
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import ExecutionError
+from jackfield.registry.backends import Registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from jackfield.asking.vocabulary import CODE, DRAFTING, asks_for_nothing
 from jackfield.errors import UsageError, quoted
+from jackfield.requests.vocabulary import CODE, DRAFTING, asks_for_nothing
 
 #: Fields that `generate` itself makes use of: of most of them processors and criteria. Every other
 #: field is refused, also one that a later version of transformers adds.

@@ -12,9 +12,9 @@ import struct
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jackfield.bridge.foreign import MEBIBYTE, opened, parsed, read_json
 from jackfield.contracts import StoredTensor
 from jackfield.errors import CheckpointError, quoted, shown
+from jackfield.foreign import MEBIBYTE, opened, parsed, read_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

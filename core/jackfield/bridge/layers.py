@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from jackfield.choosing.guarded import fault, guarded
-from jackfield.choosing.registry import Registered
-from jackfield.choosing.solving import Choice
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, quoted
+from jackfield.guarded import fault, guarded
+from jackfield.planning.solving import Choice
+from jackfield.registry.backends import Registered
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4

@@ -19,12 +19,12 @@ import torch
 from jackfield.bridge.devices import check_device, named_device, pick_device
 from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import ModelSource, input_device, quiet
-from jackfield.choosing.placement import DISK, Asked, Placement, spell
-from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import ExecutionError, UsageError
-from jackfield.figures.memory import free_bytes
-from jackfield.figures.units import in_units
+from jackfield.estimates.memory import free_bytes
+from jackfield.planning.placement import DISK, Asked, Placement, spell
+from jackfield.spelling import AUTO, nearest
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

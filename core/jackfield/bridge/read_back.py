@@ -17,17 +17,17 @@ from torch import nn
 
 from jackfield.bridge.footprint import tensors_of
 from jackfield.bridge.requirements import skeleton
-from jackfield.choosing.guarded import fault
-from jackfield.choosing.registry import Registered
 from jackfield.contracts import Requirements, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.errors import CheckpointError
+from jackfield.guarded import fault
+from jackfield.registry.backends import Registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from jackfield.choosing.solving import Choice
+    from jackfield.planning.solving import Choice
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

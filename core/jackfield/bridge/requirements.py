@@ -52,10 +52,10 @@ from jackfield.bridge.source import (
     quiet,
 )
 from jackfield.bridge.trial import tried
-from jackfield.choosing.habits import DTYPES_OF
-from jackfield.choosing.selection import AUTO, nearest
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
+from jackfield.planning.habits import DTYPES_OF
+from jackfield.spelling import AUTO, nearest
 
 _NOTHING = ((0, 0), (0, 0))  # keys and values of a layer without attention
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")

@@ -16,9 +16,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from jackfield.bridge.config_values import check_values
-from jackfield.bridge.foreign import read_json, told
-from jackfield.choosing.selection import nearest
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, quoted, shown
+from jackfield.foreign import read_json, told
+from jackfield.spelling import nearest
 
 logger = logging.getLogger("jackfield")
 

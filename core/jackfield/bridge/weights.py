@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from jackfield.bridge.footprint import stored_quantization
-from jackfield.bridge.foreign import named, read_json
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.placement import check_placed, has_accelerate, native, no_notes
 from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
-from jackfield.choosing.placement import Placement
 from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
+from jackfield.foreign import named, read_json
+from jackfield.planning.placement import Placement
 
 logger = logging.getLogger("jackfield")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from jackfield.choosing.habits import (
+from jackfield.planning.habits import (
     COMMANDS,
     DECODING_OPTIONS,
     DECODINGS,
@@ -55,7 +55,7 @@ def _with_flags(answer: str) -> str:
 
 
 def _setting(name: str, known: Collection[str]) -> str | None:
-    from jackfield.asking.vocabulary import OWN
+    from jackfield.requests.vocabulary import OWN
 
     if name not in OWN:
         from transformers import GenerationConfig

@@ -10,12 +10,12 @@ import typer
 from jackfield.cli.options import Backends
 from jackfield.cli.output import console, print_json, table
 from jackfield.errors import UsageError
-from jackfield.figures.units import in_units
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
-    from jackfield.figures.comparing import Comparison
-    from jackfield.figures.perplexity import Perplexity
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
+    from jackfield.estimates.comparing import Comparison
+    from jackfield.estimates.perplexity import Perplexity
 
 
 class Bounds(Protocol):
@@ -36,7 +36,7 @@ def baseline(given: Sequence[str] | None, model: str, backends: Backends) -> dic
     the model without the adapter, which otherwise both have. Without any, a quantizer is compared
     with none. Raises UsageError.
     """
-    from jackfield.choosing.solving import ARGUMENTS
+    from jackfield.planning.solving import ARGUMENTS
 
     names = {**ARGUMENTS, "quantization": ARGUMENTS["quantizer"], "model": "model"}
     names |= {"dtype": "dtype", "device": "device_map", "revision": "revision"}
@@ -72,7 +72,7 @@ def compare(
     json: bool,
 ) -> None:
     """Compare, show it, and end with exit code 1 where a bound does not hold."""
-    from jackfield.figures import comparing
+    from jackfield.estimates import comparing
 
     after = backends.arguments() | {"model": model}
     given = {name: getattr(bounds, name) for name in ("max_drop", "max_rise")}
@@ -91,7 +91,7 @@ def compare(
 
 
 def perplexity_of(engine: Engine, text: str) -> Perplexity:
-    from jackfield.figures.perplexity import perplexity
+    from jackfield.estimates.perplexity import perplexity
 
     return perplexity(engine, text)
 

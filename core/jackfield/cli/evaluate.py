@@ -15,8 +15,8 @@ from jackfield.cli.output import console, note, print_json, ran, table
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
-    from jackfield.figures.evaluation import Evaluation
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
+    from jackfield.estimates.evaluation import Evaluation
 
 CountOption = Annotated[int, typer.Option(metavar="N", help="How many items of each task.")]
 SeedOption = Annotated[int, typer.Option(metavar="N", help="Another seed draws other items.")]
@@ -61,7 +61,7 @@ def evaluate(
 
     Example: jackfield eval --attention eager --baseline attention=sdpa --count 20
     """
-    from jackfield.figures.evaluation import check_count
+    from jackfield.estimates.evaluation import check_count
 
     check_count(count)
     text = None if against.text is None else decoded(read_file(against.text), str(against.text))
@@ -102,7 +102,7 @@ def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
     )
 
     from jackfield.demo.tasks import TASKS
-    from jackfield.figures.evaluation import evaluate
+    from jackfield.estimates.evaluation import evaluate
 
     errors = console(stderr=True)
     if not errors.is_terminal:

@@ -12,13 +12,13 @@ from jackfield.cli.output import console, listing, print_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from jackfield.choosing.deciding import Job
-    from jackfield.choosing.planning import Plan
-    from jackfield.choosing.registry import Registered, Registry
-    from jackfield.choosing.selection import Selectable
-    from jackfield.choosing.solving import Choice
     from jackfield.contracts import Requirements
     from jackfield.errors import PlanError
+    from jackfield.planning.deciding import Job
+    from jackfield.planning.planning import Plan
+    from jackfield.planning.solving import Choice
+    from jackfield.registry.backends import Registered, Registry
+    from jackfield.spelling import Selectable
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
 
@@ -44,14 +44,14 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
 
     Example: jackfield explain demo --attention eager
     """
-    from jackfield.choosing.assistance import find_assistant
-    from jackfield.choosing.deciding import spread_over, understand
-    from jackfield.choosing.discovery import registry
-    from jackfield.choosing.selection import AUTO
-    from jackfield.choosing.solving import ARGUMENTS
-    from jackfield.choosing.wording import in_our_words
+    from jackfield.api import OF_A_PLAN
     from jackfield.errors import PlanError
-    from jackfield.front import OF_A_PLAN
+    from jackfield.planning.assistance import find_assistant
+    from jackfield.planning.deciding import spread_over, understand
+    from jackfield.planning.solving import ARGUMENTS
+    from jackfield.planning.wording import in_our_words
+    from jackfield.registry.discovery import registry
+    from jackfield.spelling import AUTO
 
     words = in_our_words(backends.arguments(), OF_A_PLAN, "jackfield explain")
     selections = {kind: words.get(name, AUTO) for kind, name in ARGUMENTS.items()}
@@ -86,7 +86,7 @@ class _Judge:
 
     def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
         """Every backend of every kind, against what the kinds decided before it imply."""
-        from jackfield.choosing.solving import ORDER
+        from jackfield.planning.solving import ORDER
 
         for kind in (*ORDER, "kernel"):
             for registered in self.registry.of_kind(kind):
@@ -111,9 +111,9 @@ class _Judge:
 
     def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
         """Why it cannot stand in: its own reasons, or that nothing fits with it."""
-        from jackfield.choosing.planning import decide
-        from jackfield.choosing.solving import judge
         from jackfield.errors import JackfieldError, PlanError
+        from jackfield.planning.planning import decide
+        from jackfield.planning.solving import judge
 
         for refusal in self.plan.refusals if self.plan is not None else ():
             if refusal.registered is registered:

@@ -11,12 +11,12 @@ import typer
 from jackfield.cli.options import Backends, JsonOption, ModelArgument, flag
 from jackfield.cli.output import console, note, print_json, table
 from jackfield.errors import UsageError
-from jackfield.figures.units import in_units
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
-    from jackfield.figures.backend_sizes import CacheBytes, WeightBytes
-    from jackfield.figures.estimating import Estimate
-    from jackfield.figures.measuring import Check
+    from jackfield.estimates.backend_sizes import CacheBytes, WeightBytes
+    from jackfield.estimates.estimating import Estimate
+    from jackfield.estimates.measuring import Check
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def memory(
 
     Example: jackfield memory demo --device-memory 24GB --bandwidth 3.35TB/s
     """
-    from jackfield.figures.estimating import estimate
+    from jackfield.estimates.estimating import estimate
 
     if plot is not None:
-        from jackfield.figures.plotting import check_plot
+        from jackfield.estimates.plotting import check_plot
 
         check_plot(plot)
     if device.bandwidth is not None and device.measure_bandwidth:
@@ -82,7 +82,7 @@ def memory(
     )
     checked = _check(model, backends) if check else None
     if plot is not None:
-        from jackfield.figures.plotting import plot_memory
+        from jackfield.estimates.plotting import plot_memory
 
         plot_memory(found, plot)
     if json:
@@ -96,8 +96,8 @@ def memory(
 
 
 def _measured(model: str, backends: Backends) -> float:
+    from jackfield.api import plan
     from jackfield.bridge.bandwidth import measure_bandwidth
-    from jackfield.front import plan
 
     where = plan(model, **backends.arguments()).placement
     assert where is not None
@@ -105,7 +105,7 @@ def _measured(model: str, backends: Backends) -> float:
 
 
 def _check(model: str, backends: Backends) -> Check:
-    from jackfield.figures.measuring import check
+    from jackfield.estimates.measuring import check
 
     return check(model, **backends.arguments())
 

@@ -14,7 +14,7 @@ import typer
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
-    from jackfield.running.engine import Engine
+    from jackfield.engine.engine import Engine
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
@@ -89,14 +89,14 @@ class Backends:
 
     def selections(self) -> dict[str, str | list[str]]:
         """What was selected for each kind."""
-        from jackfield.choosing.solving import ARGUMENTS
+        from jackfield.planning.solving import ARGUMENTS
 
         given = {kind: getattr(self, kind) for kind in ARGUMENTS}
         return {kind: _selectable(names) for kind, names in given.items()}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `jackfield.load` and `jackfield.plan`."""
-        from jackfield.choosing.solving import ARGUMENTS
+        from jackfield.planning.solving import ARGUMENTS
 
         chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
         return chosen | {"assistant_model": self.assistant_model} | self.job()
@@ -154,7 +154,7 @@ class Batches:
 
 def load(model: str, backends: Backends, batches: Batches) -> Engine:
     """The engine that the flags ask for."""
-    from jackfield.front import load
+    from jackfield.api import load
 
     return load(model, **backends.arguments(), **batches.arguments())
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jackfield.running.report import Report
+    from jackfield.engine.report import Report
 
 logger = logging.getLogger("jackfield")
 

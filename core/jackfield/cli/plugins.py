@@ -10,7 +10,7 @@ from jackfield.cli.output import console, listing, print_json, say
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jackfield.choosing.registry import PluginRecord
+    from jackfield.registry.backends import PluginRecord
 
 COLORS = {"loaded": "green", "failed": "red", "disabled": "yellow"}
 
@@ -22,7 +22,7 @@ def plugins(json: JsonOption = False) -> None:
 
     Example: jackfield plugins --json
     """
-    from jackfield.choosing.discovery import registry
+    from jackfield.registry.discovery import registry
 
     found = registry()
     if json:

@@ -9,9 +9,9 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jackfield.choosing.selection import option_flaws
 from jackfield.contracts.requirements import Requirements
 from jackfield.errors import told
+from jackfield.spelling import option_flaws
 
 if TYPE_CHECKING:
     import torch

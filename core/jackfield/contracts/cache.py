@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import transformers
 
     from jackfield.contracts.packed import PackedLayer
-    from jackfield.running.sequences import Sequence, Step
+    from jackfield.engine.sequences import Sequence, Step
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
@@ -268,7 +268,7 @@ class Cache(Backend):
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
-        from jackfield.figures.memory import known, kv_bytes  # which needs the contracts
+        from jackfield.estimates.memory import known, kv_bytes  # which needs the contracts
 
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
@@ -341,7 +341,7 @@ class TransformersCache(Cache):
         return None
 
     def bind(self, context: BindContext) -> KVCache:
-        from jackfield.running.padded import PaddedKVCache
+        from jackfield.engine.padded import PaddedKVCache
 
         return PaddedKVCache(
             lambda length: self.make(context, length),

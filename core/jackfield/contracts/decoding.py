@@ -13,9 +13,9 @@ from jackfield.contracts.requirements import Requirements
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.asking.settings import Settings
-    from jackfield.running.groups import Group
-    from jackfield.running.sequences import Sequence, TokenLogprob
+    from jackfield.engine.groups import Group
+    from jackfield.engine.sequences import Sequence, TokenLogprob
+    from jackfield.requests.settings import Settings
 
 #: The generation settings that the sampler honours, which chooses the tokens of every strategy.
 SAMPLER_SETTINGS = frozenset(

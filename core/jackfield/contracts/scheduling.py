@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jackfield.contracts.backend import Backend, BindContext
 
 if TYPE_CHECKING:
-    from jackfield.running.sequences import Sequence
+    from jackfield.engine.sequences import Sequence
 
 
 class Schedule(ABC):

@@ -23,7 +23,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.running.sequences import Sequence
+    from jackfield.engine.sequences import Sequence
 
 LONGEST = 32  # drafts, however well they do
 

@@ -27,7 +27,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from jackfield import hookimpl
-from jackfield.asking.beam_settings import check_groups
 from jackfield.contracts import (
     SAMPLER_SETTINGS,
     BindContext,
@@ -38,14 +37,15 @@ from jackfield.contracts import (
     Hypothesis,
     Search,
 )
-from jackfield.tokens.keyed import gumbel
+from jackfield.requests.beam_settings import check_groups
+from jackfield.sampling.counter_rng import gumbel
 
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.asking.settings import Settings
-    from jackfield.running.groups import Group
-    from jackfield.running.sequences import Sequence
+    from jackfield.engine.groups import Group
+    from jackfield.engine.sequences import Sequence
+    from jackfield.requests.settings import Settings
 
 Scored = TypeVar("Scored", Continuation, Hypothesis)
 

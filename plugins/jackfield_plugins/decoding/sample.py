@@ -15,7 +15,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.running.sequences import Sequence
+    from jackfield.engine.sequences import Sequence
 
 
 class Sample(Decoding):

@@ -15,9 +15,9 @@ from packed import layer_of, queries_of, reference, step_of
 import jackfield
 from gpucheck.bench import Bench
 from gpucheck.results import SkippedError
-from jackfield.choosing.discovery import registry
 from jackfield.contracts import BindContext
 from jackfield.errors import JackfieldError
+from jackfield.registry.discovery import registry
 
 #: What rounding alone may do: a kernel sums in another order than torch.
 ROUNDING = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 8e-3}

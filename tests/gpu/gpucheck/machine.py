@@ -121,7 +121,7 @@ def signature_of(name: str) -> str:
 
 
 def _plugins(found: Values) -> None:
-    from jackfield.choosing.discovery import registry
+    from jackfield.registry.discovery import registry
 
     records = registry().plugins
     found["loaded"] = sum(record.state == "loaded" for record in records)

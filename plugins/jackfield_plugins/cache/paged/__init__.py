@@ -12,8 +12,8 @@ from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.contracts.requirements import BYTES
 from jackfield.errors import CacheFullError
-from jackfield.figures.memory import free_bytes, known
-from jackfield.figures.units import in_units
+from jackfield.estimates.memory import free_bytes, known
+from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from jackfield_plugins.cache.paged.store import PagedKVCache

@@ -23,7 +23,7 @@ from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from jackfield.running.sequences import Sequence, Step
+    from jackfield.engine.sequences import Sequence, Step
 
 
 class PagedKVCache(PackedKVCache):

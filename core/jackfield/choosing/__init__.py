@@ -1,1 +1,0 @@
-"""From installed plugins and a caller's words to a plan."""

@@ -1,0 +1,219 @@
+"""A draft model at work: it goes on with copies of sequences, in batches, from a cache of its own.
+
+Drafts are drawn by the very random numbers that the model's sampler will use at those positions,
+through the same settings. Where the two distributions are close, both draw the same token: a
+maximal-overlap coupling up to the order of tokens, without either knowing of the other's
+distribution (the communication-free setting of Daliri, Musco and Suresh 2024, arXiv:2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from jackfield.contracts import StepBlock
+from jackfield.engine.bound import BoundModel
+from jackfield.engine.report import Observation, observe
+from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.errors import ExecutionError, JackfieldError, told
+from jackfield.requests.settings import Settings
+from jackfield.requests.texts import Bridge
+from jackfield.sampling.sampler import Batch
+
+CHUNK = 512  # tokens of a prompt that a step of the draft model reads
+ENDLESS = 1 << 40
+
+
+@dataclass(slots=True)
+class _Guess:
+    """One sequence's drafts as they grow: at most `room`, none after one less than `sure`."""
+
+    target: Sequence
+    copy: Sequence
+    room: int
+    sure: float
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.drafts) < self.room
+
+
+class DraftModel:
+    """What `BindContext.assistant` is. Called in the loop's thread only."""
+
+    def __init__(self, bound: BoundModel, bridge: Bridge) -> None:
+        self.bound = bound
+        self.bridge = bridge
+        self.context_length = bound.plan.requirements.context_length
+        self._cache = bound.cache
+        self._copies: dict[int, Sequence] = {}  # of those in the cache, by the sequence's id
+        self._fed: dict[int, list[int]] = {}  # drafts in the cache behind a copy's tokens
+        self._block: StepBlock | None = None
+        self.steps = 0
+
+    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
+        """Drafts for each sequence, at most `most[i]`, ending with one less likely than `sure[i]`.
+
+        Fewer, or none, where its context ends or its cache is full.
+        """
+        guesses = [
+            guess
+            for s, room, least in zip(sequences, most, sure, strict=True)
+            if (guess := self._begin(s, room, least)) is not None
+        ]
+        guesses = self._entered(guesses)
+        while still := [guess for guess in guesses if guess.is_open]:
+            step = self._step(still)
+            if not self._cache.fits(step):
+                self._forget(still[-1].copy)  # the youngest goes without
+                still[-1].room = 0
+                continue
+            self._advance(still, step)
+        found = {g.target.id: self.bridge.back(g.target, g.copy.tokens, g.drafts) for g in guesses}
+        return [found.get(s.id, [])[:room] for s, room in zip(sequences, most, strict=True)]
+
+    def _begin(self, target: Sequence, room: int, sure: float) -> _Guess | None:
+        """Bring the copy of a sequence up to date."""
+        tokens = self.bridge.there(target)
+        if tokens is None:
+            return None
+        if self.context_length is not None:  # the last draft is never fed
+            room = min(room, self.context_length + 1 - len(tokens))
+        if room < 1:
+            return None
+        copy = self._copies.get(target.id)
+        if copy is None:
+            copy = Sequence(target.id, tokens, self._settings(target), None, sample=target.sample)
+        else:
+            self._rewind(copy, tokens)
+        copy.prompt_length = target.prompt_length if self.bridge.same else len(tokens)
+        copy.tokens = tokens
+        return _Guess(target, copy, room, sure)
+
+    def _settings(self, target: Sequence) -> Settings:
+        """Those that shape the distribution; not what may have a memory, or a vocabulary apart."""
+        own = target.settings
+        if not self.bridge.same:
+            return Settings(max_new_tokens=ENDLESS, cache_salt=own.cache_salt)
+        size = self.bound.model.config.get_text_config(decoder=True).vocab_size
+        known = {ids: b for ids, b in own.sequence_bias.items() if max(ids) < size}
+        eos = tuple(token for token in own.eos_token_ids if token < size)
+        return own._replace(
+            max_new_tokens=ENDLESS, logits_processor=(), logprobs=None,
+            sequence_bias=MappingProxyType(known), eos_token_ids=eos,
+        )  # fmt: skip
+
+    def _rewind(self, copy: Sequence, tokens: list[int]) -> None:
+        """Take back what the cache holds of rejected drafts; at least one token is fed again."""
+        held = [*copy.tokens, *self._fed.pop(copy.id, [])][: copy.num_cached]
+        same = _common(held, tokens[:-1])
+        if same < min(len(copy.tokens) - 1, copy.num_cached):  # another text: begin anew
+            self._forget(copy)
+        elif same < copy.num_cached:
+            self._cache.rewind(copy, same)
+
+    def _entered(self, guesses: list[_Guess]) -> list[_Guess]:
+        """Those whose copies are in the cache, or can be taken in now."""
+        new = [guess for guess in guesses if guess.copy.id not in self._copies]
+        if new and not self._cache.joins:  # its rows enter together: all begin anew
+            self._release(list(self._copies.values()))
+            new = guesses
+        refused = set()
+        for guess in new:
+            guess.copy.num_cached = 0
+            if self._cache.admit(guess.copy):
+                self._copies[guess.copy.id] = guess.copy
+            else:
+                refused.add(guess.copy.id)
+        return [guess for guess in guesses if guess.copy.id not in refused]
+
+    def _step(self, guesses: list[_Guess]) -> Step:
+        """Each feeds what its cache lacks of its tokens, then its last draft."""
+        feeds = []
+        for guess in guesses:
+            copy = guess.copy
+            count = min(CHUNK, max(0, len(copy.tokens) - copy.num_cached))
+            feeds.append(Feed(copy, copy.num_cached, count, () if count else guess.drafts[-1:]))
+        if not self._cache.joins:  # there every row takes part in every step, in its place
+            fed = {feed.sequence.id: feed for feed in feeds}
+            rows = self._copies.values()
+            feeds = [fed.get(copy.id) or Feed(copy, copy.num_cached, 0) for copy in rows]
+        return Step(feeds)
+
+    def _advance(self, guesses: list[_Guess], step: Step) -> None:
+        """One forward call; each whose tokens are all read gets a draft."""
+        logits = self._forward(step)
+        self._cache.commit(step, [len(feed.token_ids) for feed in step.feeds])
+        self.steps += 1
+        row = {}
+        for at, feed in enumerate(step.feeds):
+            row[feed.sequence.id] = at
+            self._fed.setdefault(feed.sequence.id, []).extend(feed.drafts)
+        ready = [guess for guess in guesses if guess.copy.num_cached >= len(guess.copy.tokens)]
+        if ready:
+            self._choose(ready, self._rows(logits, [row[guess.copy.id] for guess in ready]))
+
+    def _rows(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """The last logits of these rows."""
+        if self._block is None or self._block.device != logits.device:
+            self._block = StepBlock(logits.device)
+        at = self._block.put(rows)
+        self._block.send()
+        return logits[:, -1].index_select(0, at)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        inputs = self._cache.prepare(step)
+        try:
+            return self.bound.forward(inputs)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"assistant_model, a {type(self.bound.model).__name__}, raised {told(error)}; mend "
+                "it, or choose another decoding"
+            ) from error
+
+    def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
+        batch = Batch([guess.copy for guess in guesses], logits, self._block)
+        batch.spread([g.drafts for g in guesses], [[len(g.drafts)] for g in guesses])
+        tokens, _ = batch.choose(logits)
+        likely = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
+        rows = torch.stack([tokens.to(likely.dtype), likely], 1).tolist()
+        for guess, (token, probability) in zip(guesses, rows, strict=True):
+            guess.drafts.append(int(token))
+            if not probability >= guess.sure:  # also where it is not a number
+                guess.room = len(guess.drafts)
+
+    def _forget(self, copy: Sequence) -> None:
+        self._release([copy])
+
+    def _release(self, copies: Seq[Sequence]) -> None:
+        self._cache.release(copies)
+        for copy in copies:
+            copy.num_cached = 0
+            self._copies.pop(copy.id, None)
+            self._fed.pop(copy.id, None)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Forget the copies of these sequences; unknown ones are ignored."""
+        self._release([self._copies[s.id] for s in sequences if s.id in self._copies])
+
+    def observations(self) -> tuple[Observation, ...]:
+        """What was observed to run of its plan."""
+        plan, port = self.bound.plan, self.bound.port
+        return (
+            observe("assistant attention", plan["attention"].registered, port.tally, port.source),
+            observe("assistant cache", plan["cache"].registered, self.steps),
+        )
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists have in common from the beginning on."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if one[i] != other[i])

@@ -1,0 +1,197 @@
+"""A model bound to a plan: its cache, its attention plugged in, and one forward call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jackfield.bridge.adapters import AdapterSwitch, load_adapter
+from jackfield.bridge.attention import AttentionPort, decoder_configs
+from jackfield.bridge.footprint import stored_as
+from jackfield.bridge.forward import forward_of
+from jackfield.bridge.layers import bind_layers
+from jackfield.bridge.placement import folder_for
+from jackfield.bridge.read_back import check_read
+from jackfield.bridge.unchanged import Unchanged
+from jackfield.bridge.weights import load_model, tensors_in
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantization
+from jackfield.engine.checked_cache import checked_cache
+from jackfield.errors import PlanError, UsageError
+from jackfield.guarded import all_of
+from jackfield.planning.deciding import Job
+from jackfield.planning.planning import Plan
+from jackfield.planning.solving import Choice
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from jackfield.bridge.compiled import CompiledForward
+    from jackfield.contracts import ModelInputs
+
+
+#: The ids of configs that an engine has changed and will give back; models may share one.
+_in_use: set[int] = set()
+
+
+def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
+    """The model of `job`, loaded as planned; a live one as it is.
+
+    Leaving `files` removes what was written to disk for it.
+    """
+    source = job.source
+    if source.live is None:
+        assert plan.placement is not None
+        folder = files.enter_context(folder_for(plan.placement, job.asked))
+        choice = plan["quantizer"]
+        context = BindContext(
+            model=None,
+            config=source.config,
+            requirements=plan.requirements,
+            options=choice.options,
+            tokenizer=tokenizer,
+        )
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements, plan.placement, bound, folder)
+        changes = bound.config is not None or bound.finish is not Quantization.finish
+        if changes or plan.requirements.stored is not None:
+            check_read(model, choice, plan.requirements, tensors_in(source))
+        return load_adapter(model, job.found) if job.found else model
+    if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
+        raise UsageError(
+            "this model, or one that shares its config, already runs in an engine; close that one "
+            "first, or give the model a config of its own"
+        )
+    if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
+        raise UsageError(
+            f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
+            "drop dtype"
+        )
+    return source.live
+
+
+def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Plug all of them or none; returns what gives each back."""
+    plugged: list[Callable[[], None]] = []
+    try:
+        plugged.extend(model.plug() for model in models)
+    except BaseException:
+        all_of(plugged)
+        raise
+    return plugged
+
+
+class BoundModel:
+    """What the loop calls of a model. Nothing is changed in the model before `plug`.
+
+    `step_bytes` and `memory_share` are for its cache, as in `BindContext`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, step_bytes: int = 0, memory_share: float = 1.0
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        cache = plan["cache"].registered
+        context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
+        self.cache: KVCache = checked_cache(cache.bind(context), cache, plan.requirements.windows)
+        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
+        self.compiled = self._compiled()
+        self._forward = self.compiled or forward_of(
+            model, fixed_shapes=plan.requirements.batch_invariant
+        )
+        self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.layers = bind_layers(
+            plan.kernels, model, lambda choice: self.context("kernel", choice)
+        )
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Logits `[rows, k, vocab]` of one step.
+
+        Raises ExecutionError or PluginError where the step did not run what was chosen: every
+        layer's attention once, or as often as it did in the rehearsal; and where the model was cast
+        or moved.
+        """
+        port, compiled = self.port, self.compiled
+        before = compiled.steps if compiled is not None else 0
+        self.unchanged.check_weights()
+        port.begin()
+        try:
+            logits = self._forward(inputs)
+        except BaseException:
+            port.check_selected()  # which is then the cause
+            raise
+        port.check_selected()
+        if compiled is not None and compiled.steps > before:
+            port.check_called(self.plan["compiler"].registered)
+        else:
+            port.check_called()
+        return logits
+
+    def check_unchanged(self) -> None:
+        """Raise ExecutionError where the model or its config is not what was planned by now."""
+        self.unchanged.check_weights()
+        self.unchanged.check_config()
+
+    def context(self, kind: str, choice: Choice | None = None) -> BindContext:
+        """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
+        return BindContext(
+            model=self.model,
+            config=self.model.config,
+            requirements=self.plan.requirements,
+            options=(choice or self.plan[kind]).options,
+        )
+
+    def _compiled(self) -> CompiledForward | None:
+        compilation = self.plan["compiler"].registered.bind(self.context("compiler"))
+        if not isinstance(compilation, Compilation):
+            return None
+        from jackfield.bridge.compiled import CompiledForward
+
+        return CompiledForward(self.model, compilation, self.plan["compiler"].registered)
+
+    def switch_adapter(self, *, on: bool) -> None:
+        """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
+        if self.adapter is None:
+            raise UsageError("the engine has no adapter to switch; load it with adapter=…")
+        self.adapter.switch(on=on)
+        self.cache.forget()
+
+    def plug(self) -> Callable[[], None]:
+        """Make the model run what was bound. Returns the function that gives it back as it was."""
+        model = self.model
+        self.stored = stored_as(model, self.plan["quantizer"].registered)
+        self.unchanged = Unchanged(model)
+        self.port = AttentionPort(
+            self.plan["attention"].registered,
+            self.context("attention"),
+            model,
+            self.cache if isinstance(self.cache, PackedKVCache) else None,
+        )
+        if self.compiled is not None:
+            self.compiled.attend = self._replaceable(self.port)
+        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
+        trained = [module for module in model.modules() if module.training]
+        model.eval()
+        _in_use.update(map(id, decoder_configs(model)))
+
+        def as_before() -> None:
+            for module in trained:
+                module.training = True
+            _in_use.difference_update(map(id, decoder_configs(model)))
+
+        undo.append(self.cache.close)
+        if self.adapter is not None:
+            undo.append(self.adapter.restore)
+        return partial(all_of, (as_before, *undo))
+
+    def _replaceable(self, port: AttentionPort) -> Callable[..., Any]:
+        if port.forward is None:
+            raise PlanError(
+                f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "
+                "out of a compiled step; load it without compile"
+            )
+        return port.forward

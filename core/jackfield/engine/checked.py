@@ -1,0 +1,175 @@
+"""Schedules and strategies held to their contracts: what a plugin gets wrong is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import islice
+from operator import attrgetter, is_, le
+from typing import TYPE_CHECKING
+
+from jackfield.contracts import Schedule, Search, Strategy
+from jackfield.errors import quoted
+from jackfield.guarded import fault, guarded
+
+if TYPE_CHECKING:
+    from jackfield.engine.sequences import Sequence
+
+
+WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
+
+TAIL = 8  # tokens of a sequence that are compared after every call
+WHOLE = 1024  # tokens of one that is compared as a whole after some calls
+
+#: What backends read of a sequence and only the loop and the cache may change.
+_FIELDS = (
+    "id", "prompt_length", "finish_reason", "settings", "tokens", "sample", "leader", "group",
+    "constraint", "detokenizer", "drafted", "error", "score", "arrival", "passed_over",
+)  # fmt: skip
+_state = attrgetter(*_FIELDS, "num_cached")
+_state_of_cache = attrgetter(*_FIELDS)
+
+
+def _read(sequence: Sequence) -> tuple[int, list[int]]:
+    """How many tokens it has, and the last ones; all of them after 0, 1, 2, 4, 8, … new ones.
+
+    A list of Python's own can be changed behind its back (`list.append(tokens, token)`), and a
+    copy of all of it in every call would cost more than the call.
+    """
+    tokens = sequence.tokens
+    length = len(tokens)
+    new = length - sequence.prompt_length
+    whole = new & (new - 1) == 0 and length <= WHOLE
+    return length, tokens[:] if whole else tokens[-TAIL:]
+
+
+class unchanged:  # noqa: N801 - reads as a word of the language
+    """While it is open, a plugin may read `sequences`; PluginError where it changed one of them.
+
+    `but_cached`: how much of them is cached is its to say.
+    """
+
+    def __init__(
+        self, who: object, what: str, sequences: Seq[Sequence], *, but_cached: bool = False
+    ) -> None:
+        self._state = _state_of_cache if but_cached else _state
+        self._who = who
+        self._what = what
+        self._sequences = sequences
+
+    def __enter__(self) -> None:
+        self._before = list(map(self._state, self._sequences))
+        self._tokens = list(map(_read, self._sequences))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        whole = zip(self._sequences, self._before, self._tokens, strict=True)
+        for sequence, before, (length, tokens) in whole:
+            same = all(map(is_, self._state(sequence), before))
+            now = sequence.tokens
+            if not (same and len(now) == length and now[-len(tokens) :] == tokens):
+                raise fault(self._who, f"{self._what} changed request {before[0]}, to be read")
+
+
+class CheckedSchedule(Schedule):
+    """`inner`, called `name` in errors. The checks take a few microseconds a step."""
+
+    def __init__(self, inner: Schedule, name: str) -> None:
+        self._inner = inner
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
+        waiting = tuple(waiting)
+        with guarded(self, "order"), unchanged(self, "order", waiting[:WATCHED]):
+            found = list(islice(self._inner.order(waiting, step), len(waiting) + 1))
+            whole = len(found) == len(waiting) and set(found) == set(waiting)
+        if not whole:
+            raise fault(
+                self,
+                f"order must return all {len(waiting)} requests that wait, each once; "
+                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those",
+            )
+        return found
+
+    def portions(
+        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    ) -> list[int]:
+        running, pending = tuple(running), tuple(pending)
+        most = len(running) + 1
+        with guarded(self, "portions"), unchanged(self, "portions", running):
+            found = list(islice(self._inner.portions(running, pending, budget, step), most))
+            total = sum(found)
+            right = (
+                len(found) == len(pending)
+                and set(map(type, found)) <= {int}
+                and min(found, default=0) >= 0
+                and all(map(le, found, pending))
+                and 0 < total <= budget
+            )
+        if not right:
+            raise fault(
+                self,
+                f"portions must return {len(pending)} whole numbers from 0 to what is "
+                f"pending {list(pending)}, 1 to {budget} in sum; got {quoted(found)}",
+            )
+        return found
+
+
+class CheckedStrategy(Strategy):
+    """`inner`, called `name` in errors; its drafts are token ids below `vocab_size`."""
+
+    def __init__(self, inner: Strategy, name: str, vocab_size: int) -> None:
+        self._inner = inner
+        self._name = name
+        self._vocab_size = vocab_size
+        self.worth = inner.worth
+
+    def __str__(self) -> str:
+        return self._name
+
+    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+        sequences, most = tuple(sequences), tuple(most)
+        with guarded(self, "propose"), unchanged(self, "propose", sequences):
+            said = self._inner.propose(sequences, most)
+            # Plain lists: those of a plugin may be of a class of its own, or have no end.
+            found = [
+                list(islice(drafts, room + 1)) for drafts, room in zip(said, most, strict=False)
+            ]
+            right = len(said) == len(sequences) and all(
+                len(drafts) <= room and all(map(self._is_token, drafts))
+                for drafts, room in zip(found, most, strict=True)
+            )
+        if not right:
+            raise fault(
+                self,
+                f"propose must return {len(sequences)} lists of at most {list(most)} token "
+                f"ids from 0 to {self._vocab_size - 1}; got {quoted(said)}",
+            )
+        return found
+
+    def refuse(self, prompt_length: int) -> str | None:
+        with guarded(self, "refuse"):
+            found = self._inner.refuse(prompt_length)
+        if type(found) not in (str, type(None)):
+            raise fault(self, f"refuse must return a reason or None, got {quoted(found)}")
+        return found
+
+    def _is_token(self, token: object) -> bool:
+        return type(token) is int and 0 <= token < self._vocab_size
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        sequences = tuple(sequences)
+        with guarded(self, "release"), unchanged(self, "release", sequences):
+            self._inner.release(sequences)
+
+
+def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:
+    """`strategy` held to the contract that it has."""
+    if isinstance(strategy, Search):
+        from jackfield.engine.checked_search import CheckedSearch
+
+        return CheckedSearch(strategy, name, vocab_size)
+    return CheckedStrategy(strategy, name, vocab_size)

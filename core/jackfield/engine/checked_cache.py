@@ -1,0 +1,253 @@
+"""A cache held to its contract: what it gets wrong is an error that names it, and no text."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.contracts import CacheUsage, KVCache, ModelInputs, PackedKVCache
+from jackfield.engine.checked import unchanged
+from jackfield.engine.checked_inputs import flaw_of_tokens
+from jackfield.engine.checked_pages import Spots
+from jackfield.errors import quoted
+from jackfield.guarded import fault, guarded
+from jackfield.registry.loading import DISTRIBUTION
+
+if TYPE_CHECKING:
+    from jackfield.engine.sequences import Sequence, Step
+
+
+_NOTHING = nullcontext()
+
+
+class CheckedCache(KVCache):
+    """`inner`, the cache of the backend `who`. The checks take a few microseconds a step."""
+
+    _packed = False
+
+    def __init__(self, inner: KVCache, who: object) -> None:
+        self.inner = inner
+        self._who = who
+        self._guards = {name: guarded(who, name) for name in _ASKED}
+        # Numbers are read of strangers' caches alone: tests hold jackfield's own to them.
+        self._closely = getattr(who, "distribution", None) != DISTRIBUTION
+        self._spots, self._spot = Spots(), False
+        self._reaches = 0  # how many tokens the longest row has, with those of the step
+        self.joins = inner.joins  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """How much a step feeds at most is for the cache to know."""
+        if name == "max_portion":
+            self.inner.max_portion = value
+        super().__setattr__(name, value)
+
+    def __str__(self) -> str:
+        return str(self._who)
+
+    def admit(self, sequence: Sequence) -> bool:
+        with self._guards["admit"], self._unchanged("admit", (sequence,)):
+            found = self.inner.admit(sequence)
+        if type(found) is not bool:
+            raise fault(self, f"admit must return True or False, got {quoted(found)}")
+        most = len(sequence.tokens) - 1 if self.joins else 0
+        if found and not self._counts(sequence, 0, most):
+            raise self._lost("admit", sequence, f"0 to {most}")
+        return found
+
+    def _unchanged(self, what: str, sequences: Seq[Sequence]) -> AbstractContextManager[None]:
+        if not self._closely:
+            return _NOTHING
+        return unchanged(self, what, sequences, but_cached=True)
+
+    def _counts(self, sequence: Sequence, least: int, most: int) -> bool:
+        return type(sequence.num_cached) is int and least <= sequence.num_cached <= most
+
+    def _lost(self, what: str, sequence: Sequence, due: object) -> Exception:
+        return fault(
+            self,
+            f"{what} must leave num_cached of request {sequence.id} at {due}, got "
+            f"{quoted(sequence.num_cached)}",
+        )
+
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        most = max(wanted)
+        left = [min(most, len(s.tokens) - s.num_cached) for s in sequences]
+        if self.joins:
+            left = list(wanted)
+        with self._guards["portions"]:
+            found = self.inner.portions(tuple(sequences), list(wanted))
+            right = (
+                len(found) == len(left)
+                and all(type(n) is int and 0 <= n <= m for n, m in zip(found, left, strict=True))
+                and any(found)
+                and (found == left or not self.joins)
+            )
+        if not right:
+            due = "what is wanted," if self.joins else "whole numbers, not all 0, at most"
+            raise fault(self, f"portions must return {due} {quoted(left)}, got {quoted(found)}")
+        return found
+
+    def fits(self, step: Step) -> bool:
+        with self._guards["fits"]:
+            found = self.inner.fits(step)
+        if type(found) is not bool:
+            raise fault(self, f"fits must return True or False, got {quoted(found)}")
+        return found
+
+    def prepare(self, step: Step) -> ModelInputs:
+        with self._guards["prepare"]:
+            found: Any = self.inner.prepare(step)
+            if not isinstance(found, ModelInputs):
+                raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
+            flaw = _flaw(found, step, self.joins)
+            self._spot = self._closely and self._spots.next(step.feeds)
+            # Reading tensors of another device waits for it.
+            read = self._spot or found.kwargs["input_ids"].device.type == "cpu"
+            if not flaw and self._closely and read:
+                flaw = flaw_of_tokens(found, step, packed=self._packed)
+        if flaw:
+            raise fault(self, f"prepare must return inputs for the step, got {flaw}")
+        past = found.kwargs.get("past_key_values")
+        if past is not None:
+            self._reaches = max(f.start + f.count + len(f.drafts) for f in step.feeds)
+            if "update" not in vars(past):
+                self._watch(past)
+        return found
+
+    def _watch(self, past: Any) -> None:
+        """Hold what the model gets of a cache of transformers to what every attention relies on.
+
+        The cache must not refer to itself: its memory is free as soon as nobody has it.
+        """
+        update, weakly = type(past).update, weakref.ref(past)
+        guard = guarded(self._who, "update")
+
+        def watched(key: Any, value: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+            cache: Any = weakly()
+            with guard:
+                keys, values = found = update(cache, key, value, layer, *args, **kwargs)
+                sliding = getattr(cache.layers[layer], "is_sliding", False)
+                least = key.shape[2] if sliding else self._reaches
+                right = (
+                    keys.shape[:2] == key.shape[:2]
+                    and keys.shape[2] == values.shape[2] >= least
+                    and keys.dtype == key.dtype
+                    and keys.device == key.device
+                )
+            if not right:
+                raise fault(
+                    self,
+                    f"update must return the keys and values of {least} tokens or more, of "
+                    f"{list(key.shape[:2])} rows and heads in {key.dtype}, got {list(keys.shape)} "
+                    f"and {list(values.shape)} in {keys.dtype}",
+                )
+            return found
+
+        past.update = watched
+
+    def commit(self, step: Step, kept: Seq[int]) -> None:
+        fed = [feed.sequence for feed in step.feeds]
+        with self._guards["commit"], self._unchanged("commit", fed):
+            self.inner.commit(step, tuple(kept))
+        for feed, count in zip(step.feeds, kept, strict=True):
+            if feed.sequence.num_cached != feed.start + count:
+                raise self._lost("commit", feed.sequence, feed.start + count)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        sequences = tuple(sequences)
+        for sequence in sequences:
+            self._spots.left(sequence.id)
+        with self._guards["release"], self._unchanged("release", sequences):
+            self.inner.release(sequences)
+
+    def evict(self, sequence: Sequence) -> None:
+        with self._guards["evict"]:
+            self.inner.evict(sequence)
+        if sequence.num_cached != 0:
+            raise self._lost("evict", sequence, 0)
+
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        with self._guards["rewind"]:
+            self.inner.rewind(sequence, tokens)
+        if sequence.num_cached not in (0, tokens):
+            raise self._lost("rewind", sequence, f"{tokens}, or 0")
+
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        due = [source.num_cached for source, _ in copies]
+        with self._guards["fork"]:
+            self.inner.fork(tuple(copies), tuple(dropped))
+        for (_, into), count in zip(copies, due, strict=True):
+            if into.num_cached != count:
+                raise self._lost("fork", into, count)
+
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
+        # Many have been written without `copies`, which only one that forks is ever told.
+        arguments = (prompt_length, max_new_tokens) + ((copies,) if copies != 1 else ())
+        with self._guards["refuse"]:
+            found = self.inner.refuse(*arguments)
+        if type(found) not in (str, type(None)):
+            raise fault(self, f"refuse must return a reason or None, got {quoted(found)}")
+        return found
+
+    def held_bytes(self) -> int | None:
+        with self._guards["held_bytes"]:
+            found = self.inner.held_bytes()
+        if found is not None and (type(found) is not int or found < 0):
+            raise fault(self, f"held_bytes must return bytes or None, got {quoted(found)}")
+        return found
+
+    def forget(self) -> None:
+        with self._guards["forget"]:
+            self.inner.forget()
+
+    def close(self) -> None:
+        with self._guards["close"]:
+            self.inner.close()
+
+    def usage(self) -> CacheUsage | None:
+        with self._guards["usage"]:
+            found = self.inner.usage()
+        if not isinstance(found, CacheUsage | None):
+            raise fault(self, f"usage must return a CacheUsage or None, got {quoted(found)}")
+        return found
+
+
+_ASKED = (
+    "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
+    "prepare", "refuse", "release", "rewind", "usage", "write",
+)  # fmt: skip
+
+
+def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:
+    """What is wrong with the inputs of a step, in words; empty: nothing."""
+    ids = inputs.kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long:
+        return f"input_ids={quoted(ids)}"
+    tokens = [feed.count + len(feed.drafts) for feed in step.feeds]
+    if ids.numel() < sum(tokens) or (joins and ids.numel() != sum(tokens) and ids.shape[0] == 1):
+        return f"input_ids {list(ids.shape)} for {sum(tokens)} tokens"
+    positions = inputs.kwargs.get("position_ids")
+    if positions is not None and tuple(positions.shape[-2:]) != tuple(ids.shape):
+        return f"position_ids {list(positions.shape)} for input_ids {list(ids.shape)}"
+    if inputs.decode is not step.decode:
+        return f"decode={inputs.decode!r}"
+    named = inputs.rows if inputs.feeds is None else len(inputs.feeds)
+    if named != len(step.feeds) or type(inputs.rows) is not int:
+        return f"{named} rows for {len(step.feeds)} feeds"
+    return ""
+
+
+def checked_cache(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> CheckedCache:
+    """`cache` held to the contract that it has, for layers with these `windows` (none: any)."""
+    if isinstance(cache, PackedKVCache):
+        from jackfield.engine.checked_packed import CheckedPackedCache
+
+        return CheckedPackedCache(cache, who, windows)
+    return CheckedCache(cache, who)

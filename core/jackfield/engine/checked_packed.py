@@ -1,0 +1,152 @@
+"""A cache of the packed layout held to its contract, and the pages that attentions read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer
+from jackfield.engine.checked_cache import CheckedCache
+from jackfield.engine.checked_inputs import flaw_of_first, flaw_of_step, flaw_of_tables
+from jackfield.engine.checked_pages import Contents, Owners, Prefixes
+from jackfield.errors import quoted
+from jackfield.guarded import fault
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.engine.sequences import Sequence, Step
+
+
+class CheckedPackedCache(CheckedCache, PackedKVCache):
+    """The same for a cache of the packed layout, and for the pages that it hands to attentions."""
+
+    _packed = True
+
+    def __init__(self, inner: PackedKVCache, who: object, windows: Seq[int | None] = ()) -> None:
+        super().__init__(inner, who)
+        self._windows = windows
+        self._prefixes, self._contents = Prefixes(), Contents()
+        self._owners: dict[int | None, Owners] = {}
+        self._pages = inner
+        self.page_size = inner.page_size
+        self._step: Step | None = None
+        self._seen: dict[int, Any] = {}  # tables that were looked at in this step
+        self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit
+
+    def prepare(self, step: Step) -> ModelInputs:
+        found = super().prepare(step)
+        self._step = step
+        self._seen.clear()
+        if self._spot:
+            self._contents.begin(step)
+        return found
+
+    def admit(self, sequence: Sequence) -> bool:
+        found = super().admit(sequence)
+        if found and not self._prefixes.admit(sequence):
+            raise fault(
+                self,
+                f"admit says that it has the first {sequence.num_cached} tokens of request "
+                f"{sequence.id}, which it was never given",
+            )
+        return found
+
+    def commit(self, step: Step, kept: Seq[int]) -> None:
+        super().commit(step, kept)
+        self._contents.end()
+
+    def _leaves(self, sequence: Sequence, *, known: bool = True) -> None:
+        """A sequence goes; its tokens are `known` to be those that it was given."""
+        if known:
+            self._prefixes.leave(sequence)
+        else:
+            self._prefixes.forgotten = True
+        self._contents.leave(sequence.id, kept=known)
+        for owners in self._owners.values():
+            owners.left(sequence.id)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._leaves(sequence)
+        super().release(sequences)
+
+    def evict(self, sequence: Sequence) -> None:
+        self._leaves(sequence)
+        super().evict(sequence)
+
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        self._leaves(sequence, known=False)
+        super().rewind(sequence, tokens)
+
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        for sequence in (*dropped, *(into for _, into in copies)):
+            self._leaves(sequence, known=False)
+        super().fork(copies, dropped)
+
+    def forget(self) -> None:
+        super().forget()
+        self._prefixes.clear()
+        self._contents.clear()
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        with self._guards["write"]:
+            found = self._pages.write(layer, keys, values)
+            if not isinstance(found, PackedLayer):
+                raise fault(self, f"write must return a PackedLayer, got {quoted(found)}")
+            tables = found.tables
+            if id(tables) not in self._seen:
+                self._seen[id(tables)] = tables
+                self._look(tables, found.keys, keys)
+            pool = self._pools.get(layer)
+            if pool is None or pool() is not found.keys:
+                self._fit(found, keys)
+                self._pools[layer] = weakref.ref(found.keys)
+            if self._windows and tables.window != self._windows[layer]:
+                due = self._windows[layer]
+                raise fault(self, f"write has window {tables.window} in layer {layer}, {due} due")
+            if self._spot and (flaw := self._contents.look(layer, found, keys, values)):
+                raise fault(self, f"write: {flaw}")
+        return found
+
+    def _fit(self, found: PackedLayer, keys: torch.Tensor) -> None:
+        """The pages of a layer, which stay the same for many steps, hold tokens like `keys`."""
+        size = found.keys.shape
+        if size != found.values.shape[:3] + size[3:] or size[2:] != keys.shape[1:]:
+            raise fault(
+                self,
+                f"write must return pages of {list(keys.shape[1:])} a token, got keys "
+                f"{list(size)} and values {list(found.values.shape)}",
+            )
+
+    def _look(self, tables: Any, pages: torch.Tensor, keys: torch.Tensor) -> None:
+        """Each sequence's part of the step, and its pages, are what they must be."""
+        assert self._step is not None
+        at, number, size = 0, pages.shape[0], tables.page_size
+        for row, feed in enumerate(self._step.feeds):
+            length = feed.count + len(feed.drafts)
+            start, end = at, feed.start + length
+            span = tables.step.spans[row]
+            if tuple(span) != (start, length, end):
+                raise fault(
+                    self, f"write has span {tuple(span)} for feed {row}, {(start, length, end)} due"
+                )
+            at += length
+            own = tables.tables[row]
+            if not own or not 0 <= own[0] < number or not 0 <= own[-1] < number:
+                raise fault(self, f"write has page {quoted(own)} for feed {row}, of {number}")
+            if tables.firsts[row] + len(own) * size < end:
+                raise fault(self, f"write has {len(own)} pages of {size} for {end} tokens")
+            if flaw := flaw_of_first(tables, row):
+                raise fault(self, f"write has {flaw} for feed {row}")
+        if len(tables.step.spans) != len(self._step.feeds) or at != len(keys):
+            raise fault(self, f"write has {len(tables.step.spans)} spans for {row + 1} feeds")
+        read = self._closely and (self._spot or keys.device.type == "cpu")
+        flaw = flaw_of_step(tables.step, read=read)
+        flaw = flaw or flaw_of_tables(tables, read=self._spot)
+        if not flaw:
+            owners = self._owners.setdefault(tables.window, Owners())
+            flaw = owners.look(tables, self._step.feeds, number, whole=self._spot)
+        if flaw:
+            raise fault(self, f"write has {flaw}")

@@ -1,0 +1,208 @@
+"""The strategies that an engine offers, and the one sampler that decides for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from jackfield.contracts import Accepted, Decision, StepBlock, Strategy
+from jackfield.engine.checked_search import CheckedSearch
+from jackfield.engine.groups import Group
+from jackfield.engine.report import Speculation, total
+from jackfield.engine.searching import Searcher
+from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.guarded import all_of
+from jackfield.requests.settings import Settings
+from jackfield.sampling.drafted import Drafted
+from jackfield.sampling.fenced import OwnFailure, fenced
+from jackfield.sampling.sampler import Sampler
+from jackfield.sampling.structured import Structures
+
+logger = logging.getLogger("jackfield")
+
+
+class Decoder:
+    """Asks each sequence's strategy for drafts, and the sampler which of them are right.
+
+    `strategies` are those that a request can choose by name; those in `drafting` propose. `calls`
+    counts the steps that each took part in, `totals` what its drafts did. `decided` is what the
+    last `accept` says of groups, whose sequences gain nothing by themselves.
+    """
+
+    def __init__(
+        self,
+        strategies: Mapping[str, Strategy],
+        drafting: frozenset[str] = frozenset(),
+        structures: Structures | None = None,
+    ) -> None:
+        self.strategies = dict(strategies)
+        self.drafting = drafting
+        self.calls: Counter[str] = Counter()
+        self.totals = {name: Drafted() for name in strategies}
+        self._structures = structures
+        self._allowed: Future[torch.Tensor] | None = None
+        self._sampler = Sampler()
+        searches = {n: s for n, s in self.strategies.items() if isinstance(s, CheckedSearch)}
+        self.searcher = Searcher(searches) if searches else None
+        self.decided: list[tuple[Group, Decision]] = []
+
+    def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
+        """Drafts for each sequence; none for one that reads its prompt or is left alone."""
+        found: dict[int, list[int]] = {}
+        for name in self.drafting:
+            most = {
+                s: room for s in sequences if s.settings.decoding == name and (room := _room(s))
+            }
+            if most:
+                drafts = self.strategies[name].propose(list(most), list(most.values()))
+                found |= {s.id: own for s, own in zip(most, drafts, strict=True)}
+        return [found.get(sequence.id, []) for sequence in sequences]
+
+    def expect(self, step: Step) -> None:
+        """Send what the sampler needs, and find out while the model computes what may follow."""
+        if self._structures is not None:
+            self._allowed = self._structures.begin(step.feeds)
+        if self._sampler.sends:
+            own = [f for f in step.feeds if f.samples and f.sequence.group is None]
+            self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
+
+    def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
+        """What each feed gains by `logits` (`[feeds, k, vocab]`, may be modified in place).
+
+        The last `1 + len(drafts)` positions of a feed's k are those of its last own token and its
+        drafts. One that does not reach the end of its sequence gains nothing.
+        """
+        ready = [i for i, feed in enumerate(step.feeds) if feed.samples]
+        gains = [Accepted() for _ in step.feeds]
+        allowed = None if self._allowed is None else self._allowed.result()
+        if self.searcher is not None:
+            ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
+        if ready:
+            feeds = [step.feeds[i] for i in ready]
+            drafts = [feed.drafts for feed in feeds]
+            rows = _rows(logits, ready, drafts, self._sampler.block(logits.device))
+            sequences = [feed.sequence for feed in feeds]
+            chosen = self._sampler.sample(sequences, rows, drafts, allowed)
+            for i, gain in zip(ready, chosen, strict=True):
+                gains[i] = _within(step.feeds[i].sequence, gain)
+                self._learn(step.feeds[i], gain)
+        self.calls.update({feed.sequence.settings.decoding for feed in step.feeds})
+        return gains
+
+    def _search(
+        self,
+        searcher: Searcher,
+        step: Step,
+        logits: torch.Tensor,
+        ready: list[int],
+        allowed: torch.Tensor | None,
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """Let groups be decided; returns what is left for the sampler of `ready` and `allowed`."""
+        mine = [i for i in ready if step.feeds[i].sequence.group is not None]
+        self.decided = []
+        if not mine:
+            return ready, allowed
+        feeds = [step.feeds[i] for i in mine]
+        block = self._sampler.block(logits.device)
+        bits, others = _parted(allowed, [step.feeds[i] for i in ready])
+        self.decided = searcher.decide(
+            feeds, _rows(logits, mine, [()] * len(mine), block), bits, block
+        )
+        return [i for i in ready if step.feeds[i].sequence.group is None], others
+
+    def _learn(self, feed: Feed, gain: Accepted) -> None:
+        sequence = feed.sequence
+        name = sequence.settings.decoding
+        right = feed.kept(gain) - feed.count
+        self.totals[name].count(len(gain.tokens), len(feed.drafts), right)
+        sequence.drafted.count(len(gain.tokens), len(feed.drafts), right)
+        judged = feed.drafts and sequence.drafted.rest(self.strategies[name].worth)
+        if judged:
+            self.totals[name].pauses += 1
+            logger.info(
+                "request %d: %s was right in %d of its last %d drafts and rests for %d tokens",
+                sequence.id, name, *judged, sequence.drafted.resting,
+            )  # fmt: skip
+
+    def width(self, settings: Settings) -> int | None:
+        """How many beams a request has; None where its strategy does not search."""
+        strategy = self.strategies[settings.decoding]
+        return strategy.width(settings) if isinstance(strategy, CheckedSearch) else None
+
+    def speculation(self) -> Speculation | None:
+        """What the drafts of all strategies did; None where none drafts."""
+        return total([self.totals[name] for name in self.drafting])
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        searching = () if self.searcher is None else self.searcher.strategies
+        strategies = [self.strategies[name] for name in (*self.drafting, *searching)]
+        all_of(partial(strategy.release, sequences) for strategy in strategies)
+
+
+def _within(sequence: Sequence, gain: Accepted) -> Accepted:
+    """The same, and whether it completes what the text must look like."""
+    constraint = sequence.constraint
+    if constraint is None:
+        return gain
+    try:
+        end = fenced("structure", sequence.id, lambda: constraint.advance(gain.tokens))
+    except OwnFailure as failure:
+        return replace(gain, error=str(failure))
+    if (cause := constraint.error) is not None:
+        return replace(gain, error=cause)
+    if end is None:
+        return gain
+    gain = replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end])
+    least, new = sequence.settings.min_new_tokens, sequence.num_new + end
+    if new < least:
+        why = f"its structure is complete after {new} tokens, and min_new_tokens={least}"
+        return replace(gain, error=why)
+    return replace(gain, ends=True)
+
+
+def _parted(
+    allowed: torch.Tensor | None, feeds: Seq[Feed]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The rows of `allowed` (those of feeds with a constraint) of groups, and of all others."""
+    if allowed is None:
+        return None, None
+    of_group = torch.tensor(
+        [
+            feed.sequence.group is not None
+            for feed in feeds
+            if feed.sequence.constraint is not None
+            for _ in range(1 + len(feed.drafts))
+        ]
+    )
+    return allowed[of_group], allowed[~of_group]
+
+
+def _room(sequence: Sequence) -> int:
+    """How many drafts a sequence can use now: the last new token is never fed."""
+    if len(sequence.tokens) - sequence.num_cached != 1 or sequence.drafted.rests():
+        return 0
+    return sequence.settings.max_new_tokens - sequence.num_new - 1
+
+
+def _rows(
+    logits: torch.Tensor, ready: list[int], drafts: Seq[Seq[int]], block: StepBlock
+) -> torch.Tensor:
+    """The logits that the sampler reads, `[rows, vocab]`."""
+    feeds, width, _ = logits.shape
+    if not any(drafts) and len(ready) == feeds:
+        return logits[:, -1]
+    flat = [
+        i * width + at
+        for i, own in zip(ready, drafts, strict=True)
+        for at in range(width - 1 - len(own), width)
+    ]
+    rows = block.put(flat)
+    block.send()
+    return logits.flatten(0, 1).index_select(0, rows)

@@ -1,0 +1,346 @@
+"""The loop: one request or a thousand, plain or speculative, padded or packed.
+
+Reads from top to bottom; its parts stand in the order in which a step calls them. Everything it
+calls was bound once: no plugin machinery in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
+from jackfield.engine.bounds import UNLIMITED, Bounds
+from jackfield.engine.decoder import Decoder
+from jackfield.engine.sequences import Event, Feed, Sequence, Step
+from jackfield.engine.statistics import Recorder
+from jackfield.errors import CacheFullError
+from jackfield.guarded import all_of, fault
+from jackfield.sampling.fenced import OwnFailure, fenced
+
+LONG = 10_000  # steps after which a request that waits has waited long
+FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
+
+
+class Loop:
+    """Runs sequences to their end. Not thread-safe: one caller steps. `steps` counts them."""
+
+    def __init__(
+        self,
+        forward: Callable[[ModelInputs], torch.Tensor],
+        cache: KVCache,
+        decoding: Decoder,
+        schedule: Schedule,
+        bounds: Bounds,
+    ) -> None:
+        self.forward = forward
+        self.cache = cache
+        self.decoding = decoding
+        self.schedule = schedule
+        self.bounds = bounds
+        cache.max_portion = bounds.max_portion
+        self.waiting: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []
+        self._timed: dict[int, Sequence] = {}  # those with a deadline
+        self._neglected: list[Sequence] = []  # passed over for ever
+        self._full = False  # the cache refused who is next, and holds no less since
+        self.steps = 0
+        self.doing: str | None = None  # what of a step is no plugin's and takes long
+        self.recorder = Recorder()
+
+    def submit(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
+        if sequence.deadline is not None:
+            self._timed[sequence.id] = sequence
+        if sequence is not sequence.together[0]:
+            return
+        sequence.arrival = self.steps
+        self.waiting[sequence.id] = sequence
+        self._full = False
+        self.recorder.tokens_in += sequence.prompt_length
+
+    def cancel(self, sequence: Sequence, why: str | None = None) -> list[Event]:
+        """End a sequence wherever it is, and its group; nothing is computed for it from now on."""
+        if sequence.finish_reason is not None:
+            return []
+        group = sequence.group
+        gains = [(sequence, Accepted())] if group is None else group.so_far()
+        events = [_cancelled(one, gain, why) for one, gain in gains]
+        for one in sequence.together:
+            self.waiting.pop(one.id, None)
+        self._retire([one for one, _ in gains])
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
+        late = self._expire()
+        self._admit()
+        late += self._starved()
+        if not self.running:  # whatever waited came too late
+            return late
+        drafts = self.decoding.propose(self.running)
+        step = self._fitting(drafts)
+        self.decoding.expect(step)
+        inputs = self.cache.prepare(step)
+        self.doing = "the model's forward call"
+        logits = self.forward(inputs)
+        self.doing = None
+        self.steps += 1
+        accepted = self.decoding.accept(step, logits)
+        self.cache.commit(step, [f.kept(a) for f, a in zip(step.feeds, accepted, strict=True)])
+        if any(feed.count > 1 for feed in step.feeds):  # a window holds less than its prompt did
+            self._full = False
+        return late + self._emit(step, accepted)
+
+    def _expire(self) -> list[Event]:
+        """End the requests whose deadline has passed."""
+        now = time.perf_counter()
+        late = [s for s in self._timed.values() if s.deadline is not None and now > s.deadline]
+        ended = (self.cancel(s, f"its deadline of {s.settings.deadline:g} s passed") for s in late)
+        return [event for events in ended for event in events]
+
+    def _starved(self) -> list[Event]:
+        """End the requests that a scheduler passes over for ever, by its name."""
+        events = []
+        neglected, self._neglected = self._neglected, []
+        for sequence in neglected:
+            why = f"{self.schedule} passed it over {sequence.passed_over} times for later requests"
+            for event in self.cancel(sequence, why):
+                event.sequence.finish_reason = "error"
+                events.append(event)
+        return events
+
+    def _note_passed(self, entered: Seq[Sequence]) -> None:
+        """Count, for those that have waited long, who came later, with no right to be first."""
+        for sequence in self.waiting.values() if entered else ():
+            if self.steps - sequence.arrival > LONG and any(
+                other.arrival > sequence.arrival
+                and other.settings.priority <= sequence.settings.priority
+                for other in entered
+            ):
+                self._pass_over(sequence)
+
+    def _pass_over(self, sequence: Sequence) -> None:
+        sequence.passed_over += 1
+        if sequence.passed_over > FOR_EVER:
+            self._neglected.append(sequence)
+
+    def _admit(self) -> None:
+        """Let in who is next, while there are places; who does not fit yet holds up the rest."""
+        free = self.bounds.max_batch_size - len(self.running)
+        closed = self._full or (self.running and not self.cache.joins)
+        if free < 1 or not self.waiting or closed:
+            return
+        ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
+        groups = {s.group for s in self.running if s.group is not None}
+        free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
+        entered = []
+        for sequence in self.schedule.order(ready, self.steps):
+            free -= len(sequence.together)
+            if free < 0:
+                break
+            if not self._enters(sequence):
+                if not self.running:
+                    raise fault(self.cache, "admits nobody although nothing runs in it")
+                self._full = True
+                break
+            del self.waiting[sequence.id]
+            entered.append(sequence)
+        self._note_passed(entered)
+
+    def _enters(self, sequence: Sequence) -> bool:
+        """Whether the cache takes in a sequence, and the other beams of its group with it."""
+        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        for at, beam in enumerate(beams):
+            if not self.cache.admit(beam):
+                for other in beams[:at]:
+                    self.cache.evict(other)
+                return False
+        self.running += beams
+        return True
+
+    def _waits_for_its_leader(self, sequence: Sequence) -> bool:
+        """Whether the prompt it shares is still being read by another, to be found in the cache."""
+        leader = sequence.leader
+        return (
+            self.cache.joins
+            and leader is not None
+            and leader.finish_reason is None
+            and leader.num_cached < leader.prompt_length
+        )
+
+    def _fitting(self, drafts: Seq[list[int]]) -> Step:
+        """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
+        proposed = dict(zip(self.running, drafts, strict=True))
+        while True:
+            step = self._schedule(proposed)
+            if self.cache.fits(step):
+                return step
+            if any(feed.drafts for feed in step.feeds):  # a guess is not worth an eviction
+                proposed = {s: [] for s in self.running}
+                continue
+            if len({s.group or s for s in self.running}) == 1:
+                raise CacheFullError(
+                    f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
+                    "tokens alone; make it larger"
+                )
+            self._evict(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
+
+    def _schedule(self, drafts: dict[Sequence, list[int]]) -> Step:
+        """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
+        pending = [self._pending(sequence) for sequence in self.running]
+        budget = self.bounds.max_batch_tokens or UNLIMITED
+        wanted = self.schedule.portions(self.running, pending, budget, self.steps)
+        for sequence, count in zip(self.running, wanted, strict=True):
+            if count:
+                sequence.passed_over = 0
+            else:
+                self._pass_over(sequence)
+        if self.bounds.whole_chunks:
+            wanted = [
+                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
+            ]
+            if not any(wanted):
+                raise fault(self.schedule, "portions gives nobody all that is pending")
+        counts = self.cache.portions(self.running, wanted)
+        if self.decoding.searcher is not None:
+            counts = self._together(counts)
+        feeds = []
+        for sequence, count in zip(self.running, counts, strict=True):
+            if count or not self.cache.joins:
+                feed = Feed(sequence, sequence.num_cached, count, drafts[sequence])
+                feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
+        return Step(feeds)
+
+    def _pending(self, sequence: Sequence) -> int:
+        """How many tokens it can feed in this step."""
+        left = len(sequence.tokens) - sequence.num_cached
+        if self.bounds.whole_chunks:  # an evicted one goes through its new tokens one by one again
+            left = max(1, sequence.prompt_length - sequence.num_cached)
+        return min(left, self.bounds.max_portion or left)
+
+    def _together(self, counts: list[int]) -> list[int]:
+        """A group is decided as a whole: who is ready before the others keeps its last token."""
+        rows = list(zip(self.running, counts, strict=True))
+        behind = {s.group for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
+        if not behind:
+            return counts
+        held = [
+            n - 1 if n and s.group in behind and s.num_cached + n == len(s.tokens) else n
+            for s, n in rows
+        ]
+        if not any(held):
+            raise fault(self.schedule, "portions gives no request all of its beams")
+        return held
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Take a sequence out, and the other beams of its group with it; the first one waits."""
+        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        for beam in beams:
+            self.running.remove(beam)
+            self.cache.evict(beam)
+            beam.evictions += 1
+        self.waiting[beams[0].id] = beams[0]
+        self.recorder.evictions += 1
+
+    def _emit(self, step: Step, accepted: Seq[Accepted]) -> list[Event]:
+        events, finished = [], []
+        for feed, gain in zip(step.feeds, accepted, strict=True):
+            sequence = feed.sequence
+            if not (gain.tokens or gain.error):
+                continue  # a part of its prompt
+            if gain.error is not None:
+                sequence.fail(gain.error)
+            events.append(_told(sequence, gain))
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+        if self.decoding.decided:
+            found = self._branch()
+            events += found
+            finished += [event.sequence for event in found]
+        self._retire(finished)
+        self.recorder.count(step, events)
+        return events
+
+    def _branch(self) -> list[Event]:
+        """Go on with the beams that were decided on; returns what groups say that have ended."""
+        copies: list[tuple[Sequence, Sequence]] = []
+        dropped: list[Sequence] = []
+        events = []
+        for group, decision in self.decoding.decided:
+            if decision.beams and decision.error is None:
+                group.hypotheses = decision.hypotheses
+                parting, left = group.grow(decision.beams)
+                copies += parting
+                dropped += left
+            else:
+                events += [_ended(s, gain) for s, gain in group.told(decision)]
+        if copies or dropped:
+            self.cache.fork(copies, dropped)
+            gone = {sequence.id for sequence in dropped}
+            self.running = [s for s in self.running if s.id not in gone]
+            self.running += [into for _, into in copies]
+        return events
+
+    def _retire(self, finished: Seq[Sequence]) -> None:
+        if finished:
+            gone = {one.id for sequence in finished for one in sequence.together}
+            self.running = [s for s in self.running if s.id not in gone]
+            self._full = False
+            self.recorder.ended(finished)
+            self._release(finished)
+
+    def _release(self, ended: Seq[Sequence]) -> None:
+        sequences = [one for sequence in ended for one in sequence.together]
+        for sequence in sequences:
+            self._timed.pop(sequence.id, None)
+        all_of((lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)))
+
+    def reset(self) -> None:
+        """Give everything back after a failure; what was running or waiting is lost."""
+        self.doing = None
+        lost = [*self.running, *self.waiting.values()]
+        self.running, self.waiting, self._full = [], {}, False
+        for sequence in lost:
+            sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt
+        self._release(lost)
+
+
+def _told(sequence: Sequence, gain: Accepted) -> Event:
+    """What the sequence took of its gain. A text that cannot be made ends this request alone."""
+    before = len(sequence.tokens)
+    try:
+        extend = partial(sequence.extend, gain.tokens, gain.logprobs, ends=gain.ends)
+        taken, text = fenced("text", sequence.id, extend)
+        if gain.error is not None:  # also where the last of these tokens is an end
+            sequence.finish_reason = "error"
+        return Event(sequence, taken, text)
+    except OwnFailure as failure:
+        sequence.fail(failure)
+        return Event(sequence, sequence.tokens[before:], "")
+
+
+def _ended(sequence: Sequence, gain: Accepted) -> Event:
+    """What a search says with one of its sequences."""
+    if gain.error is not None:
+        sequence.fail(gain.error)
+    return _told(sequence, gain)
+
+
+def _cancelled(sequence: Sequence, gain: Accepted, why: str | None) -> Event:
+    """End a sequence with what it has, and with what it still gains."""
+    event = _told(sequence, gain)
+    if sequence.finish_reason == "error":
+        return event
+    sequence.finish_reason, sequence.error, text = "cancelled", why, event.text
+    try:
+        text += fenced("text", sequence.id, sequence.flush)
+    except OwnFailure as failure:
+        sequence.fail(failure)
+    return Event(sequence, event.tokens, text)

@@ -1,0 +1,114 @@
+"""What readers see of a running engine: deltas, completions, and what was observed to run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from jackfield.engine.assistant import DraftModel
+from jackfield.engine.bound import BoundModel
+from jackfield.engine.loop import Loop
+from jackfield.engine.report import Compiled, Observation, Report, Speculation, observe, total
+from jackfield.engine.sequences import Completion, Delta, Event, Sequence, Usage
+from jackfield.planning.planning import Plan
+from jackfield.requests.texts import Text
+from jackfield.sampling.fenced import OwnFailure, fenced
+
+
+class Observer:
+    """Looks at what the loop did. Belongs to one engine and must not refer to it.
+
+    `draft` is the model that proposes, where there is one.
+    """
+
+    def __init__(
+        self, plan: Plan, bound: BoundModel, loop: Loop, text: Text, draft: DraftModel | None
+    ) -> None:
+        self._plan = plan
+        self._port = bound.port
+        self._loop = loop
+        self._text = text
+        self._stored = bound.stored
+        self._compiled = bound.compiled
+        self._adapter = bound.adapter
+        self._layers = bound.layers
+        self._draft = draft
+
+    def report(self) -> Report:
+        """What was observed to run since the engine was made."""
+        attention = self._plan["attention"].registered
+        steps = self._loop.steps
+        return Report(
+            (
+                observe("attention", attention, self._port.tally, self._port.source),
+                observe("cache", self._plan["cache"].registered, steps),
+                *map(self._decoding, self._plan.decodings),
+                observe("scheduler", self._plan["scheduler"].registered, steps),
+                *(
+                    observe("kernel", layers.registered, layers.calls, layers.source)
+                    for layers in self._layers
+                ),
+                observe("quantizer", self._plan["quantizer"].registered, steps, self._stored),
+                self._compiler(steps),
+                *(self._draft.observations() if self._draft else ()),
+            ),
+            self._loop.decoding.speculation(),
+            self._adapter.use() if self._adapter else None,
+        )
+
+    def _compiler(self, steps: int) -> Observation:
+        """How many steps it executed, and what it compiled for them."""
+        registered = self._plan["compiler"].registered
+        if self._compiled is None:
+            return observe("compiler", registered, steps)
+        made = self._compiled.compilation
+        seen = observe("compiler", registered, self._compiled.steps, made.source)
+        return replace(seen, compiled=Compiled(made.graphs, made.seconds))
+
+    def _decoding(self, name: str) -> Observation:
+        """The strategy that requests call `name`, and how many steps it took part in."""
+        registered = self._plan.decodings[name].registered
+        calls = self._loop.decoding.calls[name]
+        return replace(observe("decoding", registered, calls), name=name)
+
+    def delta(self, event: Event) -> Delta:
+        sequence = event.sequence
+        done = sequence.finish_reason is not None
+        return Delta(event.text, event.tokens, self._completion(sequence) if done else None)
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        text = self._text_of(sequence)
+        assert sequence.finish_reason is not None
+        return Completion(
+            text=text,
+            token_ids=sequence.new_tokens,
+            finish_reason=sequence.finish_reason,
+            usage=Usage(
+                sequence.prompt_length, sequence.num_new, time.perf_counter() - sequence.started
+            ),
+            report=self._report_of(sequence),
+            logprobs=sequence.logprobs,
+            error=sequence.error,
+            score=sequence.score,
+        )
+
+    def _report_of(self, sequence: Sequence) -> Report:
+        """What ran since the request came; of the decodings only its own."""
+        found = self.report().since(sequence.report_before)
+        name = sequence.settings.decoding
+        own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
+        if sequence.group is not None:
+            own = replace(own, beams=sequence.group.width)
+        return found.of_request(own, total([sequence.drafted]) or Speculation())
+
+    def _text_of(self, sequence: Sequence) -> str | None:
+        """None where there is no tokenizer, and where it fails, which ends this request alone."""
+        if sequence.detokenizer is not None:
+            return sequence.detokenizer.text
+        if self._text.tokenizer is None:
+            return None
+        try:
+            return fenced("text", sequence.id, lambda: self._text.decode(sequence.text_tokens))
+        except OwnFailure as failure:
+            sequence.fail(failure)
+            return None

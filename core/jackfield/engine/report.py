@@ -1,0 +1,219 @@
+"""What was observed to run: counted where it happens, not assumed from what was asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from typing import Any
+
+from jackfield.planning.adapter import AdapterUse
+from jackfield.registry.backends import Registered
+from jackfield.sampling.drafted import Drafted
+
+
+@dataclass
+class Tally:
+    """How often each layer called a backend, by phase (one query token a row is decode)."""
+
+    prefill: Counter[int] = field(default_factory=Counter)
+    decode: Counter[int] = field(default_factory=Counter)
+
+    def count(self, layer: int, query_length: int) -> None:
+        (self.decode if query_length == 1 else self.prefill)[layer] += 1
+
+    @property
+    def layers(self) -> set[int]:
+        return set(self.prefill) | set(self.decode)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How many programs a compiler has made, and the seconds that this took."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Compiled) -> Compiled:
+        """What was compiled after `before`."""
+        return Compiled(self.graphs - before.graphs, self.seconds - before.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One backend and how often it was called, in all and (attention) by phase and layer.
+
+    `source` is whose kernel it ran on, for a backend that has a choice. `compiled` is what a
+    compiler has made. `beams` is how many a search had for the one request that is reported.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    calls: int
+    prefill: Mapping[int, int]
+    decode: Mapping[int, int]
+    source: str | None = None
+    compiled: Compiled | None = None
+    beams: int | None = None
+
+    def since(self, before: Observation) -> Observation:
+        """What was counted after `before`."""
+        compiled = self.compiled and self.compiled.since(before.compiled or Compiled())
+        return replace(
+            self,
+            compiled=compiled,
+            calls=self.calls - before.calls,
+            prefill=dict(Counter(self.prefill) - Counter(before.prefill)),
+            decode=dict(Counter(self.decode) - Counter(before.decode)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "kind": self.kind,
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "calls": self.calls,
+        }
+        if self.source is not None:
+            row["source"] = self.source
+        if self.beams is not None:
+            row["beams"] = self.beams
+        if self.prefill or self.decode:
+            row |= {"prefill": dict(self.prefill), "decode": dict(self.decode)}
+        if self.compiled is not None:
+            row["compiled"] = asdict(self.compiled)
+        return row
+
+    @property
+    def who(self) -> str:
+        """Which backend, of which distribution and version, on whose kernel."""
+        source = f", on {self.source}" if self.source else ""
+        source += f", {self.beams} beams" if self.beams else ""
+        return f"{self.kind} {self.name} ({self.distribution} {self.version}{source})"
+
+    @property
+    def did(self) -> str:
+        """How often it was called, and what it compiled."""
+        return f"{self.calls} calls" + (f", {self.compiled}" if self.compiled else "")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafts did: `steps` gave `tokens` tokens; of `proposed` drafts `accepted` were right.
+
+    `pauses` counts how often a strategy did not pay for a request and was left alone for a while.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    pauses: int = 0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of the drafts that were right; None where there were none."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """How many tokens a sequence gains in a step; None before the first."""
+        return self.tokens / self.steps if self.steps else None
+
+    def since(self, before: Speculation) -> Speculation:
+        """What was counted after `before`."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return Speculation(*(now - then for now, then in pairs))
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {"acceptance_rate": self.acceptance_rate, "tokens_per_step": self.tokens_per_step}
+        return asdict(self) | rates
+
+    def __str__(self) -> str:
+        told = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
+        paused = f", left alone {self.pauses} times" if self.pauses else ""
+        return f"{told}, {self.tokens_per_step or 0:.2f} tokens a step{paused}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which backend, of which distribution and version, was called how often.
+
+    `speculation` is what drafts did, of one request or of the engine; None: nobody drafts.
+    `adapter` is what was found in the modules: None where they have none.
+    """
+
+    observations: tuple[Observation, ...]
+    speculation: Speculation | None = None
+    adapter: AdapterUse | None = None
+
+    def __getitem__(self, kind: str) -> Observation:
+        for observation in self.observations:
+            if observation.kind == kind:
+                return observation
+        raise KeyError(kind)
+
+    def since(self, before: Report | None) -> Report:
+        """What was observed after `before` (None: from the start)."""
+        if before is None:
+            return self
+        earlier = {(o.kind, o.name): o for o in before.observations}
+        spec, then = self.speculation, before.speculation
+        return Report(
+            tuple(o.since(earlier[o.kind, o.name]) for o in self.observations),
+            spec.since(then) if spec and then else spec,
+            self.adapter,
+        )
+
+    def of_request(self, decoding: Observation, drafted: Speculation) -> Report:
+        """The same with what one request's own decoding did."""
+        others = [o for o in self.observations if o.kind != decoding.kind]
+        at = next(i for i, o in enumerate(self.observations) if o.kind == decoding.kind)
+        mine = (*others[:at], decoding, *others[at:])
+        return Report(mine, drafted if self.speculation else None, self.adapter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Observations by kind; a decoding beside the default one as "decoding NAME"."""
+        found: dict[str, Any] = {}
+        for o in self.observations:
+            found[f"{o.kind} {o.name}" if o.kind in found else o.kind] = o.to_dict()
+        if self.speculation is not None:
+            found["speculation"] = self.speculation.to_dict()
+        if self.adapter is not None:
+            found["adapter"] = self.adapter.to_dict()
+        return found
+
+    def __str__(self) -> str:
+        told = "; ".join(
+            f"{o.who}: {o.did}"
+            for o in self.observations
+            if o.calls or o.kind != "decoding"  # one that nobody asked for
+        )
+        return "; ".join(map(str, filter(None, (told, self.speculation, self.adapter))))
+
+
+def observe(
+    kind: str, registered: Registered, seen: Tally | int, source: str | None = None
+) -> Observation:
+    """The observation of one backend, from its tally of layer calls or a plain count."""
+    # In one go each: another thread may be counting.
+    layers = ({}, {}) if isinstance(seen, int) else (dict(seen.prefill), dict(seen.decode))
+    whole = seen if isinstance(seen, int) else sum(map(sum, (n.values() for n in layers)))
+    return Observation(
+        kind, registered.name, registered.distribution, registered.version, whole, *layers, source
+    )
+
+
+def total(counts: Seq[Drafted]) -> Speculation | None:
+    """The sum of what drafts did; None where there is nothing to sum."""
+    if not counts:
+        return None
+    names = [f.name for f in fields(Speculation)]
+    return Speculation(**{name: sum(getattr(c, name) for c in counts) for name in names})

@@ -1,0 +1,166 @@
+"""A request as its reader sees it: wait for it, iterate over it, cancel it, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any, NoReturn
+
+from jackfield.engine.sequences import Completion, Delta
+from jackfield.errors import ExecutionError, JackfieldError, UsageError, told
+
+FORKED = "an engine does not survive a fork; load one in the child process"
+
+
+class Request:
+    """A request that was submitted.
+
+    Iterate over it (``for`` or ``async for``) for its deltas, each of which is handed out once; or
+    call `result`, or ``await`` it, for its completion. Nothing of this cancels it: `cancel` does.
+    """
+
+    def __init__(
+        self, number: int, cancel: Callable[[Request], None], *, streams: bool, engine: Any = None
+    ) -> None:
+        self.id = number
+        self._engine = engine  # is not collected while the request is open
+        self._cancel = cancel
+        self._streams = streams
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._deltas: deque[Delta] = deque()
+        self._completion: Completion | None = None
+        self._failure: BaseException | None = None
+        self._wakers: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._completion is not None or self._failure is not None
+
+    def cancel(self) -> None:
+        """End it, wherever it is; its completion has what there was. A second call does nothing."""
+        self._cancel(self)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the completion, `timeout` seconds at most.
+
+        Raises TimeoutError, or what made the engine fail; UsageError in a forked child.
+        """
+        self._check_process()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
+        if self._completion is None:
+            raise self._error()
+        return self._completion
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            self._check_process()
+            with self._changed:
+                self._changed.wait_for(lambda: self._deltas or self.done)
+                delta = self._next()
+            if delta is None:
+                return
+            yield delta
+            if delta.completion is not None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while True:
+            await self._wait(lambda: bool(self._deltas) or self.done)
+            delta = self._next()
+            if delta is None:
+                return
+            yield delta
+            if delta.completion is not None:
+                return
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        yield from self._wait(lambda: self.done).__await__()
+        return self.result()
+
+    async def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait in the running event loop until `ready`."""
+        self._check_process()
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            self._wakers.append(wake)
+        try:
+            while not ready():
+                await woken.wait()
+                woken.clear()
+        finally:
+            with self._changed:
+                self._wakers.remove(wake)
+
+    def _check_process(self) -> None:
+        """In a forked child nothing more comes, and a lock may be held by a thread that is gone."""
+        if os.getpid() != self._process and not self.done:
+            raise UsageError(FORKED)
+
+    def _next(self) -> Delta | None:
+        """The next delta, where something has come; None where all were handed out before."""
+        try:
+            return self._deltas.popleft()
+        except IndexError:
+            if self._failure is not None:
+                raise self._error() from None
+            return None
+
+    def _error(self) -> JackfieldError:
+        """The failure as an error of our tree, on one line, with its cause chained."""
+        assert self._failure is not None
+        if isinstance(self._failure, JackfieldError):
+            return self._failure
+        what = told(self._failure)
+        error = ExecutionError(f"the model failed: {what}")
+        error.__cause__ = self._failure
+        return error
+
+    def deliver(self, delta: Delta) -> None:
+        """What a step made of it. Called by the worker."""
+        with self._changed:
+            if self._streams:
+                self._deltas.append(delta)
+            self._completion = delta.completion
+            if self.done:
+                self._engine = None
+            if self._streams or self.done:
+                self._wake()
+
+    def fail(self, failure: BaseException) -> None:
+        """Nothing more will come. Called by the worker; without effect on what has ended."""
+        with self._changed:
+            if not self.done:
+                self._failure, self._engine = failure, None
+                self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for waker in self._wakers:
+            try:
+                waker()
+            except RuntimeError:  # its event loop was closed: nobody waits there any more
+                continue
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError("a request is its engine's and cannot be copied; copy its result()")
+
+
+class Reader:
+    """Who reads a request alone: it is cancelled when they leave, and when they are forgotten."""
+
+    def __init__(self, request: Request) -> None:
+        self.leave = request.cancel
+
+    def __del__(self) -> None:
+        self.leave()

@@ -1,0 +1,85 @@
+"""Asks the strategies that search which beams their requests go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+
+from jackfield.contracts import Decision, StepBlock
+from jackfield.engine.checked_search import CheckedSearch
+from jackfield.engine.groups import Group
+from jackfield.engine.sequences import Feed
+from jackfield.sampling.sampler import NEVER, Batch
+
+_COLDEST = 1e-30
+
+
+class Searcher:
+    """Scores what may follow each beam, as transformers does, and lets `strategies` decide.
+
+    transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
+    model's dtype; then the processors, on log-probabilities and not on logits, and where a request
+    samples the warpers. Nothing is normalized again. `CheckedSearch` adds the score of the beam.
+    """
+
+    def __init__(self, strategies: Mapping[str, CheckedSearch]) -> None:
+        self.strategies = strategies
+
+    def decide(
+        self,
+        feeds: Seq[Feed],
+        logits: torch.Tensor,
+        allowed: torch.Tensor | None,
+        block: StepBlock,
+    ) -> list[tuple[Group, Decision]]:
+        """What each group does that has all its beams in `feeds`.
+
+        `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
+        `[rows, words]`), for the feeds of sequences with a constraint only. What goes to the
+        device goes by `block`.
+        """
+        groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
+        at = {feed.sequence.id: row for row, feed in enumerate(feeds)}
+        batch = Batch([feed.sequence for feed in feeds], logits, block)
+        batch.confine(allowed)
+        scores = batch.processed(torch.log_softmax(logits.float(), -1))
+        if batch.forbidden is not None:
+            scores = scores.masked_fill(batch.forbidden, NEVER)
+        scores = _warped(batch, scores)
+        found: list[tuple[Group, Decision]] = []
+        for name, strategy in self.strategies.items():
+            own = [g for g in groups if g is not None and g.settings.decoding == name]
+            if own:
+                rows = [[at[beam.id] for beam in group.beams] for group in own]
+                every = block.put([i for row in rows for i in row])
+                block.send()
+                parts = scores.index_select(0, every).split([len(row) for row in rows])
+                found += zip(own, strategy.decide(own, parts), strict=True)
+        failed = {feeds[row].sequence.group: why for row, why in batch.failures.items()}
+        return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
+
+
+def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, in the rows of requests that sample.
+
+    Of each beam as many tokens stay as end a text, and one more (`_get_logits_processor` of
+    transformers), so that a search can go on.
+    """
+    if not batch.samples or batch.do_sample is None:
+        return scores
+    cooled = scores
+    if batch.temperature is not None:  # so that sums of scores stay in the range of float32
+        cooled = scores / batch.temperature.clamp(min=_COLDEST)
+    ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
+    least = [min(max(2, 1 + n), batch.vocab_size) for n in ends]
+    last = batch.block.put([[n - 1] for n in least])
+    batch.block.send()
+    floor = cooled.topk(max(least)).values.gather(1, last)
+    warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
+    return torch.where(batch.do_sample, warped, scores)
+
+
+def _unless(error: str | None, decision: Decision) -> Decision:
+    return decision if error is None else Decision(error=error)

@@ -1,0 +1,402 @@
+"""What a model takes of a device, and how fast that lets it decode, from its config alone."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jackfield.contracts import Requirements
+from jackfield.contracts.quantizing import plain_bytes
+from jackfield.contracts.requirements import BYTES, DTYPES
+from jackfield.engine.bounds import check_sizes
+from jackfield.errors import UsageError
+from jackfield.estimates.backend_sizes import (
+    CacheBytes,
+    WeightBytes,
+    requests_by_cache,
+    weights_by_quantizer,
+)
+from jackfield.estimates.memory import (
+    STEP_ROWS,
+    STEP_TOKENS,
+    CacheMemory,
+    free_bytes,
+    step_bytes,
+)
+from jackfield.estimates.reading import StepReads, Table
+from jackfield.planning.planning import Plan
+from jackfield.spelling import AUTO
+from jackfield.units import parse_bandwidth, parse_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from jackfield.bridge.dry_run import DryRun
+    from jackfield.planning.solving import Choice
+
+#: Where a model has no limit of its own, the longest context that is looked at, in tokens.
+_FAR = 131072
+_LENGTHS = (1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What steps take at their peak beside weights and cache, in bytes, logits included.
+
+    `tokens` is how long the request is; `prefill` feeds `fed` of them, the last ones, and `decode`
+    one.
+    """
+
+    tokens: int
+    fed: int
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan takes of a device of `device_memory` bytes. Numbers are bytes.
+
+    `dtypes` is what weights take that are not quantized. `steps` were rehearsed, those of `lengths`
+    among them; there are none where the model's code does not run without numbers, and `reads` is
+    then None.
+    `weights_known` is false where the chosen quantizer does not say what its weights take; they
+    count as if not quantized. `checkpoint_bytes` is what a checkpoint in the dtype of its config
+    takes, not quantized. `pool` is the cache's memory where its options fix it.
+    `bandwidth` is in bytes a second, None where nobody gave or measured it.
+    """
+
+    plan: Plan
+    device_memory: int
+    given: bool
+    lengths: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    dtypes: Mapping[str, int]
+    weights: tuple[WeightBytes, ...]
+    caches: tuple[CacheBytes, ...]
+    steps: tuple[StepBytes, ...]
+    reads: StepReads | None
+    weights_known: bool
+    checkpoint_bytes: int
+    pool: int | None
+    step_limit: int | None
+    bandwidth: float | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.plan.requirements.weight_bytes
+
+    @property
+    def context_length(self) -> int:
+        return self.plan.requirements.context_length or _FAR
+
+    def request_bytes(self, tokens: int) -> int | None:
+        """What the chosen cache holds of one request; None where it does not say."""
+        choice = self.plan["cache"]
+        return choice.registered.size(
+            "request_bytes", self.plan.requirements, choice.options, tokens
+        )
+
+    def step_bytes(self, tokens: int, requests: int = 1) -> int:
+        """The peak of a step while that many requests of `tokens` tokens are read.
+
+        Padded rows are read together; otherwise a step feeds `step_limit` tokens of all of them.
+        Between two rehearsed lengths, a straight line, which never says too little.
+        """
+        one = _on_line([(s.tokens, max(s.prefill, s.decode)) for s in self.steps], tokens)
+        fed = min(tokens, self.step_limit or tokens)
+        together = min(requests * tokens, self.step_limit or requests * tokens)
+        return -(-one * together // fed)
+
+    def decode_bytes(self, tokens: int, requests: int = 1) -> int:
+        """The peak of a step that decodes that many requests of `tokens` tokens."""
+        return requests * _on_line([(s.tokens, s.decode) for s in self.steps], tokens)
+
+    def cache_bytes(self, tokens: int, requests: int = 1) -> int | None:
+        """What the cache allocates for them, which can be more than they hold; None: unknown."""
+        choice, needs = self.plan["cache"], self.plan.requirements
+        return choice.registered.size("allocated_bytes", needs, choice.options, tokens, requests)
+
+    def memory(self, weight_bytes: int | None = None) -> CacheMemory | None:
+        """What fits beside the weights (of the plan, or as many bytes as given); None: unknown."""
+        if self.request_bytes(1) is None or self.cache_bytes(1) is None:
+            return None
+        weights = self.weight_bytes if weight_bytes is None else weight_bytes
+        left, held = max(0, self.device_memory - weights), self._held
+        if self.pool is not None:  # which is there from the start
+            return CacheMemory(self.pool, self.context_length, held)
+        return CacheMemory(left, self.context_length, held, self._needed)
+
+    def _held(self, tokens: int) -> int:
+        held = self.request_bytes(tokens)
+        assert held is not None
+        return held
+
+    def _needed(self, tokens: int, requests: int) -> int:
+        return (self.cache_bytes(tokens, requests) or 0) + self.step_bytes(tokens, requests)
+
+    def total(self, tokens: int, requests: int = 1, *, decoding: bool = False) -> int | None:
+        """Weights, cache and the peak of a step together; None where the cache does not say.
+
+        The step reads prompts, or only decodes.
+        """
+        cache = self.cache_bytes(tokens, requests)
+        step = self.decode_bytes if decoding else self.step_bytes
+        return None if cache is None else self.weight_bytes + cache + step(tokens, requests)
+
+    @property
+    def loading_bytes(self) -> int:
+        """The peak while loading. On the CPU a file is mapped, and weights that change are copies.
+
+        The kernel can drop a mapped file's pages where it needs them, so this is no hard demand.
+        """
+        changed = self.weight_bytes != self.checkpoint_bytes
+        on_cpu = self.plan.requirements.device == "cpu"
+        return self.weight_bytes + (self.checkpoint_bytes if changed and on_cpu else 0)
+
+    def bytes_read(self, tokens: int, batch: int = 1) -> int | None:
+        """What a step reads that decodes `batch` sequences of `tokens` tokens; None: unknown."""
+        kept = _kv_read(self.plan.requirements, tokens)
+        if self.reads is None or kept is None:
+            return None
+        return self.weight_bytes - self.reads.unread(batch) + batch * kept
+
+    def decode_limit(self, tokens: int, batch: int = 1) -> float | None:
+        """Tokens a second that memory bandwidth allows; None where it is not known."""
+        read = self.bytes_read(tokens, batch)
+        if self.bandwidth is None or not read:
+            return None
+        return batch * self.bandwidth / read
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = self.memory()
+        return {
+            "architecture": self.plan.requirements.architecture,
+            "chosen": {kind: choice.to_dict() for kind, choice in self.plan.choices.items()},
+            "device_memory": {"bytes": self.device_memory, "given": self.given},
+            "weights": {
+                "bytes": self.weight_bytes,
+                "known": self.weights_known,
+                "while_loading": self.loading_bytes,
+                "by_dtype": dict(self.dtypes),
+                "by_quantizer": [_row(w, dtype=w.dtype, bytes=w.num_bytes) for w in self.weights],
+            },
+            "cache": {
+                "pool_bytes": self.pool,
+                "by_cache": [_row(c, request_bytes=dict(c.request_bytes)) for c in self.caches],
+            },
+            "lengths": [self._at(tokens, memory) for tokens in self.lengths],
+            "longest_request": memory.longest if memory else None,
+            "bandwidth": self.bandwidth,
+        }
+
+    def _at(self, tokens: int, memory: CacheMemory | None) -> dict[str, Any]:
+        step = next((s for s in self.steps if s.tokens == tokens), None)
+        return {
+            "tokens": tokens,
+            "request_bytes": self.request_bytes(tokens),
+            "prefill_tokens": step.fed if step else None,
+            "prefill_bytes": step.prefill if step else None,
+            "decode_bytes": step.decode if step else None,
+            "total_bytes": self.total(tokens),
+            "largest_batch": memory.requests(tokens) if memory else None,
+            "decode": {
+                batch: {
+                    "bytes_read": self.bytes_read(tokens, batch),
+                    "tokens_per_second": self.decode_limit(tokens, batch),
+                }
+                for batch in self.batch_sizes
+            },
+        }
+
+
+def _row(row: WeightBytes | CacheBytes, **more: Any) -> dict[str, Any]:
+    r = row.registered
+    return {
+        "name": r.name,
+        "distribution": r.distribution,
+        "version": r.version,
+        "chosen": row.chosen,
+        **more,
+        "reasons": list(row.reasons),
+    }
+
+
+def _on_line(points: Sequence[tuple[int, int]], x: int) -> int:
+    """The value at `x` on the line through the points around it; beyond them, the last ones'."""
+    if not points:
+        return 0
+    if len(points) == 1:
+        return points[0][1]
+    at = min(max(1, bisect.bisect_left(points, (x, 0))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    return max(0, -(-(y0 * (x1 - x) + y1 * (x - x0)) // (x1 - x0)))
+
+
+def _kv_read(needs: Requirements, tokens: int) -> int | None:
+    """The keys and values that a token attends to, in bytes."""
+    numbers = needs.packed_numbers if needs.layout == "packed" else needs.kv_numbers
+    if not numbers:
+        return None
+    kept = sum(
+        count * (tokens if window is None else min(tokens, window))
+        for count, window in zip(numbers, needs.windows, strict=True)
+    )
+    return kept * BYTES[needs.dtype]
+
+
+def estimate(
+    model: str | Path | PreTrainedModel | PreTrainedConfig,
+    *,
+    device_memory: str | int | None = None,
+    bandwidth: str | float | None = None,
+    lengths: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    prefill_tokens: int | None = None,
+    revision: str | None = None,
+    **selections: Any,
+) -> Estimate:
+    """What `jackfield.load` with these selections would take. Reads no weight.
+
+    `model` is as for `jackfield.plan`; of a live model only the config counts. `device_memory` is
+    a size such as "24GB", or bytes; None: what is free on the device now. `bandwidth` is a rate
+    such as "3.35TB/s", or bytes a second. `lengths` are tokens of a request, prompt and new ones
+    together. `prefill_tokens` is how many tokens of prompts a step feeds at most; None: what an
+    engine does (2048 in the packed layout, all of them in the padded one). `selections` are those
+    of `jackfield.plan`. Raises UsageError and the errors of `jackfield.plan`.
+    """
+    rate = None if bandwidth is None else parse_bandwidth(bandwidth)
+    size = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    check_sizes(prefill_tokens=prefill_tokens)
+    _check_each(batch_sizes=batch_sizes, lengths=lengths or ())
+    from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
+
+    config, planned = _planned(model, revision, selections, size)
+    needs, cache, quantizer = planned.requirements, planned["cache"], planned["quantizer"]
+    sized = quantizer.registered.size("weight_bytes", needs, quantizer.options)
+    tokens = _lengths(lengths, needs.context_length)
+    limit = prefill_tokens or (STEP_TOKENS if needs.layout == "packed" else None)
+    scores = planned["attention"].backend.capabilities.whole_scores
+    memory = _free(needs) if size is None else size
+    left = memory - needs.weight_bytes - step_bytes(needs, limit or STEP_TOKENS, STEP_ROWS)
+    dry = DryRun(config, needs, whole_scores=scores)
+    return Estimate(
+        plan=planned,
+        device_memory=memory,
+        given=size is not None,
+        lengths=tokens,
+        batch_sizes=tuple(batch_sizes),
+        dtypes={name: plain_bytes(replace(needs, dtype=name)) for name in DTYPES},
+        weights=tuple(weights_by_quantizer(planned)),
+        caches=tuple(requests_by_cache(planned, tokens)),
+        steps=_rehearse(dry, tokens, limit),
+        reads=_with_own_head(dry.reads(), needs, quantizer),
+        weights_known=sized is not None,
+        checkpoint_bytes=_checkpoint_bytes(config, needs),
+        pool=cache.registered.size("pool_of", needs, cache.options, max(0, left)),
+        step_limit=limit,
+        bandwidth=rate,
+    )
+
+
+def _with_own_head(
+    reads: StepReads | None, needs: Requirements, quantizer: Choice
+) -> StepReads | None:
+    """`reads` where a quantizer stores a tied head apart: the embedding is then only looked up."""
+    if reads is None or needs.head is None or not needs.tied_head:
+        return reads
+    ask, options = quantizer.registered.size, quantizer.options
+    without = ask("weight_bytes", replace(needs, head=None), options)
+    if ask("weight_bytes", needs, options) == without:
+        return reads
+    row = needs.head[1] * BYTES[needs.dtype]
+    return replace(reads, tables=(*reads.tables, Table(needs.head[0] * row, row)))
+
+
+def _check_each(**named: Sequence[int]) -> None:
+    for name, sizes in named.items():
+        for one in sizes:
+            check_sizes(**{name: one})
+
+
+def _planned(
+    model: Any, revision: str | None, selections: Mapping[str, Any], device_memory: int | None
+) -> tuple[PreTrainedConfig, Plan]:
+    """The plan for the config of `model`, all of which an estimate can count."""
+    from jackfield.api import planned
+    from jackfield.bridge.devices import ElsewhereError
+    from jackfield.bridge.source import find
+
+    source = find(model, revision)
+    own = {}
+    if source.live is not None and selections.get("dtype", AUTO) == AUTO:
+        own["dtype"] = str(source.live.dtype).removeprefix("torch.")
+    try:
+        found = planned(source.config, {**selections, **own}, device_memory)
+    except ElsewhereError as error:
+        raise UsageError(
+            f"{error}; to plan for one that is elsewhere give --device-memory 80GB, in Python "
+            "device_memory='80GB'"
+        ) from None
+    _check_counted(found)
+    return source.config, found
+
+
+def _free(needs: Requirements) -> int:
+    free = free_bytes(needs.device)
+    if free is None:
+        raise UsageError(
+            f"nobody tells how much memory is free on {needs.device}; say it with device_memory="
+        )
+    return free
+
+
+def _checkpoint_bytes(config: PreTrainedConfig, needs: Requirements) -> int:
+    if needs.stored is not None:
+        return needs.weight_bytes
+    return plain_bytes(replace(needs, dtype=_stored_dtype(config, needs)))
+
+
+def _check_counted(planned: Plan) -> None:
+    """Refuse what an estimate would leave out."""
+    where = planned.placement
+    for stray, what, instead in (
+        (planned.assistant, "a draft model", "ask about each of the two models"),
+        (where is not None and where.spread, "weights in several places", "name one device"),
+    ):
+        if stray:
+            raise UsageError(f"an estimate does not count {what}; {instead}")
+
+
+def _stored_dtype(config: PreTrainedConfig, needs: Requirements) -> str:
+    name = str(config.dtype).removeprefix("torch.")
+    return name if name in DTYPES else needs.dtype
+
+
+def _lengths(asked: Sequence[int] | None, context: int | None) -> tuple[int, ...]:
+    far = context or _FAR
+    if asked is None:
+        return (*(n for n in _LENGTHS if n < far), far)
+    if context is not None and (beyond := [n for n in asked if n > context]):
+        raise UsageError(
+            f"lengths: {beyond[0]} tokens are more than the model's context of {context}; ask for "
+            f"at most {context}"
+        )
+    return tuple(sorted(set(asked)))
+
+
+def _rehearse(dry: DryRun, lengths: Sequence[int], limit: int | None) -> tuple[StepBytes, ...]:
+    """The steps of each length, of one token, and of as many as a step feeds at most."""
+    most = lengths[-1] if limit is None else min(limit, lengths[-1])
+    steps = []
+    for tokens in sorted({1, most, *lengths}):
+        fed = min(tokens, limit or tokens)
+        prefill, decode = dry.activations(fed, tokens), dry.activations(1, tokens)
+        if prefill is None or decode is None:
+            return ()
+        steps.append(StepBytes(tokens, fed, prefill, decode))
+    return tuple(steps)

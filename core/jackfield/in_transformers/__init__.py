@@ -1,0 +1,1 @@
+"""Plugins in plain transformers code: attention, cache, decoding and quantization."""

@@ -1,0 +1,140 @@
+"""The draft model of assisted decoding: found, planned and compared before a weight is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from jackfield.bridge.attention import decoder_configs
+from jackfield.bridge.source import ModelSource
+from jackfield.bridge.weights import tokenizer_of
+from jackfield.engine.bound import weights
+from jackfield.errors import JackfieldError, UsageError
+from jackfield.planning.deciding import Job, understand
+from jackfield.planning.placement import STRATEGIES, DeviceMap
+from jackfield.planning.planning import Plan
+from jackfield.registry.discovery import registry
+from jackfield.requests.texts import Text, same_tokens
+from jackfield.spelling import AUTO, nearest
+
+logger = logging.getLogger("jackfield")
+
+Model = str | Path | PreTrainedModel
+
+#: What `assistant={…}` may hold: arguments of `jackfield.load` that are the draft model's own.
+KINDS = {
+    "attn_implementation": "attention",
+    "cache_implementation": "cache",
+    "quantization": "quantizer",
+}
+KEYS = (*KINDS, "device_map", "dtype", "revision", "tokenizer")
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """A draft model with its weights, its plan and its tokenizer."""
+
+    model: PreTrainedModel
+    plan: Plan
+    tokenizer: Any | None
+
+
+@dataclass(frozen=True)
+class FoundAssistant:
+    """A draft model that was found and planned; its weights are not read."""
+
+    job: Job
+    plan: Plan
+    tokenizer: Any | None
+
+    def load(self, beside: PreTrainedModel, files: ExitStack) -> Assistance:
+        """Read its weights. Raises UsageError where it is the model that it is to assist."""
+        model = weights(self.job, self.plan, files, self.tokenizer)
+        if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
+            raise UsageError(
+                "assistant_model is the model itself, or shares its config; give another one, or a "
+                "copy with a config of its own"
+            )
+        return Assistance(model, self.plan, self.tokenizer)
+
+
+def find_assistant(
+    plan: Plan, model: Model | None, how: Mapping[str, Any] | None, device_map: DeviceMap
+) -> FoundAssistant | None:
+    """Plan the draft model that the decodings of `plan` need. None: they need none.
+
+    Raises UsageError where one is missing or nobody asks for it, and what `jackfield.plan` raises.
+    """
+    needing = [n for n, c in plan.decodings.items() if c.backend.capabilities.assistant]
+    if not needing:
+        if model is not None or how is not None:
+            stray = "assistant" if model is None else "assistant_model"
+            raise UsageError(
+                f"{stray} is used by none of the decodings ({', '.join(plan.decodings)}); choose "
+                "decoding='assisted', or drop it"
+            )
+        return None
+    if model is None:
+        raise UsageError(
+            f"decoding {needing[0]!r} needs a draft model; give assistant_model='…' (a hub id, a "
+            "folder, or a live model)"
+        )
+    how = _checked(how or {})
+    try:
+        live = isinstance(model, PreTrainedModel)
+        one = not live and isinstance(device_map, str) and device_map not in STRATEGIES
+        job = understand(
+            model,
+            dtype=how.get("dtype", AUTO),
+            device_map=how.get("device_map", device_map if one else AUTO),
+            revision=how.get("revision"),
+        )
+        job = replace(job, needs=replace(job.needs, rollback=True))
+        chosen = {kind: how[key] for key, kind in KINDS.items() if key in how}
+        found = job.decide(registry(), chosen)
+        return FoundAssistant(job, found, tokenizer_of(how.get("tokenizer"), job.source))
+    except JackfieldError as error:
+        raise type(error)(f"assistant_model: {error}") from error
+
+
+def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(how, Mapping):
+        raise UsageError(f"assistant must be a mapping of arguments, not {how!r}")
+    for key in how:
+        if key == "adapter":
+            raise UsageError(
+                "assistant has no key 'adapter'; give the draft model with it, as a live model: "
+                "assistant_model=PeftModel.from_pretrained(…)"
+            )
+        if key not in KEYS:
+            raise UsageError(
+                f"assistant has no key {key!r} (keys: {', '.join(KEYS)}){nearest(str(key), KEYS)}"
+            )
+    return how
+
+
+def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAssistant) -> None:
+    """Raise UsageError unless the draft model's tokens can be made the model's."""
+    sizes = [one.vocab_size for one in (source, found.job.source)]
+    if tokenizer is None or found.tokenizer is None:
+        if sizes[0] != sizes[1]:
+            without = "the model" if tokenizer is None else "the assistant model"
+            raise UsageError(
+                f"assistant_model has a vocabulary of {sizes[1]} tokens where the model has "
+                f"{sizes[0]}, and {without} has no tokenizer to go from one to the other; choose a "
+                "draft model with the same vocabulary, or give both a tokenizer"
+            )
+        return
+    if (known := found.tokenizer.vocab_size) > sizes[1]:
+        raise UsageError(
+            f"assistant_model has a vocabulary of {sizes[1]} tokens where its tokenizer has {known}"
+            "; give the tokenizer that it was trained with: assistant={'tokenizer': …}"
+        )
+    if not same_tokens(Text(tokenizer, sizes[0]), Text(found.tokenizer, sizes[1])):
+        logger.info("the assistant model has a vocabulary of its own: drafts go by their text")

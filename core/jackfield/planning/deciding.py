@@ -1,0 +1,219 @@
+"""From what a caller asks for to a plan: requirements, adapter, backends, and where weights go."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
+from jackfield.bridge.devices import is_here
+from jackfield.bridge.layers import layers_for
+from jackfield.bridge.placement import first_device, place, placed_live, too_large
+from jackfield.bridge.requirements import requirements_of, skeleton
+from jackfield.bridge.source import ModelSource, blamed, find
+from jackfield.contracts.quantizing import plain_bytes
+from jackfield.contracts.requirements import BYTES, Requirements, Weight
+from jackfield.errors import JackfieldError, PlanError, UsageError
+from jackfield.planning.placement import Asked, Placement, asked
+from jackfield.planning.planning import Plan, decide
+from jackfield.planning.solving import judge
+from jackfield.planning.stored import check_stored
+from jackfield.registry.backends import Registered, Registry
+from jackfield.spelling import AUTO, Quantizable
+from jackfield.units import in_units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("jackfield")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model that was found, and what it needs; no backend is chosen yet."""
+
+    source: ModelSource
+    asked: Asked
+    needs: Requirements
+    found: FoundAdapter | None = None
+
+    def decide(self, registry: Registry, selections: Mapping[str, Quantizable]) -> Plan:
+        """One backend a kind, and a place for every weight. Raises the errors of a plan.
+
+        Places depend on the quantizer's bytes, and what fits depends on the places: where weights
+        do not go to the one device that was assumed, it is decided again.
+        """
+        check_stored(registry, self.source, self.needs)
+        needs, plan, tried = self.needs, decide(registry, self.needs, selections), []
+        while (where := self._placed(registry, plan)).spread:
+            quantizer = plan["quantizer"].registered
+            if quantizer in tried:
+                break
+            tried.append(quantizer)
+            plan = decide(registry, spread_over(needs, where), selections)
+            if plan["quantizer"].registered is quantizer:
+                break
+        self.check_layers(plan)
+        return replace(plan, placement=where, adapter=self._adapter())
+
+    def check_layers(self, plan: Plan) -> None:
+        """Raise PlanError where a kernel finds no layer in the model, or two find the same.
+
+        Of a model that is not loaded, as far as its config shows its layers: what a quantizer or an
+        adapter puts in their place is known later.
+        """
+        live = self.source.live
+        if plan.kernels and live is not None:
+            layers_for(plan.kernels, live)
+        elif plan.kernels and self.found is None and _as_it_is(plan):
+            layers_for(plan.kernels, skeleton(self.source.config))
+
+    def _adapter(self) -> Any:
+        return self.found.adapter if self.found else live_adapter(self.source)
+
+    def _placed(self, registry: Registry, plan: Plan) -> Placement:
+        if self.source.live is not None:
+            return placed_live(self.source.live)
+        where = place(self.asked, self.source, plan.requirements, _scale(plan))
+        if where.offloaded and self.found and self.found.reads_weights:
+            raise UsageError(
+                f"the adapter {self.found.adapter.location} reads the weights below it when it is "
+                "merged, or as DoRA; they cannot be offloaded: name one device"
+            )
+        if not where.spread:
+            _check_size(registry, plan, self.asked, where)
+        return where
+
+
+def spread_over(needs: Requirements, where: Placement) -> Requirements:
+    """`needs` where weights go to several places, or to disk."""
+    return replace(
+        needs,
+        device=where.device.partition(":")[0],
+        execution_devices=where.execution_devices,
+        offloaded=where.offloaded,
+    )
+
+
+def _scale(plan: Plan) -> Any:
+    """What the chosen quantizer makes of each weight, in bytes."""
+    choice, needs = plan["quantizer"], plan.requirements
+
+    def weigh(weight: Weight) -> int | None:
+        alone = replace(needs, weights=(weight,))
+        return choice.registered.size("weight_bytes", alone, choice.options)
+
+    return weigh
+
+
+def _as_it_is(plan: Plan) -> bool:
+    """Whether every weight is stored as it is, by what the quantizer says that they take."""
+    needs, quantizer = plan.requirements, plan["quantizer"]
+    size = quantizer.registered.size("weight_bytes", needs, quantizer.options)
+    return needs.stored is None and size == plain_bytes(needs)
+
+
+def _check_size(registry: Registry, plan: Plan, asked: Asked, where: Placement) -> None:
+    """Refuse one device that is too small: nothing is made smaller unless the caller says so."""
+    needs = plan.requirements
+    bound = too_large(where.device, needs.weight_bytes, asked)
+    if bound is None:
+        return
+    given = "max_memory gives it" if asked.max_memory is not None else "free there are"
+    would = [*_dtypes(plan, bound), *_quantizers(registry, plan, bound), "device_map='auto'"]
+    raise PlanError(
+        f"the weights of {needs.architecture} take {in_units(needs.weight_bytes)} in {needs.dtype}"
+        f" and do not fit on {where.device}: {given} {in_units(bound)}; what would fit: "
+        f"{', '.join(would)}"
+    )
+
+
+def _dtypes(plan: Plan, bound: int) -> list[str]:
+    """Smaller dtypes of the same weights that fit."""
+    needs, choice = plan.requirements, plan["quantizer"]
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        if BYTES[dtype] < BYTES[needs.dtype] and needs.stored is None:
+            smaller = replace(needs, dtype=dtype)
+            size = choice.registered.size("weight_bytes", smaller, choice.options)
+            if size is not None and size <= bound:
+                found.append(f"dtype={dtype!r} ({in_units(size)})")
+    return found
+
+
+def _quantizers(registry: Registry, plan: Plan, bound: int) -> list[str]:
+    """Quantizers that run here and make the weights fit."""
+    found = []
+    for registered in registry.of_kind("quantizer"):
+        size = _size_with(registered, plan)
+        if size is not None and size <= bound:
+            found.append(f"quantization={registry.address(registered)!r} ({in_units(size)})")
+    return found
+
+
+def _size_with(registered: Registered, plan: Plan) -> int | None:
+    if registered is plan["quantizer"].registered:
+        return None
+    try:
+        options = registered.options()
+    except JackfieldError:  # it needs an option, which we cannot know
+        return None
+    if judge(registered, plan.requirements, options):
+        return None
+    return registered.size("weight_bytes", plan.requirements, options)
+
+
+def understand(
+    model: str | Path | PreTrainedModel | PreTrainedConfig,
+    *,
+    dtype: str = AUTO,
+    device_map: Any = AUTO,
+    max_memory: Any = None,
+    offload_folder: Any = None,
+    adapter: str | Path | None = None,
+    merge_adapter: bool = False,
+    revision: str | None = None,
+    deterministic: bool = False,
+    device_memory: int | None = None,
+) -> Job:
+    """Find a model and derive what it needs. Raises a UsageError; reads no weight."""
+    if sys.flags.optimize > 1:
+        raise UsageError(
+            "Python runs with -OO, which takes away docstrings, and transformers reads them to "
+            "define its models; run it with -O, or without"
+        )
+    said = replace(asked(device_map, max_memory, offload_folder), device_memory=device_memory)
+    source = find(model, revision)
+    first = first_device(said, source)
+    device = AUTO if source.live is not None else first
+    with blamed(source):
+        needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
+        needs = replace(needs, elsewhere=device_memory is not None and not is_here(first))
+    if isinstance(said.device_map, Mapping):
+        where = Placement(str(first), said.device_map, {})
+        needs = spread_over(needs, where) if where.spread else needs
+    if merge_adapter and adapter is None:
+        raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
+    if adapter is None:
+        own = live_adapter(source)
+        return Job(source, said, replace(needs, adapter=own.peft_type if own else None))
+    if source.live is not None:
+        raise UsageError(
+            "a live model is used as it is: put the adapter on it yourself with "
+            "model.load_adapter(…), or give the model's folder"
+        )
+    found = find_adapter(adapter, skeleton(source.config), merge=merge_adapter)
+    weights = (*needs.weights, *found.weights)
+    size = sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights)
+    needs = replace(
+        needs,
+        adapter=found.adapter.peft_type,
+        merge_adapter=merge_adapter,
+        weights=weights,
+        weight_bytes=size,
+    )
+    return Job(source, said, needs, found)

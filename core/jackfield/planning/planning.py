@@ -1,0 +1,228 @@
+"""From selections to a plan: one backend per kind, decided before a weight is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jackfield.contracts import Requirements
+from jackfield.errors import JackfieldError, PlanError, SelectionError
+from jackfield.estimates.memory import (
+    STEP_ROWS,
+    STEP_TOKENS,
+    CacheMemory,
+    free_bytes,
+    step_bytes,
+)
+from jackfield.planning.adapter import Adapter
+from jackfield.planning.candidates import Candidates
+from jackfield.planning.fused import chosen_kernels
+from jackfield.planning.placement import Placement
+from jackfield.planning.solving import ORDER, Choice, Refusal, Solution, failure, solve
+from jackfield.planning.strategies import chosen_beside, implied, offered, split
+from jackfield.planning.wording import selected
+from jackfield.registry.backends import Registry
+from jackfield.spelling import AUTO
+
+logger = logging.getLogger("jackfield")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One backend per kind that fit together, with the reasons against the rest.
+
+    `placement` says where weights go, `adapter` what is on top of them, None where nothing is.
+    `decodings` are the strategies that requests can choose by name, the default first; `assistant`
+    is the plan of their draft model. `kernels` stand in for layers.
+    """
+
+    requirements: Requirements
+    choices: Mapping[str, Choice]
+    refusals: tuple[Refusal, ...] = ()
+    placement: Placement | None = None
+    adapter: Adapter | None = None
+    decodings: Mapping[str, Choice] = field(default_factory=dict)
+    assistant: Plan | None = None
+    kernels: tuple[Choice, ...] = ()
+
+    def __getitem__(self, kind: str) -> Choice:
+        return self.choices[kind]
+
+    @property
+    def faster(self) -> tuple[Refusal, ...]:
+        """The attentions that `auto` would rather have chosen, with what stands against each.
+
+        Those for other devices are none of them.
+        """
+        if self["attention"].how != AUTO:
+            return ()
+        device, backends = self.requirements.device, [(r, r.registered) for r in self.refusals]
+        return tuple(
+            refusal
+            for refusal, r in backends
+            if r.kind == "attention" and device in r.backend.capabilities.devices  # type: ignore[attr-defined]
+        )
+
+    def memory(self) -> CacheMemory | None:
+        """What keys and values cost and how much fits, by the memory that is free now.
+
+        None where nobody can tell before the model runs.
+        """
+        needs, choice = self.requirements, self.choices["cache"]
+
+        def request_bytes(tokens: int) -> int:
+            return choice.registered.ask("request_bytes", needs, choice.options, tokens)  # type: ignore[no-any-return]
+
+        try:
+            told = request_bytes(1) is not None
+            available = self._pool(needs, choice)
+        except JackfieldError as error:
+            logger.warning("what a request takes is unknown: %s", error)
+            return None
+        where = self.placement
+        if available is None and where is not None and len(where.execution_devices) > 1:
+            return None  # each layer's are where it computes
+        device = where.device if where else needs.device
+        if available is None and (free := free_bytes(device)) is not None:
+            available = max(0, free - self._loading(device))
+        if not told or available is None:
+            return None
+        return CacheMemory(available, needs.context_length, request_bytes)
+
+    def _pool(self, needs: Requirements, choice: Choice) -> int | None:
+        """The memory that requests share from the start, by what is free now."""
+        fixed: int | None = choice.registered.ask("pool_bytes", needs, choice.options)
+        where = self.placement
+        if fixed is not None or (where is not None and len(where.execution_devices) > 1):
+            return fixed
+        device = where.device if where else needs.device
+        if choice.registered.ask("pool_of", needs, choice.options, 0) is None:
+            return None
+        if (free := free_bytes(device)) is None:
+            return None
+        left = free - self._loading(device) - step_bytes(needs, STEP_TOKENS, STEP_ROWS)
+        return choice.registered.ask("pool_of", needs, choice.options, max(0, left))  # type: ignore[no-any-return]
+
+    def _loading(self, device: str | None) -> int:
+        """The bytes of weights that are still to come to a device."""
+        if self.placement is None or self.requirements.live:
+            return self.requirements.weight_bytes
+        return self.placement.sizes.get(device or "", 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        needs, memory = self.requirements, self.memory()
+        return {
+            "architecture": needs.architecture,
+            "dtype": needs.dtype,
+            "device": needs.device,
+            "layout": needs.layout,
+            "features": dict(needs.features),
+            "experts_implementation": needs.experts_implementation,
+            "placement": self.placement.to_dict() if self.placement else None,
+            "adapter": self.adapter.to_dict() if self.adapter else None,
+            "memory": memory.to_dict() if memory else None,
+            "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
+            "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
+            "assistant": self.assistant.to_dict() if self.assistant else None,
+            "kernels": [choice.to_dict() for choice in self.kernels],
+            "faster": [r.registered.name for r in self.faster],
+            "refused": [
+                {"kind": r.registered.kind, "name": r.registered.name,
+                 "distribution": r.registered.distribution, "reasons": list(r.reasons)}
+                for r in self.refusals
+            ],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        needs = self.requirements
+        lines = [f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout"]
+        lines += [f"  needs {name}: {evidence}" for name, evidence in needs.features.items()]
+        if needs.experts_implementation:
+            lines.append(f"  experts: {_experts(needs)}")
+        for kind, choice in self.choices.items():
+            r = choice.registered
+            lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if self.placement:
+            lines.append(f"  weights: {self.placement}")
+        if self.adapter:
+            lines.append(f"  adapter: {self.adapter}")
+        for choice in self.kernels:
+            r = choice.registered
+            lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if len(self.decodings) > 1:
+            lines.append(f"  decodings that a request can choose: {', '.join(self.decodings)}")
+        if memory := self.memory():
+            lines.append(f"  memory for keys and values: {memory}")
+        lines += [f"  would be faster: {r.registered.kind} {r}" for r in self.faster]
+        lines += [
+            f"  passed over: {r.registered.kind} {r.registered.name}: {'; '.join(r.reasons)}"
+            for r in self.refusals
+            if r not in self.faster
+        ]
+        if self.assistant is not None:
+            lines += [f"  assistant: {line.strip()}" for line in str(self.assistant).splitlines()]
+        return "\n".join(lines)
+
+
+def _notice(plan: Plan, choice: Choice) -> str | None:
+    """What a user has to know of a choice of `auto`, and what is better, with what it lacks."""
+    if choice.how != AUTO:
+        return None
+    notice = choice.registered.ask("notice", plan.requirements)
+    if notice and choice is plan["attention"] and plan.faster:
+        notice += f"; faster, and not to be had: {', '.join(map(str, plan.faster))}"
+    return notice  # type: ignore[no-any-return]
+
+
+def _experts(needs: Requirements) -> str:
+    why = needs.no_grouped_experts
+    return f"{needs.experts_implementation}, since transformers' grouped product {why}"
+
+
+def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any]) -> Plan:
+    """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
+
+    A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
+    backends by rank; a list is tried in its order.
+    Plugins that are missing from the choice are logged.
+    """
+    registry.warn()
+    if needs.varies:
+        raise PlanError(needs.varies)
+    selections = selected(selections, registry)
+    kernels = selections.pop("kernel", AUTO)
+    default, first, others = split(selections.get("decoding", AUTO))
+    beside = chosen_beside(registry, needs, others)
+    needs = implied(needs, beside)
+    selections = _plain_selections({**selections, "decoding": first})
+    candidates = {kind: Candidates(registry, kind, selections[kind], needs) for kind in ORDER}
+    found = solve(ORDER, needs, candidates)
+    if not isinstance(found, Solution):
+        raise PlanError(failure(found, registry, needs, candidates, selections))
+    plan = Plan(found.requirements, found.choices, found.refusals)
+    plan = replace(
+        plan,
+        decodings=offered(registry, plan, default, beside),
+        kernels=chosen_kernels(registry, plan.requirements, kernels),
+    )
+    for choice in plan.choices.values():
+        notice = _notice(plan, choice)
+        if notice:
+            logger.warning("auto chose %s: %s", choice.registered, notice)
+        elif choice.how != "named":
+            logger.info("%s chose %s", choice.how, choice.registered)
+    if needs.experts_implementation:
+        logger.info("experts run as %s", _experts(needs))
+    for refusal in plan.refusals:
+        what = "would be faster" if refusal in plan.faster else "passed over"
+        logger.info("%s %s: %s", what, refusal.registered, "; ".join(refusal.reasons))
+    return plan
+
+
+def _plain_selections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """One selection a kind, "auto" where none is given."""
+    if stray := [kind for kind, value in given.items() if isinstance(value, Mapping)]:
+        raise SelectionError(f"only decodings are offered by name, not one {stray[0]} of several")
+    return {kind: given.get(kind, AUTO) for kind in ORDER}

@@ -1,0 +1,53 @@
+"""What a checkpoint says of its own quantization: whether it can be so, before anything is decided.
+
+Its values come from a file, so an odd one is the file's fault and never that of a plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jackfield.bridge.source import ModelSource
+from jackfield.contracts import Requirements
+from jackfield.contracts.checkpoint import odd_fields, shown
+from jackfield.errors import CheckpointError, PluginError
+from jackfield.registry.backends import Registered, Registry
+
+
+def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -> None:
+    """Raise CheckpointError where no quantizer reads what a checkpoint says of itself, or where
+    those that do find a field of it odd.
+    """
+    stored = needs.stored
+    if stored is None or source.live is not None:
+        return
+    file = f"the config.json of {source.location}" if source.location else "the config"
+    where = f"the quantization_config in {file}"
+    method = stored.get("quant_method")
+    readers = [r for r in registry.of_kind("quantizer") if _reads(r, stored)]
+    if not readers:
+        named = "names no quant_method" if method is None else f"has quant_method {_shown(method)}"
+        raise CheckpointError(
+            f"{where} {named}, which no quantizer here reads as it stands; it is never loaded as "
+            "if it were not quantized"
+        )
+    odd = [odd_fields(stored, fields) for reader in readers if (fields := _fields(reader))]
+    if odd and all(odd):
+        raise CheckpointError(f"{where}: {odd[0][0]}")
+
+
+def _shown(method: Any) -> str:
+    return shown(str(getattr(method, "value", method)))
+
+
+def _fields(reader: Registered) -> Mapping[str, Any]:
+    return reader.backend.fields  # type: ignore[attr-defined,no-any-return]  # of a Quantizer
+
+
+def _reads(reader: Registered, stored: Mapping[str, Any]) -> bool:
+    """One that fails has its own refusal later, by name."""
+    try:
+        return bool(reader.ask("reads", stored))
+    except PluginError:
+        return False

@@ -1,0 +1,148 @@
+"""Which decoding strategies an engine offers to its requests, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
+from jackfield.planning.candidates import Candidates
+from jackfield.planning.solving import Choice, judge
+from jackfield.requests.vocabulary import DRAFTING, asks_for_nothing
+from jackfield.spelling import AUTO, Selectable, nearest
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Requirements
+    from jackfield.planning.planning import Plan
+    from jackfield.registry.backends import Registry
+    from jackfield.requests.wishes import Wishes
+
+#: What `decoding` may be: one selection, or those offered by name, the first one being the default.
+Strategies = Selectable | Mapping[str, Selectable]
+
+
+def split(value: Strategies) -> tuple[str | None, Selectable, dict[str, Selectable]]:
+    """The default's name (None: the backend's own) and selection, and the others by name."""
+    if not isinstance(value, Mapping):
+        return None, value, {}
+    if not value:
+        raise SelectionError("an empty mapping offers no decoding; name at least one")
+    for name in value:
+        if not name or not isinstance(name, str):
+            raise SelectionError(f"decodings are offered under names, and {name!r} is none")
+    first, *_ = value
+    return first, value[first], {k: v for k, v in value.items() if k != first}
+
+
+def chosen_beside(
+    registry: Registry, needs: Requirements, others: Mapping[str, Selectable]
+) -> dict[str, Choice]:
+    """A choice for each of `others`: the first of its candidates that does not refuse."""
+    return {name: _first(registry, needs, value, name) for name, value in others.items()}
+
+
+def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
+    reasons = []
+    for candidate in Candidates(registry, "decoding", value, needs).of(needs):
+        here = not needs.elsewhere
+        against = judge(candidate.registered, needs, candidate.options, here=here)
+        if not against:
+            return Choice(candidate.registered, candidate.options, candidate.how)
+        reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")
+    raise PlanError(
+        f"decoding={{{name!r}: {value!r}}} cannot run {needs.architecture} here: "
+        f"{', '.join(reasons) or 'nothing may be chosen by itself'}; drop it or name another"
+    )
+
+
+def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
+    """`needs`, and what each of `choices` demands of the kinds decided later."""
+    for choice in choices.values():
+        needs = choice.registered.ask("imply", needs, choice.options)
+    return needs
+
+
+def offered(
+    registry: Registry, plan: Plan, default: str | None, others: Mapping[str, Choice]
+) -> dict[str, Choice]:
+    """All decodings by name, the default first; what "auto" takes is always among them."""
+    chosen = plan["decoding"]
+    found = {default or chosen.registered.name: chosen, **others}
+    for plain in _plain(registry, plan.requirements):
+        name = plain.registered.name
+        if found.setdefault(name, plain).registered is not plain.registered:
+            raise SelectionError(
+                f"the name {name!r} stands for plain decoding; offer "
+                f"{found[name].registered.name!r} under another name"
+            )
+    return found
+
+
+def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
+    """The decoding without drafts that "auto" takes, if any plugin has one."""
+    for candidate in Candidates(registry, "decoding", AUTO, needs).of(needs):
+        backend = candidate.registered.backend
+        drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
+        if not drafts and not judge(candidate.registered, needs, candidate.options):
+            yield Choice(candidate.registered, candidate.options, "always offered")
+            return
+
+
+#: Settings that name a decoding by themselves, as they do in transformers.
+NAMING = ("num_beams", "prompt_lookup_num_tokens")
+
+
+def pick(plan: Plan, wishes: Wishes) -> str:
+    """The name of the decoding that a request asks for, or the default. Raises SettingsError.
+
+    One that names none and asks for beams, or whose model does, gets the first that has them, one
+    for a single beam the first that has not, and one for looked up tokens the first that looks
+    them up; where there is none of the kind, the default says so.
+    """
+    names, given = list(plan.decodings), wishes.given
+    asked = given.get("decoding")
+    if asked is None:
+        wanted = {
+            name: not asks_for_nothing(name, given[name])
+            for name in NAMING
+            if name in given and not _is_default(wishes, name)
+        }
+        fitting = (
+            offered
+            for offered in names
+            if all((name in _honoured(plan, offered)) == has for name, has in wanted.items())
+        )
+        return next(fitting, names[0])
+    if not isinstance(asked, str) or asked not in plan.decodings:
+        near = nearest(asked, names) if isinstance(asked, str) else ""
+        raise SettingsError(
+            f"decoding={quoted(asked)} is not offered by this engine, which has {', '.join(names)}"
+            f"{near}; offer it with jackfield.load(decoding={{'name': 'plugin:…'}})"
+        )
+    return asked
+
+
+def _is_default(wishes: Wishes, name: str) -> bool:
+    """Whether a model's own config says it and needs no other decoding for it."""
+    return wishes.of_the_model(name) and (
+        name in DRAFTING or asks_for_nothing(name, wishes.given[name])
+    )
+
+
+def _honoured(plan: Plan, name: str) -> frozenset[str]:
+    found: frozenset[str] = plan.decodings[name].backend.capabilities.settings
+    return found
+
+
+def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
+    """Which decoding honours a setting, and how to have it."""
+    here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
+    if here:
+        return f": decoding={' or '.join(here)}"
+    for registered in registry.of_kind("decoding"):
+        if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
+            offers = ", ".join(
+                f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
+            )
+            return f": jackfield.load(decoding={{{offers}}}) offers one"
+    return " (none that is installed)"

@@ -1,0 +1,216 @@
+"""From a transformers user's words to ours: keywords of a call, and what selects a backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jackfield.errors import SelectionError, UsageError
+from jackfield.planning.habits import (
+    DECODING_OPTIONS,
+    DECODINGS,
+    KEYWORDS,
+    NAMES,
+    VALUES,
+    Habit,
+)
+from jackfield.spelling import AUTO, PREFIX, Selection, nearest
+
+if TYPE_CHECKING:
+    from jackfield.registry.backends import Registry
+
+_PAGED = "paged|"
+#: A kernel as transformers names one: a repository of the hub, a revision, a function in it.
+_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(:(?P<function>\w+))?")
+
+
+def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) -> dict[str, Any]:
+    """The arguments of `call`, which takes `known`, from what a transformers user writes.
+
+    None is the same as nothing. Raises UsageError for what cannot be taken, with what to write.
+    """
+    found: dict[str, Any] = {}
+    typed: dict[str, str] = {}  # what was written for each of `found`
+    for name, value in given.items():
+        if value is None:
+            _check_known(name, known, call)
+        elif name in known:
+            _put(found, typed, name, value, f"{name}={_shown(name, value)}")
+        elif (habit := KEYWORDS.get(name)) is not None:
+            if not habit.asks_for_nothing(value):
+                ours, worth = _taken(name, value, habit, known, call)
+                _put(found, typed, ours, worth, f"{name}={_shown(name, value)}")
+        elif name not in DECODINGS and name not in DECODING_OPTIONS:
+            _check_known(name, known, call)
+            _refuse_setting(name, value, call)
+    return _with_decoding(found, given)
+
+
+def _taken(
+    name: str, value: Any, habit: Habit, known: Collection[str], call: str
+) -> tuple[str, Any]:
+    ours = habit.ours if habit.ours in known else None
+    if ours is None and habit.ours is not None:
+        raise UsageError(f"{call} takes no {name}: it is {habit.ours} of jackfield.load")
+    if ours is not None:
+        for theirs, worth in habit.values.items():
+            if value is theirs or (type(value) is type(theirs) and value == theirs):
+                return ours, worth
+        if not habit.answer:
+            return ours, value
+    raise UsageError(f"{call} takes no {name}={_shown(name, value)}: {habit.answer}")
+
+
+def _refuse_setting(name: str, value: Any, call: str) -> None:
+    """Raise UsageError with the way to have it in a request, or with what a request says to it.
+
+    Where requests have no such setting, a neutral value asks for nothing here either.
+    """
+    from jackfield.requests.vocabulary import asks_for_nothing, unhonoured
+
+    shown = _shown(name, value)
+    if (instead := unhonoured(name)) is None:
+        raise UsageError(
+            f"{name}={shown} is a setting of a request, not of loading: "
+            f"engine.generate(…, {name}={shown})"
+        )
+    if not asks_for_nothing(name, value):
+        raise UsageError(f"{call} takes no {name}={shown}, nor does a request: {instead}")
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value for a message: short, and never a secret."""
+    plain = isinstance(value, str | int | float) or type(value).__module__ == "torch"
+    plain = plain and "token" not in name.split("_")
+    return repr(value) if plain and len(repr(value)) < 60 else "…"
+
+
+def _put(found: dict[str, Any], typed: dict[str, str], ours: str, worth: Any, said: str) -> None:
+    """Note that `ours` is `worth`, which the caller wrote as `said`. Raises UsageError."""
+    before, wrote = found.setdefault(ours, worth), typed.setdefault(ours, said)
+    if before is not worth and (type(before) is not type(worth) or before != worth):
+        raise UsageError(f"{wrote} and {said} say two things of one argument, {ours}; give one")
+
+
+def _check_known(name: str, known: Collection[str], call: str) -> None:
+    """Raise UsageError for a name that is neither ours nor transformers'."""
+    if name in known or name in KEYWORDS or name in DECODINGS or name in DECODING_OPTIONS:
+        return
+    from jackfield.requests.vocabulary import ARGUMENTS, OWN
+
+    settings = OWN | _settings()
+    if name not in settings | ARGUMENTS.keys():
+        of_loading = [*known, *KEYWORDS, *DECODINGS]
+        near = nearest(name, [*of_loading, *settings])
+        if near and near != nearest(name, of_loading):
+            near += " It is a setting of engine.generate"
+        raise UsageError(f"{call} takes no argument {name!r}{near}")
+
+
+def _settings() -> frozenset[str]:
+    """What `generate` calls a setting, in the installed version."""
+    from transformers import GenerationConfig
+
+    return frozenset({"stop", *vars(GenerationConfig())})
+
+
+def _with_decoding(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`found`, where a setting names the decoding that honours it."""
+    said = {n: given[n] for n in (*DECODINGS, *DECODING_OPTIONS) if given.get(n) is not None}
+    if said.get("num_beams") == 1 and said["num_beams"] is not True:
+        del said["num_beams"]
+    named = [name for name in DECODINGS if name in said]
+    if len(named) > 1:
+        both = " and ".join(f"{name}=…" for name in named)
+        raise UsageError(f"{both} name two decodings; write decoding={{'NAME': 'plugin:…', …}}")
+    backend = DECODINGS[named[0]] if named else None
+    options = {name: value for name, value in said.items() if name != "assistant_model"}
+    if stray := [n for n in options if {**DECODINGS, **DECODING_OPTIONS}[n] != backend]:
+        owner = {**DECODINGS, **DECODING_OPTIONS}[stray[0]]
+        raise UsageError(
+            f"{stray[0]}={options[stray[0]]!r} is an option of a decoding: "
+            f"decoding='{owner}?{stray[0]}={options[stray[0]]}', or a setting of a request"
+        )
+    if backend is None:
+        return found
+    selected = Selection(backend, None, {n: str(v) for n, v in options.items()})
+    if found.get("decoding", AUTO) == AUTO:
+        found["decoding"] = str(selected)
+    elif options:
+        raise UsageError(
+            f"{named[0]}={said[named[0]]!r} stands for decoding={str(selected)!r}, and "
+            f"decoding={found['decoding']!r} is given too; give one"
+        )
+    return found
+
+
+def selected(selections: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    """What selects a backend of each kind, in our words. Raises SelectionError."""
+    found = dict(selections)
+    attention = found.get("attention")
+    if isinstance(attention, str) and attention.removeprefix(PREFIX).startswith(_PAGED):
+        cache = found.get("cache") or AUTO
+        if cache != AUTO and not str(cache).removeprefix(PREFIX).startswith("paged"):
+            raise SelectionError(
+                f"attn_implementation={attention!r} means cache_implementation='paged', and "
+                f"{cache!r} is given; give one of them"
+            )
+        found["attention"] = attention.removeprefix(PREFIX).removeprefix(_PAGED)
+        found["cache"] = "paged" if cache == AUTO else cache
+    return {kind: _value(kind, value, registry) for kind, value in found.items()}
+
+
+def _value(kind: str, value: Any, registry: Registry) -> Any:
+    if value is None:
+        return AUTO
+    if isinstance(value, list | tuple):
+        for one in value:
+            if isinstance(one, str) and one.removeprefix(PREFIX).startswith(_PAGED):
+                raise SelectionError(
+                    f"{one!r} names a cache, too; in a list write attn_implementation="
+                    f"[{one.removeprefix(PREFIX).removeprefix(_PAGED)!r}, …] and "
+                    "cache_implementation='paged'"
+                )
+        return [_value(kind, one, registry) for one in value]
+    if kind == "attention" and isinstance(value, Mapping):
+        raise SelectionError(
+            "attn_implementation takes one attention for the whole decoder, not a dict; name one"
+        )
+    if not isinstance(value, str | bool):
+        _check_object(kind, value)
+        return value
+    if value in VALUES.get(kind, {}):
+        return VALUES[kind][value]
+    if value in NAMES.get(kind, {}):
+        raise SelectionError(f"there is no {kind} {value!r} here: write '{NAMES[kind][value]}'")
+    if value is True and kind == "kernel":
+        raise SelectionError(f"kernels=True: {KEYWORDS['use_kernels'].answer}")
+    if kind == "attention" and isinstance(value, str):
+        _check_hub(value, registry)
+    return value
+
+
+def _check_object(kind: str, value: Any) -> None:
+    """Refuse transformers' own config objects where a name has options."""
+    if kind == "compiler" and type(value).__name__ == "CompileConfig":
+        raise SelectionError(f"compile takes no CompileConfig: {KEYWORDS['compile_config'].answer}")
+    if kind == "quantizer" and isinstance(value, Mapping):
+        raise SelectionError(
+            "quantization takes no dict; give an object such as BitsAndBytesConfig(…), or a name"
+        )
+
+
+def _check_hub(text: str, registry: Registry) -> None:
+    """Answer transformers' name of a kernel of the hub with ours."""
+    match = _HUB.fullmatch(text)
+    distributions = {r.distribution for r in registry.of_kind("attention")}
+    if match is None or match["repo"].partition("/")[0] in distributions:
+        return
+    options = f"repo={match['repo']}&revision={match['revision'] or '…'}"
+    options += f"&function={match['function']}" if match["function"] else ""
+    which = "" if match["revision"] else ", with the commit, tag or branch that is to run"
+    raise SelectionError(
+        f"there is no plugin distribution {text.partition('/')[0]!r}; a kernel of the hub is "
+        f"attn_implementation='hub?{options}'{which}"
+    )

@@ -1,0 +1,129 @@
+"""A plugin that was never loaded here is tried first, in a process of its own.
+
+Some of what a module can do when it is imported cannot be contained in the process that imports
+it: end it, crash it, hang with the interpreter's lock, or leave something behind that does so when
+the process ends. Over there it ends nothing else, and is refused here. What a module only raises
+is harmless: the load tells of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+from jackfield.registry.verdicts import Verdict
+
+#: The other process needs this long to start and to end, however busy the machine is.
+_SLACK = 60.0
+
+_START = """
+import json, sys
+sys.path[:] = json.load(open(sys.argv[1] + "/request.json"))["path"]
+from jackfield.registry.trial import begin
+begin(sys.argv[1])
+"""
+
+
+def tried(entry_point: EntryPoint, seconds: float) -> Verdict | None:
+    """What loading it does to a process. None where no other process can be had here."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return None
+    request = {
+        "name": entry_point.name,
+        "value": entry_point.value,
+        "group": entry_point.group,
+        "path": sys.path,
+        "seconds": min(seconds, 1e6),
+    }
+    with tempfile.TemporaryDirectory(prefix="jackfield-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        try:
+            code = _run(folder, seconds)
+        except OSError:
+            return None
+        if not (folder / "begun").exists():
+            return None  # it never came to the plugin
+        output = (folder / "output").read_bytes()
+        answer = folder / "answer"
+        written, changes = json.loads(answer.read_text()) if answer.exists() else (None, {})
+        hung = code is None or (folder / "hung").stat().st_size > 0
+    reason = _reason(code, written, output, seconds if hung else None)
+    return Verdict(reason, bool(written), float(seconds), changes)
+
+
+def _run(folder: Path, seconds: float) -> int | None:
+    """The exit code; None where it had to be ended."""
+    with open(folder / "output", "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(folder)],
+            # what it starts itself may look for plugins, too
+            env={**os.environ, "JACKFIELD_PLUGINS": "jackfield"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(min(2 * seconds + _SLACK, 1e6))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def _reason(code: int | None, written: int | None, output: bytes, hung: float | None) -> str | None:
+    when = "" if written is None else " after it was loaded"
+    if hung is not None:
+        return f"it did not end within {hung:g} s{when}"
+    if code or written is None:
+        assert code is not None
+        try:
+            how = signal.Signals(-code).name
+        except ValueError:
+            return f"it ended its process with exit code {code}{when}"
+        return f"it ended its process with {how}{when}"
+    if len(output) > written:
+        text = " ".join(output[written:].decode(errors="replace").split())
+        return f"it writes to standard output after it was loaded: {text[:80]!r}"
+    return None
+
+
+def begin(name: str) -> None:
+    """The other process: load what the request names, and leave it to end as it will."""
+    from jackfield.errors import PluginError
+    from jackfield.registry.contained import contained
+    from jackfield.registry.loading import Source, within
+
+    folder = Path(name)
+    request = json.loads((folder / "request.json").read_text())
+    entry_point = EntryPoint(request["name"], request["value"], request["group"])
+    hung = os.open(folder / "hung", os.O_WRONLY | os.O_CREAT)  # stays open to the end
+    (folder / "begun").touch()
+    faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
+    with contained() as seen, contextlib.suppress(PluginError):
+        within(threading.TIMEOUT_MAX, Source(entry_point, "", ""))
+    _flush()
+    written = os.lseek(1, 0, os.SEEK_END)
+    (folder / "answer").write_text(json.dumps([written, seen.changes]))
+    faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
+
+
+def _flush() -> None:
+    """What C code has printed is written when the process ends, or now."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).fflush(None)

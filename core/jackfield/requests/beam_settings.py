@@ -1,0 +1,99 @@
+"""What a request may ask of a search, under transformers' own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any, Literal, NamedTuple
+
+from jackfield.errors import SettingsError, quoted
+from jackfield.requests.checked_numbers import CheckedNumbers
+
+
+class BeamSettings(NamedTuple):
+    """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
+
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+
+
+def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -> BeamSettings:
+    """The fields of `given` that the strategy honours. Raises SettingsError."""
+    own = given.keys() & honoured
+    found: dict[str, Any] = {}
+    if "num_beams" in own:
+        found["num_beams"] = number.integer("num_beams", 1, at_least=2)
+    if "length_penalty" in own:
+        found["length_penalty"] = number.real("length_penalty", 1.0)
+    if "num_beam_groups" in own:
+        found["num_beam_groups"] = number.integer("num_beam_groups", 1, at_least=1)
+    if "diversity_penalty" in own:
+        found["diversity_penalty"] = number.real("diversity_penalty", 0.0)
+    if "early_stopping" in own:
+        value = given["early_stopping"]
+        if not (isinstance(value, bool) or (isinstance(value, str) and value == "never")):
+            raise SettingsError(
+                f'early_stopping must be True, False or "never", not {quoted(value)}'
+            )
+        found["early_stopping"] = value
+    return BeamSettings(**found)
+
+
+def check_penalty(asked: BeamSettings, longest: int) -> None:
+    """Raise SettingsError where a score divided by length ** length_penalty would be no number."""
+    penalty = asked.length_penalty or 0.0
+    try:
+        float(longest) ** abs(penalty)
+    except OverflowError:
+        raise SettingsError(
+            f"length_penalty={penalty:g} makes scores of {longest} tokens overflow; take one "
+            "closer to 0"
+        ) from None
+
+
+def check_groups(asked: BeamSettings, width: int, *, draws: bool) -> None:
+    """Raise SettingsError where `width` beams cannot be in the groups that are asked for."""
+    groups, penalty = asked.num_beam_groups or 1, asked.diversity_penalty or 0.0
+    if groups == 1 and penalty:
+        raise SettingsError(
+            f"diversity_penalty={penalty:g} keeps groups of beams apart, and num_beam_groups=1; "
+            "raise that, or drop it"
+        )
+    if groups == 1:
+        return
+    if penalty <= 0:
+        raise SettingsError(
+            f"num_beam_groups={groups} would find the same texts in each group with "
+            f"diversity_penalty={penalty:g}; set that to more than 0, e.g. 0.5"
+        )
+    if width % groups:
+        raise SettingsError(
+            f"num_beam_groups={groups} does not divide num_beams={width} into groups of one size; "
+            "change one of them"
+        )
+    if draws:
+        raise SettingsError(
+            f"num_beam_groups={groups} takes the best continuations, and sampling draws them; "
+            "drop it, or set do_sample=False"
+        )
+
+
+def check_width(width: int, answers: int, vocab_size: int, places: int) -> None:
+    """Raise SettingsError where `width` beams cannot be, or cannot give so many `answers`."""
+    if answers > width:
+        raise SettingsError(
+            f"num_return_sequences={answers} is more than num_beams={width}; raise num_beams, or "
+            "ask for fewer"
+        )
+    if width > vocab_size:
+        raise SettingsError(
+            f"num_beams={width} is more than the vocabulary of {vocab_size} tokens has ways to go "
+            "on; lower it"
+        )
+    if width > places:
+        raise SettingsError(
+            f"num_beams={width} needs as many places in a batch, and max_batch_size={places}; "
+            "lower it, or load with a larger max_batch_size"
+        )

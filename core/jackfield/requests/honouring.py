@@ -1,0 +1,86 @@
+"""What a request asks for is honoured, asks for nothing, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jackfield.errors import SettingsError, quoted
+from jackfield.planning.habits import KEYWORDS, OF_LOADING
+from jackfield.requests.turns import OF_A_CHAT
+from jackfield.requests.vocabulary import (
+    ALIASES,
+    ARGUMENTS,
+    CODE,
+    DRAFTING,
+    FACTS,
+    LOOP,
+    OWN,
+    REFUSED,
+    asks_for_nothing,
+)
+from jackfield.requests.wishes import VOCABULARY, Wishes
+from jackfield.spelling import nearest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What settings are checked against: the model's vocabulary and context, and the strategy.
+
+    `elsewhere` says for a setting that the strategy does not honour which one does ("": none).
+    """
+
+    vocab_size: int
+    context_length: int | None
+    honoured: frozenset[str]
+    decoding: str
+    has_tokenizer: bool
+    elsewhere: Callable[[str], str] = lambda _: ""
+
+
+def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:
+    """Raise SettingsError for a name that is unknown, or a wish that would be dropped."""
+    for name in wishes.of_caller:
+        _check_known(name, limits)
+    for name, value in wishes.given.items():
+        if name in LOOP | limits.honoured | FACTS or asks_for_nothing(name, value):
+            continue
+        foreign = name not in VOCABULARY | OWN
+        if foreign and name in KEYWORDS and KEYWORDS[name].asks_for_nothing(value):
+            continue
+        if wishes.of_the_model(name) and name in DRAFTING:
+            continue  # `notice_selectors` has told
+        if name in CODE:
+            raise SettingsError(f"{name} is not a setting of a request: {CODE[name]}")
+        if name in ARGUMENTS:
+            raise SettingsError(f"{name} is not a setting of a request: {ARGUMENTS[name]}")
+        if foreign and name in KEYWORDS.keys() | OF_LOADING:
+            raise SettingsError(f"{name} is not a setting of a request: {_instead(name)}")
+        lift = f"lift it with {name}=None" if wishes.of_the_model(name) else "so drop it"
+        advice = f"; {REFUSED[name]}" if name in REFUSED else ""
+        raise SettingsError(
+            f"the decoding {limits.decoding!r} does not honour {name}={quoted(value)}"
+            f"{wishes.origin(name)}; it is never ignored, {lift} or choose a decoding that does"
+            f"{limits.elsewhere(name)}{advice}"
+        )
+
+
+def _instead(name: str) -> str:
+    """What to write for a keyword of loading or of pipelines."""
+    ours = name if name in OF_LOADING else KEYWORDS[name].ours
+    return KEYWORDS[name].answer if ours is None else f"jackfield.load(…, {ours}=…) has it"
+
+
+def _check_known(name: object, limits: Limits) -> None:
+    """Whether there is such a setting; also one that is None."""
+    if not isinstance(name, str):
+        raise SettingsError(f"a setting has a name, and {quoted(name)} is none")
+    if name in VOCABULARY | OWN | FACTS | CODE.keys() | ARGUMENTS.keys() | KEYWORDS.keys():
+        return
+    if name in limits.honoured | OF_LOADING:
+        return
+    known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
+    raise SettingsError(
+        f"there is no setting {quoted(name)}{nearest(name, known)} (settings are the fields of "
+        f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"
+    )

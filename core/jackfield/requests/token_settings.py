@@ -1,0 +1,122 @@
+"""Settings that hold tokens, texts and functions: read, and checked against the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jackfield.errors import SettingsError, quoted
+from jackfield.requests.checked_numbers import LARGEST, plain
+from jackfield.requests.honouring import Limits
+from jackfield.requests.prefixes import AllowedByPrefix
+
+_LISTS = (list, tuple)
+
+
+def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids from an int, a list of ints, or nothing."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+    ids = tuple(map(plain, ids))
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            never = "; eos_token_id=None ends at none" if name.startswith("eos_token_id") else ""
+            raise SettingsError(
+                f"{name} holds {quoted(token)}, which is no token id (0 to {vocab_size - 1}){never}"
+            )
+    return tuple(map(int, ids))
+
+
+def biases(
+    given: Mapping[str, Any], eos: tuple[int, ...], vocab_size: int
+) -> dict[tuple[int, ...], float]:
+    """`sequence_bias`, `bad_words_ids` and `suppress_tokens` as one mapping."""
+    found: dict[tuple[int, ...], float] = {}
+    for key, value in _pairs(given.get("sequence_bias", ())):
+        ids = token_ids(key, "sequence_bias", vocab_size)
+        if not ids:
+            raise SettingsError("sequence_bias has an entry without a token id; drop it")
+        found[ids] = _bias(plain(value), ids)
+    words = given.get("bad_words_ids", ())
+    if not (isinstance(words, _LISTS) and all(isinstance(w, _LISTS) and w for w in words)):
+        raise SettingsError(
+            f"bad_words_ids must be lists of token ids, none empty, not {quoted(words)}"
+        )
+    for word in words:
+        ids = token_ids(word, "bad_words_ids", vocab_size)
+        if not (len(ids) == 1 and ids[0] in eos):  # as in transformers, EOS is no bad word
+            found[ids] = -math.inf
+    for token in token_ids(given.get("suppress_tokens"), "suppress_tokens", vocab_size):
+        found[(token,)] = -math.inf
+    return found
+
+
+def _bias(value: Any, ids: tuple[int, ...]) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and (abs(value) <= LARGEST or value == -math.inf)):
+        raise SettingsError(
+            f"sequence_bias for {quoted(list(ids))} must be a finite number or -inf, not "
+            f"{quoted(value)}"
+        )
+    return float(value)
+
+
+def _pairs(bias: Any) -> Sequence[tuple[Any, Any]]:
+    """The (token ids, number) pairs of a `sequence_bias`, which is a mapping or a list of pairs."""
+    pairs = list(bias.items()) if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, _LISTS) or not all(
+        isinstance(p, _LISTS) and len(p) == 2 for p in pairs
+    ):
+        raise SettingsError(f"sequence_bias must be like {{(5, 6): -1.0}}, not {quoted(bias)}")
+    return pairs
+
+
+def functions(given: Mapping[str, Any], name: str) -> tuple[Callable[..., Any], ...]:
+    """One function of (ids, scores), or a list of them."""
+    value = given.get(name, ())
+    found = tuple(value) if isinstance(value, _LISTS) else (value,)
+    for function in found:
+        if not callable(function):
+            raise SettingsError(
+                f"{name} must be functions of (input_ids, scores), such as transformers' own, not "
+                f"{quoted(function)}"
+            )
+    return found
+
+
+def processors(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any], ...]:
+    """`prefix_allowed_tokens_fn`, which is told the prompt's `number`, and `logits_processor`."""
+    allowed = given.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise SettingsError(
+            "prefix_allowed_tokens_fn must be a function of (number of the prompt, its tokens), "
+            f"not {quoted(allowed)}"
+        )
+    first = () if allowed is None else (AllowedByPrefix(allowed, number),)
+    return (*first, *functions(given, "logits_processor"))
+
+
+def salt(value: Any) -> str:
+    if not isinstance(value, str):
+        raise SettingsError(f"cache_salt must be a string, not {quoted(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"cache_salt has half a character in it: {error.reason}") from None
+    return value
+
+
+def stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not (isinstance(strings, _LISTS) and all(isinstance(s, str) and s for s in strings)):
+        raise SettingsError(f"stop_strings must be non-empty strings, not {quoted(value)}")
+    if strings and not limits.has_tokenizer:
+        raise SettingsError(
+            "stop_strings need a tokenizer, which this model has not; stop on token ids with "
+            "eos_token_id=[…]"
+        )
+    return tuple(map(str, strings))
