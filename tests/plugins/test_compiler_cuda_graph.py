@@ -8,7 +8,10 @@ recorded has not been computed. Only the last test records with CUDA itself.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -251,53 +254,104 @@ def test_an_attention_that_fails_is_not_told_as_a_recording(
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as a recording calls, in which order."""
+    """As much of `torch.cuda` as a recording calls, in which order, on which stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
-        for name in ("device", "stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-        for name in ("Stream", "current_stream", "CUDAGraph"):
-            monkeypatch.setattr(torch.cuda, name, lambda: self)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.said.append("wait"))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        self.made = itertools.count()
+        self.default = FakeStream(self, "default")
+        named: dict[str, Any] = {
+            "device": lambda _: contextlib.nullcontext(),
+            "stream": lambda _: contextlib.nullcontext(),
+            "current_stream": lambda: self.default,
+            "Stream": lambda: FakeStream(self, f"stream {next(self.made)}"),
+            "CUDAGraph": lambda: FakeGraph(self),
+            "graph_pool_handle": lambda: f"pool {next(self.made)}",
+            # It waits for all streams, and so breaks what another engine records.
+            "synchronize": lambda *_: pytest.fail("waits for all streams of the device"),
+        }
+        for name, fake in named.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
 
-    def wait_stream(self, other: Any) -> None:
-        assert other is self
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self._name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._cuda.said.append(f"{self._name} waits for {other._name}")
+
+    def synchronize(self) -> None:
+        self._cuda.said.append(f"wait for {self._name}")
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
-        self.said.append(f"begin {id(pool)} {capture_error_mode}")
+        self._cuda.said.append(f"begin in {pool}, {capture_error_mode}")
 
     def capture_end(self) -> None:
-        self.said.append("end")
+        self._cuda.said.append("end")
 
     def replay(self) -> None:
-        self.said.append("play")
+        self._cuda.said.append("play")
 
 
 def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     recorder = graphs.CudaGraphs(torch.device("cuda"))
+    broken = False
 
     def run() -> str:
         cuda.said.append("run")
+        if broken and cuda.said[-2].startswith("begin"):
+            raise RuntimeError("not permitted when stream is capturing")
         return "result"
+
+    def recorded(pool: int) -> list[str]:
+        own = f"stream {pool + 1}"
+        begin = f"begin in pool {pool}, thread_local"
+        return [f"{own} waits for default", "run", f"wait for {own}", begin, "run", "end"]
 
     result, play = recorder.record(run)
     play()
-    begin = f"begin {id(recorder._pool)} thread_local"
-    assert cuda.said == ["run", "wait", begin, "run", "end", "play"]
+    assert cuda.said == [*recorded(0), "default waits for stream 1", "play"]
     assert result == "result"
 
-    def fails() -> None:
-        run()
-        if begin in cuda.said:
-            raise RuntimeError("not permitted when stream is capturing")
+    cuda.said.clear()
+    broken = True
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.record(run)
+    assert cuda.said == recorded(0)
 
     cuda.said.clear()
-    with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.record(fails)
-    assert cuda.said == ["run", "wait", begin, "run", "end"]
+    broken = False
+    recorder.record(run)  # in a new pool and on a new stream
+    assert cuda.said == [*recorded(2), "default waits for stream 3"]
+
+
+def test_two_engines_record_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    inside, most = 0, 0
+
+    def run() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    recorders = [graphs.CudaGraphs(torch.device("cuda")) for _ in range(3)]
+    threads = [threading.Thread(target=one.record, args=(run,)) for one in recorders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    captures = [said for said in cuda.said if said.startswith(("begin", "end"))]
+    assert [said[:3] for said in captures] == ["beg", "end"] * 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+#: Held while a GPU records: what another thread told it meanwhile could end up in no recording.
+_recording = threading.Lock()
 
 
 class Recorder(Protocol):
@@ -37,17 +41,23 @@ class CudaGraphs:
         self._stream: Any = None
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        with torch.cuda.device(self._device):
+        with _recording, torch.cuda.device(self._device):
             if self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
                 self._stream = torch.cuda.Stream()
             # A stream is recorded, and the default one cannot be.
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                run()  # what libraries set up at their first call cannot be recorded
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                outputs = self._capture(graph, run)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()  # what libraries set up at their first call cannot be recorded
+                    self._stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    outputs = self._capture(graph, run)
+            except BaseException:
+                # They may be left as in the middle of a recording. Others that lie in the pool
+                # go on to hold it.
+                self._pool = self._stream = None
+                raise
             torch.cuda.current_stream().wait_stream(self._stream)
         return outputs, graph.replay
 
