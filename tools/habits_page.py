@@ -1,11 +1,11 @@
-"""Write the tables of docs/coming-from-transformers.md from `jackfield.planning.habits`."""
+"""Write the tables of docs/coming-from-transformers.md from `jackfield.requests.habits`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from jackfield.planning import habits
+from jackfield.requests import habits
 
 PAGE = Path(__file__).parents[1] / "docs/coming-from-transformers.md"
 

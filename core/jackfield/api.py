@@ -81,7 +81,7 @@ def load(
 
     None is the same as leaving an argument out. Keywords of `from_pretrained` and `pipeline` are
     taken where they mean one of these, and otherwise answered with what to write: see
-    `jackfield.planning.habits`.
+    `jackfield.requests.habits`.
 
     `device_map` is "auto" (the best single device that holds the weights, otherwise several, then
     the CPU, then disk), "balanced", "balanced_low_0" or "sequential" (accelerate's), a device, or a

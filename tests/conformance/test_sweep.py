@@ -8,7 +8,7 @@ import torch
 import zoo
 from families import prompts
 
-from jackfield.bridge.trial import Trial
+from jackfield.bridge.batch_trial import Trial
 
 
 @pytest.mark.parametrize("model_type", ["doge", "hy_v4", "minimax_m3_vl_text", "llama4_text"])

@@ -109,7 +109,7 @@ def new_site() -> type[Site]:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A site in front of all others; the modules imported from it are forgotten afterwards."""
     made = Site(tmp_path / "site")
-    monkeypatch.setattr("jackfield.registry.verdicts.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("jackfield.registry.trial_results.cache_folder", lambda: tmp_path / "cache")
     # a process for each would take long; test_misbehaving_plugins has those
     monkeypatch.setattr("jackfield.registry.loading.tried", lambda *_: None)
     monkeypatch.syspath_prepend(made.folder)

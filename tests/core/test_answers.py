@@ -18,7 +18,7 @@ import jackfield
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.engine.sequences import Sequence
 from jackfield.errors import JackfieldError, PromptError, UsageError
-from jackfield.planning.habits import KEYWORDS, OF_LOADING, PROMPTS
+from jackfield.requests.habits import KEYWORDS, OF_LOADING, PROMPTS
 from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import resolve
 from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED

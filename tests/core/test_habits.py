@@ -30,9 +30,9 @@ from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag, with_values
 from jackfield.cli.app import app
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning import habits
 from jackfield.planning.wording import in_our_words, selected
 from jackfield.registry.discovery import registry
+from jackfield.requests import habits
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
 STRANGE = object()  # a value that no habit takes

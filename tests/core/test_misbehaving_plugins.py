@@ -140,7 +140,7 @@ FAILS = {  # an error like any other
         "import failed: ValueError: signal only works in main thread",
     ),
     "plans while it loads": (
-        "from jackfield.choosing import discovery; discovery.registry()",
+        "from jackfield.registry import discovery; discovery.registry()",
         "a plugin asks for backends while it is loaded",
     ),
     "has a name of its own kind": (

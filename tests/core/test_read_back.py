@@ -19,8 +19,7 @@ from jackfield.bridge.weights import tensors_in
 from jackfield.contracts import NoOptions, Quantizer, QuantizerCapabilities, Requirements
 from jackfield.contracts.quantizing import mixed_bytes
 from jackfield.errors import CheckpointError, JackfieldError, PluginError
-from jackfield.planning.solving import Choice
-from jackfield.registry.backends import Registered
+from jackfield.registry.backends import Choice, Registered
 
 Model = Any
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.bridge.adapter import Adapter, AdapterUse
 from jackfield.bridge.adapter_biases import Biases, biases_of, note_biases
 from jackfield.bridge.adapter_files import (
     ADDS_MORE,
@@ -29,7 +30,6 @@ from jackfield.bridge.headers import safetensors_header
 from jackfield.bridge.source import ModelSource
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import CheckpointError, UsageError, first_line
-from jackfield.planning.adapter import Adapter, AdapterUse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

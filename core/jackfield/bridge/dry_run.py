@@ -24,10 +24,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import config_tree, quiet
+from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.errors import first_line
 from jackfield.estimates.memory import kv_bytes
-from jackfield.estimates.reading import ExpertWeights, StepReads, Table
 
 logger = logging.getLogger("jackfield")
 

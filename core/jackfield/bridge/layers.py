@@ -13,8 +13,7 @@ from torch import nn
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, quoted
 from jackfield.guarded import fault, guarded
-from jackfield.planning.solving import Choice
-from jackfield.registry.backends import Registered
+from jackfield.registry.backends import Choice, Registered
 
 _ROWS = 5  # of the random input on which both are compared
 _ROUNDINGS = 4

@@ -22,12 +22,10 @@ from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.errors import CheckpointError
 from jackfield.guarded import fault
-from jackfield.registry.backends import Registered
+from jackfield.registry.backends import Choice, Registered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from jackfield.planning.solving import Choice
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -27,6 +27,7 @@ from transformers import (
     cache_utils,
 )
 
+from jackfield.bridge.batch_trial import tried
 from jackfield.bridge.devices import pick_device
 from jackfield.bridge.drivable import (
     check_calls,
@@ -51,10 +52,9 @@ from jackfield.bridge.source import (
     input_device,
     quiet,
 )
-from jackfield.bridge.trial import tried
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
-from jackfield.planning.habits import DTYPES_OF
+from jackfield.requests.habits import DTYPES_OF
 from jackfield.spelling import AUTO, nearest
 
 _NOTHING = ((0, 0), (0, 0))  # keys and values of a layer without attention

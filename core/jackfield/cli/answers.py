@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from jackfield.planning.habits import (
+from jackfield.requests.habits import (
     COMMANDS,
     DECODING_OPTIONS,
     DECODINGS,

@@ -32,9 +32,9 @@ class Globals:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from jackfield import __version__
+        from importlib.metadata import version
 
-        print(f"jackfield {__version__}")
+        print(f"jackfield {version('jackfield')}")
         raise typer.Exit
 
 

@@ -11,7 +11,7 @@ from jackfield.cli.options import JsonOption
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from jackfield.planning.doctor import Finding
+    from jackfield.registry.inspection import Finding
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -24,7 +24,7 @@ def doctor(json: JsonOption = False) -> None:
 
     Example: jackfield doctor --json
     """
-    from jackfield.planning.doctor import examine
+    from jackfield.registry.inspection import examine
 
     findings = examine()
     healthy = all(finding.state != "problem" for finding in findings)

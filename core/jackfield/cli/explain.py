@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from jackfield.errors import PlanError
     from jackfield.planning.deciding import Job
     from jackfield.planning.planning import Plan
-    from jackfield.planning.solving import Choice
-    from jackfield.registry.backends import Registered, Registry
+    from jackfield.registry.backends import Choice, Registered, Registry
     from jackfield.spelling import Selectable
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}

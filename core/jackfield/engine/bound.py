@@ -23,7 +23,7 @@ from jackfield.errors import PlanError, UsageError
 from jackfield.guarded import all_of
 from jackfield.planning.deciding import Job
 from jackfield.planning.planning import Plan
-from jackfield.planning.solving import Choice
+from jackfield.registry.backends import Choice
 
 if TYPE_CHECKING:
     import torch

@@ -31,6 +31,7 @@ from jackfield.engine.requests import Reader, Request
 from jackfield.engine.sequences import Completion, Delta
 from jackfield.engine.sequences import Sequence as Running
 from jackfield.engine.statistics import Statistics
+from jackfield.engine.streaming import check_streamer, tell
 from jackfield.engine.worker import Health, Worker, drop, finish, linger_on
 from jackfield.errors import (
     CacheFullError,
@@ -49,7 +50,6 @@ from jackfield.requests.beam_settings import check_width
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.settings import resolve
-from jackfield.requests.streaming import check_streamer, tell
 from jackfield.requests.surroundings import refuse_autocast
 from jackfield.requests.texts import Text, bridge
 from jackfield.requests.turns import Turn

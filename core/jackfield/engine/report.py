@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
-from jackfield.planning.adapter import AdapterUse
+from jackfield.bridge.adapter import AdapterUse
 from jackfield.registry.backends import Registered
 from jackfield.sampling.drafted import Drafted
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.step_reads import StepReads, Table
 from jackfield.contracts import Requirements
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
@@ -25,7 +26,6 @@ from jackfield.estimates.memory import (
     free_bytes,
     step_bytes,
 )
-from jackfield.estimates.reading import StepReads, Table
 from jackfield.planning.planning import Plan
 from jackfield.spelling import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from jackfield.bridge.dry_run import DryRun
-    from jackfield.planning.solving import Choice
+    from jackfield.registry.backends import Choice
 
 #: Where a model has no limit of its own, the longest context that is looked at, in tokens.
 _FAR = 131072

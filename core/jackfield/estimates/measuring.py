@@ -145,13 +145,13 @@ def _main() -> None:
 
 
 def _measure(model: str, prompt: int, new: int, batch: int, selections: dict[str, Any]) -> Measured:
-    import jackfield
+    from jackfield.api import load, plan
     from jackfield.bridge.footprint import loaded_bytes
 
-    device = jackfield.plan(model, **selections).requirements.device
+    device = plan(model, **selections).requirements.device
     _warm_up(selections)
     meter = _Meter(device)
-    with jackfield.load(model, max_batch_size=batch, **selections) as engine:
+    with load(model, max_batch_size=batch, **selections) as engine:
         _touch(engine)
         loading = meter.peak()
         held = _watch_cache(engine)
@@ -173,10 +173,10 @@ def _prompt(tokens: int, row: int, vocab_size: int) -> list[int]:
 
 def _warm_up(selections: dict[str, Any]) -> None:
     """Let libraries take what they take once: threads, kernels, tables."""
-    import jackfield
+    from jackfield.api import load
 
     kept = {k: v for k, v in selections.items() if k in ("dtype", "device_map")}
-    with jackfield.load("demo", **kept) as engine:
+    with load("demo", **kept) as engine:
         engine.generate(["Hello"], max_new_tokens=4)
 
 

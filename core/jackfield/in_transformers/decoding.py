@@ -11,10 +11,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from jackfield.bridge.generate_call import arguments as arguments_of_generate
 from jackfield.bridge.generate_call import check_processors, refuse_lost
+from jackfield.engine.streaming import check_streamer, put_tokens
 from jackfield.errors import UsageError
 from jackfield.in_transformers.attention import selected
 from jackfield.requests.prefixes import AllowedByPrefix
-from jackfield.requests.streaming import check_streamer, put_tokens
 from jackfield.requests.wishes import VOCABULARY
 
 if TYPE_CHECKING:

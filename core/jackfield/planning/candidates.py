@@ -11,8 +11,8 @@ from typing import Any
 from jackfield.contracts import GivenConfig, Requirements
 from jackfield.contracts.quantizing import method
 from jackfield.errors import JackfieldError, PlanError, quoted
-from jackfield.planning.habits import UNSAID
 from jackfield.registry.backends import Registered, Registry
+from jackfield.requests.habits import UNSAID
 from jackfield.spelling import AUTO, Selection, parse_all
 
 logger = logging.getLogger("jackfield")

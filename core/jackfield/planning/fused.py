@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError
-from jackfield.planning.solving import Choice, judge
+from jackfield.planning.solving import judge
+from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO, Selectable, Selection, parse_all
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jackfield.bridge.adapter import Adapter
 from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.estimates.memory import (
@@ -16,14 +17,13 @@ from jackfield.estimates.memory import (
     free_bytes,
     step_bytes,
 )
-from jackfield.planning.adapter import Adapter
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
 from jackfield.planning.placement import Placement
-from jackfield.planning.solving import ORDER, Choice, Refusal, Solution, failure, solve
+from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
 from jackfield.planning.wording import selected
-from jackfield.registry.backends import Registry
+from jackfield.registry.backends import Choice, Registry
 from jackfield.spelling import AUTO
 
 logger = logging.getLogger("jackfield")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from jackfield.contracts import GivenConfig, Requirements
+from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError, quoted
 from jackfield.planning.candidates import Candidate, Candidates
-from jackfield.registry.backends import Registered, Registry
+from jackfield.registry.backends import Choice, Registered, Registry
 from jackfield.spelling import AUTO, Quantizable
 
 #: The order in which kinds are decided: what one implies (dtype, rollback, layout) the next must
@@ -26,30 +26,6 @@ ARGUMENTS = {
     "quantizer": "quantization",
     "scheduler": "scheduler",
 }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend chosen for a kind, its checked options, and how it came to be chosen."""
-
-    registered: Registered
-    options: Any
-    how: str  # "named", "auto" or "fallback"
-
-    @property
-    def backend(self) -> Any:
-        return self.registered.backend
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.registered.name,
-            "distribution": self.registered.distribution,
-            "version": self.registered.version,
-            "options": self.options.to_dict()
-            if isinstance(self.options, GivenConfig)
-            else asdict(self.options),
-            "how": self.how,
-        }
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
 from jackfield.planning.candidates import Candidates
-from jackfield.planning.solving import Choice, judge
+from jackfield.planning.solving import judge
+from jackfield.registry.backends import Choice
 from jackfield.requests.vocabulary import DRAFTING, asks_for_nothing
 from jackfield.spelling import AUTO, Selectable, nearest
 

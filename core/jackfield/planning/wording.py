@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SelectionError, UsageError
-from jackfield.planning.habits import (
+from jackfield.requests.habits import (
     DECODING_OPTIONS,
     DECODINGS,
     KEYWORDS,

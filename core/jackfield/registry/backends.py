@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from jackfield.contracts import Backend, BindContext
+from jackfield.contracts import Backend, BindContext, GivenConfig
 from jackfield.errors import JackfieldError, SelectionError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.hookspecs import HOOKS
@@ -103,6 +103,30 @@ class Registered:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend chosen for a kind, its checked options, and how it came to be chosen."""
+
+    registered: Registered
+    options: Any
+    how: str  # "named", "auto" or "fallback"
+
+    @property
+    def backend(self) -> Any:
+        return self.registered.backend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.registered.name,
+            "distribution": self.registered.distribution,
+            "version": self.registered.version,
+            "options": self.options.to_dict()
+            if isinstance(self.options, GivenConfig)
+            else asdict(self.options),
+            "how": self.how,
+        }
 
 
 @functools.cache

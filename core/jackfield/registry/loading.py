@@ -23,8 +23,8 @@ from jackfield.contracts.backend import NAME
 from jackfield.errors import PluginError, quoted, told
 from jackfield.hookspecs import HOOKS
 from jackfield.registry.contained import Seen, contained, loads
-from jackfield.registry.trial import tried
-from jackfield.registry.verdicts import Verdict, path_of, recall, remember
+from jackfield.registry.trial_process import tried
+from jackfield.registry.trial_results import TrialResult, path_of, recall, remember
 from jackfield.spelling import nearest
 
 DISTRIBUTION = "jackfield"
@@ -75,23 +75,23 @@ def load(source: Source, timeout: float) -> tuple[list[Offer], list[str]]:
     check_version_contract(source)
     if canonicalize_name(source.distribution) == DISTRIBUTION:
         return within(timeout, source), []
-    verdict = recall(source.entry_point, timeout)
-    if verdict is None and (verdict := tried(source.entry_point, timeout)) is not None:
-        remember(source.entry_point, verdict)
-    if verdict is not None and verdict.refused:
-        raise PluginError(f"{verdict.refused}, in a process of its own{_again(source)}")
+    result = recall(source.entry_point, timeout)
+    if result is None and (result := tried(source.entry_point, timeout)) is not None:
+        remember(source.entry_point, result)
+    if result is not None and result.refused:
+        raise PluginError(f"{result.refused}, in a process of its own{_again(source)}")
     try:
-        with _as_known(verdict) as seen:
+        with _as_known(result) as seen:
             offers = within(timeout, source)
         return offers, seen.problems
     except _HangError as error:
-        remember(source.entry_point, Verdict(str(error), seconds=float(timeout)))
+        remember(source.entry_point, TrialResult(str(error), seconds=float(timeout)))
         raise PluginError(f"{error}{_again(source)}") from None
 
 
-def _as_known(verdict: Verdict | None) -> AbstractContextManager[Seen]:
+def _as_known(result: TrialResult | None) -> AbstractContextManager[Seen]:
     """Contains what the plugin is known to do; all, where it could not be tried."""
-    return contained() if verdict is None else contained(verdict.changes, writes=verdict.writes)
+    return contained() if result is None else contained(result.changes, writes=result.writes)
 
 
 def _again(source: Source) -> str:
@@ -107,8 +107,7 @@ def check_version_contract(source: Source) -> None:
     """Refuse a plugin that needs another jackfield, before any of its code runs."""
     if canonicalize_name(source.distribution) == DISTRIBUTION:
         return
-    from jackfield import __version__
-
+    here = importlib.metadata.version(DISTRIBUTION)
     for text in source.requires:
         if not text.strip().lower().startswith(DISTRIBUTION):
             continue
@@ -120,9 +119,9 @@ def check_version_contract(source: Source) -> None:
             raise PluginError(f"its requirement {text!r} cannot be read: {error}") from error
         if canonicalize_name(requirement.name) != DISTRIBUTION or not applies:
             continue
-        if not requirement.specifier.contains(__version__, prereleases=True):
+        if not requirement.specifier.contains(here, prereleases=True):
             raise PluginError(
-                f"needs jackfield{requirement.specifier}, this is jackfield {__version__}: "
+                f"needs jackfield{requirement.specifier}, this is jackfield {here}: "
                 f"upgrade one of the two"
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jackfield.errors import SettingsError, quoted
-from jackfield.planning.habits import KEYWORDS, OF_LOADING
+from jackfield.requests.habits import KEYWORDS, OF_LOADING
 from jackfield.requests.turns import OF_A_CHAT
 from jackfield.requests.vocabulary import (
     ALIASES,

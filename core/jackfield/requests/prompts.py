@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jackfield.errors import JackfieldError, PromptError, first_line, quoted
 from jackfield.foreign import named
-from jackfield.planning.habits import PROMPTS
+from jackfield.requests.habits import PROMPTS
 from jackfield.requests.turns import UNSAID, Turn
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a

@@ -23,7 +23,7 @@ from jackfield.private_files import cache_folder
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialResult:
     """What a trial showed. `refused`: why the plugin must not be loaded, None where it may be.
 
     `writes`: it writes to file descriptor 1 while it loads. `changes`: what it changes in its
@@ -36,8 +36,8 @@ class Verdict:
     changes: dict[str, list[str]] = field(default_factory=dict)
 
 
-def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
-    """The verdict on what is installed now. None where there is none, or it had less time."""
+def recall(entry_point: EntryPoint, seconds: float) -> TrialResult | None:
+    """What a trial of this installation showed. None: there was none, or it had less time."""
     path = path_of(entry_point)
     if path is None:
         return None
@@ -45,9 +45,9 @@ def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
         told = json.loads(private_files.read(path))
         if told.pop("key") != _key(entry_point):
             return None
-        if len(told) != len(fields(Verdict)):
+        if len(told) != len(fields(TrialResult)):
             return None
-        found = Verdict(**told)
+        found = TrialResult(**told)
         names = [name for part in found.changes.values() for name in part]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -59,12 +59,12 @@ def recall(entry_point: EntryPoint, seconds: float) -> Verdict | None:
     return None if found.refused and found.seconds < seconds else found
 
 
-def remember(entry_point: EntryPoint, verdict: Verdict) -> Path | None:
+def remember(entry_point: EntryPoint, result: TrialResult) -> Path | None:
     """Where it was written, in one step; None where it could not be."""
     path = path_of(entry_point)
     if path is None:
         return None
-    content = json.dumps({"key": _key(entry_point), **asdict(verdict)})
+    content = json.dumps({"key": _key(entry_point), **asdict(result)})
     try:
         private_files.write(path, content.encode())
     except OSError:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jackfield import __version__
-from jackfield.planning import doctor
-from jackfield.planning.doctor import Finding
+from jackfield.registry import inspection
 from jackfield.registry.backends import PluginRecord, Registry
+from jackfield.registry.inspection import Finding
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -31,7 +31,7 @@ def of(findings: Any, subject: str) -> Finding:
 def plugin(**changes: Any) -> Finding:
     fields = {"entry_point": "x", "module": "m", "distribution": "d", "version": "1"}
     record = PluginRecord(**{**fields, "state": "loaded", "backends": ("cache:c",), **changes})
-    return of(doctor.plugins(Registry(plugins=[record])), "x of d 1")
+    return of(inspection.plugins(Registry(plugins=[record])), "x of d 1")
 
 
 def test_plugins_of_every_state() -> None:
@@ -47,11 +47,11 @@ def test_plugins_of_every_state() -> None:
 
 
 def test_no_plugins_is_a_problem() -> None:
-    assert of(doctor.plugins(Registry()), "jackfield").state == "problem"
+    assert of(inspection.plugins(Registry()), "jackfield").state == "problem"
 
 
 def test_every_finding_has_advice_where_there_is_something_to_do() -> None:
-    for finding in doctor.examine():
+    for finding in inspection.examine():
         assert finding.area
         assert finding.state == "ok" or finding.advice, finding
         assert finding.to_dict()["subject"] == finding.subject
@@ -59,7 +59,7 @@ def test_every_finding_has_advice_where_there_is_something_to_do() -> None:
 
 def test_an_entry_point_whose_module_is_gone(site: Site) -> None:
     site.add("stale", "", entry_points={"old": "outside_gone"})
-    finding = of(doctor.plugins(site.look()), "old of stale 1.5")
+    finding = of(inspection.plugins(site.look()), "old of stale 1.5")
     assert finding.state == "problem"
     assert "outside_gone" in finding.message
 
@@ -93,7 +93,7 @@ def installation(folder: Path, **versions: str) -> dict[str, Distribution]:
 
 def test_libraries_are_held_against_the_metadata(tmp_path: Path) -> None:
     versions = {"torch": "2.9+cpu", "transformers": "4.1", "kernels": "0.1", "pytest": "7"}
-    found = list(doctor.libraries(installation(tmp_path, **versions, mypy="2.0", numpy="1.0")))
+    found = list(inspection.libraries(installation(tmp_path, **versions, mypy="2.0", numpy="1.0")))
     assert {f.subject: f.state for f in found} == {
         "jackfield": "ok",
         "python": "ok",
@@ -110,14 +110,14 @@ def test_libraries_are_held_against_the_metadata(tmp_path: Path) -> None:
 
 
 def test_jackfield_without_metadata_is_a_problem() -> None:
-    (finding,) = doctor.libraries({})
+    (finding,) = inspection.libraries({})
     assert finding.state == "problem"
     assert finding.advice == "run `pip install -e .` in its source tree"
 
 
 def test_the_ranges_are_those_of_the_installed_metadata() -> None:
     here = {dist.metadata["Name"]: dist for dist in distributions()}
-    found = list(doctor.libraries(here))
+    found = list(inspection.libraries(here))
     assert of(found, "jackfield").message == __version__
     assert "supported: " in of(found, "transformers").message
 
@@ -129,19 +129,19 @@ def test_found_twice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.add("outsider", "")
     other.add("outsider", "", version="9")
     paths = [str(site.folder), str(other.folder)]
-    finding = of(doctor.stale(distributions(path=paths), {"TWIN"}), "twin")
+    finding = of(inspection.stale(distributions(path=paths), {"TWIN"}), "twin")
     assert finding.state == "problem"
     assert f"1.0 in {site.folder}" in finding.message
     assert f"2.0 in {other.folder}" in finding.message
     (other.folder / "Twin-2.0.dist-info/METADATA").write_text("Name: twin\nVersion: 1.0\n")
-    assert of(doctor.stale(distributions(path=paths), {"twin"}), "twin").state == "warning"
-    assert list(doctor.stale(distributions(path=[*paths[:1], *paths[:1]]), {"twin"})) == []
+    assert of(inspection.stale(distributions(path=paths), {"twin"}), "twin").state == "warning"
+    assert list(inspection.stale(distributions(path=[*paths[:1], *paths[:1]]), {"twin"})) == []
 
 
 def test_two_versions_in_one_folder(site: Site) -> None:
     site.add("twin", "", version="1.0")
     site.add("twin", "", version="2.0")
-    assert of(doctor.stale(distributions(path=[str(site.folder)]), {"twin"}), "twin").state == (
+    assert of(inspection.stale(distributions(path=[str(site.folder)]), {"twin"}), "twin").state == (
         "problem"
     )
 
@@ -152,14 +152,14 @@ def test_folders_without_metadata_are_survived(site: Site) -> None:
     (site.folder / "latin-1.0.dist-info/METADATA").write_bytes(b"Name: \xff\n")
     info = site.add("whole", "")
     (info / "direct_url.json").write_text("{")
-    assert list(doctor.stale(distributions(path=[str(site.folder)]), {"whole"})) == []
+    assert list(inspection.stale(distributions(path=[str(site.folder)]), {"whole"})) == []
 
 
 @pytest.mark.parametrize("content", ["[]", "1", '{"dir_info": 1}', '{"dir_info": {"editable": 1}}',
                                      '{"dir_info": {"editable": 1}, "url": 5}', "{"])  # fmt: skip
 def test_a_direct_url_that_says_nothing_is_survived(site: Site, content: str) -> None:
     (site.add("odd", "") / "direct_url.json").write_text(content)
-    assert list(doctor.stale(distributions(path=[str(site.folder)]), {"odd"})) == []
+    assert list(inspection.stale(distributions(path=[str(site.folder)]), {"odd"})) == []
 
 
 @pytest.mark.parametrize("headers", ["", "Name: numpy", "Version: 1", "Name: numpy\nVersion: odd",
@@ -167,7 +167,7 @@ def test_a_direct_url_that_says_nothing_is_survived(site: Site, content: str) ->
 def test_any_metadata_is_survived(site: Site, headers: str) -> None:
     """Which headers are there, and what their absence does, differs between Pythons."""
     (site.add("numpy", "") / "METADATA").write_text(headers + "\n")
-    assert all(isinstance(finding, Finding) for finding in doctor.examine())
+    assert all(isinstance(finding, Finding) for finding in inspection.examine())
 
 
 PROJECT = """
@@ -197,12 +197,12 @@ def test_editable_against_its_source_tree(
     info = site.add("mine", "")
     link = {"dir_info": {"editable": True}, "url": tree.as_uri()}
     (info / "direct_url.json").write_text(json.dumps(link))
-    (finding,) = doctor.stale(distributions(path=[str(site.folder)]), {"mine"})
+    (finding,) = inspection.stale(distributions(path=[str(site.folder)]), {"mine"})
     assert message in finding.message
     assert finding.state == ("ok" if "same" in message else "problem")
     assert finding.state == "ok" or finding.advice == f"run `pip install -e {tree}` again"
     shutil.rmtree(tree)
-    (finding,) = doctor.stale(distributions(path=[str(site.folder)]), {"mine"})
+    (finding,) = inspection.stale(distributions(path=[str(site.folder)]), {"mine"})
     assert (finding.state, "cannot be read" in finding.message) == ("problem", True)
 
 
@@ -210,7 +210,7 @@ def test_variables() -> None:
     environ = {"JACKFIELD_PLUGINS": "a", "JACKFIELD_PLUGIN": "b", "HOME": "/"}
     warnings = ["JACKFIELD_PLUGINS names 'a', which is not installed", "the metadata is gone"]
     plugins, typo, named, other = sorted(
-        doctor.variables(environ, warnings), key=lambda f: (f.state, f.message)
+        inspection.variables(environ, warnings), key=lambda f: (f.state, f.message)
     )
     assert (plugins.subject, plugins.message) == ("JACKFIELD_PLUGINS", "is set to 'a'")
     assert (typo.subject, typo.state) == ("JACKFIELD_PLUGIN", "warning")
@@ -223,7 +223,7 @@ def test_variables() -> None:
 
 
 def test_devices() -> None:
-    assert "threads" in of(doctor.devices(), "cpu").message
+    assert "threads" in of(inspection.devices(), "cpu").message
 
 
 @pytest.mark.parametrize("error", [ImportError("no torch"), OSError("libfoo.so is missing")])
@@ -236,25 +236,25 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, error: E
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    (finding,) = doctor.devices()
+    (finding,) = inspection.devices()
     assert finding.state == "problem"
     assert str(error) in finding.message
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", sys.executable)
-    assert of(doctor.compilers({}, gpu=False), "C++").message == sys.executable
+    assert of(inspection.compilers({}, gpu=False), "C++").message == sys.executable
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert of(doctor.compilers({}, gpu=False), "C++").state == "warning"
+    assert of(inspection.compilers({}, gpu=False), "C++").state == "warning"
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "g++" in str(of(doctor.compilers({}, gpu=False), "C++").advice)
+    assert "g++" in str(of(inspection.compilers({}, gpu=False), "C++").advice)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert of(doctor.compilers({}, gpu=False), "Python.h").state == "warning"
+    assert of(inspection.compilers({}, gpu=False), "Python.h").state == "warning"
 
 
 def test_triton_is_missed_on_a_gpu_only(tmp_path: Path) -> None:
-    assert not [f for f in doctor.compilers({}, gpu=False) if f.subject == "triton"]
-    assert of(doctor.compilers({}, gpu=True), "triton").state == "warning"
+    assert not [f for f in inspection.compilers({}, gpu=False) if f.subject == "triton"]
+    assert of(inspection.compilers({}, gpu=True), "triton").state == "warning"
     installed = installation(tmp_path, triton="3.5")
-    assert of(doctor.compilers(installed, gpu=True), "triton").message == "3.5"
+    assert of(inspection.compilers(installed, gpu=True), "triton").message == "3.5"

@@ -20,7 +20,7 @@ import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from jackfield.registry.verdicts import Verdict
+from jackfield.registry.trial_results import TrialResult
 
 #: The other process needs this long to start and to end, however busy the machine is.
 _SLACK = 60.0
@@ -28,12 +28,12 @@ _SLACK = 60.0
 _START = """
 import json, sys
 sys.path[:] = json.load(open(sys.argv[1] + "/request.json"))["path"]
-from jackfield.registry.trial import begin
+from jackfield.registry.trial_process import begin
 begin(sys.argv[1])
 """
 
 
-def tried(entry_point: EntryPoint, seconds: float) -> Verdict | None:
+def tried(entry_point: EntryPoint, seconds: float) -> TrialResult | None:
     """What loading it does to a process. None where no other process can be had here."""
     if not sys.executable or getattr(sys, "frozen", False):
         return None
@@ -58,7 +58,7 @@ def tried(entry_point: EntryPoint, seconds: float) -> Verdict | None:
         written, changes = json.loads(answer.read_text()) if answer.exists() else (None, {})
         hung = code is None or (folder / "hung").stat().st_size > 0
     reason = _reason(code, written, output, seconds if hung else None)
-    return Verdict(reason, bool(written), float(seconds), changes)
+    return TrialResult(reason, bool(written), float(seconds), changes)
 
 
 def _run(folder: Path, seconds: float) -> int | None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jackfield.registry import verdicts
-from jackfield.registry.verdicts import Verdict, path_of, recall, remember
+from jackfield.registry import trial_results
+from jackfield.registry.trial_results import TrialResult, path_of, recall, remember
 
 if TYPE_CHECKING:
     from conftest import Site
 
-KNOWN = Verdict(writes=True, seconds=20.0, changes={"the current folder": [""]})
-REFUSED = Verdict("it ended its process", seconds=20.0)
+KNOWN = TrialResult(writes=True, seconds=20.0, changes={"the current folder": [""]})
+REFUSED = TrialResult("it ended its process", seconds=20.0)
 
 
 def entry_point(site: Site) -> EntryPoint:
@@ -29,7 +29,7 @@ def entry_point(site: Site) -> EntryPoint:
 
 @pytest.fixture
 def known(site: Site) -> EntryPoint:
-    """An entry point with a verdict."""
+    """An entry point with a result."""
     site.add("mine", site.attention("mine"))
     found = entry_point(site)
     assert recall(found, 20.0) is None
@@ -78,7 +78,7 @@ def test_another_installation_is_another_chance(known: EntryPoint, site: Site, w
 def test_a_damaged_file_says_nothing(known: EntryPoint, content: bytes) -> None:
     path = path_of(known)
     assert path is not None
-    path.write_bytes(content.replace(b"KEY", f'"{verdicts._key(known)}"'.encode()))
+    path.write_bytes(content.replace(b"KEY", f'"{trial_results._key(known)}"'.encode()))
     assert recall(known, 20.0) is None
     remember(known, REFUSED)
     assert recall(known, 20.0) == REFUSED
@@ -116,7 +116,7 @@ def test_where_nothing_can_be_written_nothing_is_remembered(
     folder = {"no home": None, "a file in the way": blocked, "a relative path": Path("cache")}[
         where
     ]
-    monkeypatch.setattr(verdicts, "cache_folder", lambda: folder)
+    monkeypatch.setattr(trial_results, "cache_folder", lambda: folder)
     assert remember(known, REFUSED) is None
     assert recall(known, 20.0) is None
 
@@ -125,13 +125,14 @@ WRITER = """
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from jackfield.registry import verdicts
-verdicts.cache_folder = lambda: Path(sys.argv[2])
+from jackfield.registry import trial_results
+trial_results.cache_folder = lambda: Path(sys.argv[2])
 (dist,) = distributions(path=[sys.argv[1]])
 (entry_point,) = dist.entry_points
 for turn in range(200):
-    assert verdicts.remember(entry_point, verdicts.Verdict("x" * turn * 50, seconds=20.0))
-    assert verdicts.recall(entry_point, 20.0) is not None
+    shown = trial_results.TrialResult("x" * turn * 50, seconds=20.0)
+    assert trial_results.remember(entry_point, shown)
+    assert trial_results.recall(entry_point, 20.0) is not None
 """
 
 

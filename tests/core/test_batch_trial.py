@@ -11,8 +11,8 @@ from families import FAMILIES, WINDOW, build, config_of, oracle, prompts
 from transformers import LlamaForCausalLM
 
 import jackfield
+from jackfield.bridge.batch_trial import tried
 from jackfield.bridge.shrinking import shrunk
-from jackfield.bridge.trial import tried
 from jackfield.contracts import CacheCapabilities, TransformersCache
 from jackfield.contracts.cache import not_fixed
 from jackfield.errors import CheckpointError, PlanError, UsageError
@@ -185,7 +185,7 @@ def test_one_layer_of_each_kind_is_kept() -> None:
 def test_what_cannot_be_tried_runs_with_rows_of_its_own_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jackfield.bridge.trial.shrunk", lambda config, cls: iter(()))
+    monkeypatch.setattr("jackfield.bridge.batch_trial.shrunk", lambda config, cls: iter(()))
     model = build("llama")
     model.config.unheard_of = 1  # not tried before
     needs = jackfield.plan(model).requirements
