@@ -15,9 +15,9 @@ from jackfield.hookspecs import hookimpl
 if TYPE_CHECKING:
     __version__: str
     from jackfield.api import load, plan
+    from jackfield.engine.completions import Completion, Delta
     from jackfield.engine.engine import Engine
     from jackfield.engine.requests import Request
-    from jackfield.engine.sequences import Completion, Delta
     from jackfield.errors import JackfieldError
     from jackfield.estimates.estimating import Estimate, estimate
     from jackfield.in_transformers.attention import install, report, uninstall
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "jackfield.engine.sequences",
-    "Delta": "jackfield.engine.sequences",
+    "Completion": "jackfield.engine.completions",
+    "Delta": "jackfield.engine.completions",
     "Engine": "jackfield.engine.engine",
     "Estimate": "jackfield.estimates.estimating",
     "JackfieldError": "jackfield.errors",

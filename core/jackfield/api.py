@@ -16,9 +16,9 @@ from jackfield.engine.bound import weights
 from jackfield.engine.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.engine.engine import Engine
 from jackfield.errors import UsageError
-from jackfield.estimates.memory import STEP_ROWS
 from jackfield.planning.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.planning.deciding import Job, understand
+from jackfield.planning.memory import STEP_ROWS
 from jackfield.planning.placement import DeviceMap
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import ARGUMENTS

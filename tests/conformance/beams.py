@@ -12,7 +12,7 @@ import torch
 from families import build, prompts
 
 import jackfield
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Sequence
 from jackfield.sampling.counter_rng import gumbel
 
 if TYPE_CHECKING:

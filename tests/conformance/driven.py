@@ -9,9 +9,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jackfield import Engine
-from jackfield.contracts import KVCache
+from jackfield.contracts import KVCache, Sequence, Step
 from jackfield.engine.loop import Loop
-from jackfield.engine.sequences import Sequence, Step
 
 
 class Gate:

@@ -9,7 +9,7 @@ from driven import recorded
 from hypothesis.stateful import RuleBasedStateMachine
 
 from jackfield import Engine
-from jackfield.engine.sequences import Step
+from jackfield.contracts import Step
 
 
 class Stepped(RuleBasedStateMachine):

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import jackfield
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Settings
+from jackfield.engine.sequences import RunningSequence
 from jackfield.errors import PromptError, SettingsError
 from jackfield.requests.honouring import Limits
-from jackfield.requests.settings import Settings, resolve
+from jackfield.requests.settings import resolve
 from jackfield.requests.wishes import wishes
 from jackfield.sampling.sampler import Batch
 from jackfield_plugins.decoding.sample import Sample
@@ -134,7 +135,7 @@ def test_both_draw_from_one_distribution(
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     processors = model._get_logits_processor(config, len(PROMPT), torch.tensor([PROMPT]))
     expected = processors(torch.tensor([ids]), logits.clone())
-    sequence = Sequence(0, PROMPT, found, None)
+    sequence = RunningSequence(0, PROMPT, found)
     sequence.tokens = [*sequence.tokens, *ids[len(PROMPT) :]]
     batch = Batch([sequence], logits)
     scores = batch.processed(logits)

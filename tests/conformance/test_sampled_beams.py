@@ -32,9 +32,8 @@ from driven import Arrival, drive
 from families import VOCAB, WINDOW, build, character_tokenizer, prompts
 
 import jackfield
-from jackfield.engine.groups import Group
-from jackfield.engine.sequences import Sequence
-from jackfield.requests.settings import Settings
+from jackfield.contracts import Settings
+from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.sampling.counter_rng import gumbel
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
@@ -212,7 +211,7 @@ def test_texts_come_as_often_as_transformers_draws_them_itself() -> None:
 
 def test_what_is_no_number_is_never_drawn() -> None:
     asked = Settings(max_new_tokens=10, do_sample=True)
-    group = Group([Sequence(n, [1, 2], asked, None) for n in range(3)], 1)
+    group = RunningGroup([RunningSequence(n, [1, 2], asked) for n in range(3)], 1)
     search = BeamSearch(BeamOptions(num_beams=3))
     scores = torch.full((1, 9), -math.inf)
     (none,) = search.decide([group], [scores])

@@ -10,7 +10,13 @@ import torch
 import transformers
 from wrong_attentions import UntoldError, raising
 
-from jackfield.contracts import BindContext, Cache, CacheCapabilities, TransformersCache
+from jackfield.contracts import (
+    BindContext,
+    Cache,
+    CacheCapabilities,
+    PaddedCache,
+    TransformersCache,
+)
 from jackfield.engine.padded import PaddedKVCache
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
@@ -43,9 +49,8 @@ def padded(**members: Any) -> Cache:
         )
 
         def bind(self, context: BindContext) -> Any:
-            made = PaddedKVCache(
-                lambda _: transformers.DynamicCache(config=context.config), context.device
-            )
+            bound = PaddedCache(lambda _: transformers.DynamicCache(config=context.config))
+            made = PaddedKVCache(bound, context)
             return overridden(made, members)
 
     return Wrong()

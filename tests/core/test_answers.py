@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 import jackfield
 from jackfield.api import LoadArguments, PlanArguments
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Sequence
 from jackfield.errors import JackfieldError, PromptError, UsageError
 from jackfield.requests.habits import KEYWORDS, OF_LOADING, PROMPTS
 from jackfield.requests.honouring import Limits
@@ -206,7 +206,7 @@ def test_the_advice_about_a_warper_gives_the_distribution_of_transformers(
     settings = resolve(wishes(given, own), 1, Limits(32, 64, honoured, "sample", False))
 
     logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) * 2
-    batch = Batch([Sequence(0, [1], settings, None)], logits)
+    batch = Batch([Sequence(0, [1], settings)], logits)
     found = batch.warped(batch.processed(logits.clone()))
     wanted = expected(torch.tensor([[1]]), logits.clone())
     torch.testing.assert_close(found.softmax(-1), wanted.softmax(-1), rtol=1e-5, atol=1e-7)

@@ -12,9 +12,9 @@ from drafting import draft_of, model_of, small_draft
 from families import build, character_tokenizer, config_of, prompts
 
 import jackfield
-from jackfield.contracts import Strategy
+from jackfield.contracts import Settings, Strategy
 from jackfield.engine.checked import CheckedStrategy
-from jackfield.engine.sequences import Sequence
+from jackfield.engine.sequences import RunningSequence
 from jackfield.errors import (
     CheckpointError,
     ExecutionError,
@@ -26,7 +26,6 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
-from jackfield.requests.settings import Settings
 
 MODEL = functools.partial(model_of, "llama")
 DRAFT = functools.partial(draft_of, "llama")
@@ -243,7 +242,7 @@ class Broken(Strategy):
 )  # fmt: skip
 def test_a_strategy_that_breaks_its_contract_is_an_error_by_name(answer: Any) -> None:
     strategy = CheckedStrategy(Broken(answer), "decoding 'bad' of outside 1.0", 50)
-    one = Sequence(0, [5, 6], Settings(max_new_tokens=4), None)
+    one = RunningSequence(0, [5, 6], Settings(max_new_tokens=4))
     with pytest.raises(PluginError, match=r"decoding 'bad' of outside 1\.0: propose "):
         strategy.propose([one], [2])
     assert CheckedStrategy(Broken([[49, 0]]), "x", 50).propose([one], [2]) == [[49, 0]]

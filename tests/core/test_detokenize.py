@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Settings
+from jackfield.engine.sequences import RunningSequence
 from jackfield.requests.detokenize import Detokenizer, opening
-from jackfield.requests.settings import Settings
 
 CORPUS = [
     "the cat sat",
@@ -333,9 +333,9 @@ def test_what_may_become_a_stop_is_held_back_and_shown_at_the_end() -> None:
     assert detokenizer.finish() == ""
 
 
-def running(stop: str, max_new_tokens: int = 50) -> Sequence:
+def running(stop: str, max_new_tokens: int = 50) -> RunningSequence:
     detokenizer = Detokenizer(lambda ids: "".join(map(chr, ids)), [stop])
-    return Sequence(
+    return RunningSequence(
         0, [1], Settings(max_new_tokens=max_new_tokens, eos_token_ids=(0,)), detokenizer
     )
 

@@ -13,9 +13,8 @@ import transformers
 from random_settings import random_fields
 from scipy import stats
 
-from jackfield.contracts import Accepted
-from jackfield.engine.sequences import Sequence
-from jackfield.requests.settings import Settings
+from jackfield.contracts import Accepted, Settings
+from jackfield.engine.sequences import RunningSequence
 from jackfield.sampling.sampler import Batch, Sampler, uniform
 
 ROWS = 4000
@@ -23,12 +22,12 @@ LOGITS = torch.tensor([1.5, 0.3, -0.7, 2.0, 0.0, -2.5, 0.9, 1.1], dtype=torch.fl
 
 
 def sequence(prompt: list[int] | None = None, new: list[int] | None = None, **fields: Any):
-    found = Sequence(0, prompt or [1], Settings(max_new_tokens=50, **fields), None)
+    found = RunningSequence(0, prompt or [1], Settings(max_new_tokens=50, **fields))
     found.tokens = [*found.tokens, *(new or [])]
     return found
 
 
-def sample(sequences: list[Sequence], logits: torch.Tensor) -> list[Accepted]:
+def sample(sequences: list[RunningSequence], logits: torch.Tensor) -> list[Accepted]:
     return Sampler().sample(sequences, logits.clone())
 
 
@@ -138,7 +137,7 @@ PROCESSORS = {
 }
 
 
-def processed(sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+def processed(sequences: list[RunningSequence], logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of what each row draws from."""
     batch = Batch(sequences, logits)
     return batch.warped(batch.processed(logits)).log_softmax(-1)

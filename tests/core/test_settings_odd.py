@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from jackfield.bridge.source import find, quiet
+from jackfield.contracts import Settings
 from jackfield.demo import DRAFT_PATH
 from jackfield.errors import CheckpointError, PromptError, SettingsError
 from jackfield.requests.honouring import Limits
-from jackfield.requests.settings import Settings, resolve
+from jackfield.requests.settings import resolve
 from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, DRAFTING, FACTS, OWN
 from jackfield.requests.wishes import VOCABULARY, notice_selectors, wishes
 from jackfield_plugins.decoding.assisted import Assisted

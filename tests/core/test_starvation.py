@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import jackfield
-from jackfield.contracts import BindContext, Scheduler
+from jackfield.contracts import BindContext, Scheduler, Sequence
 from jackfield.engine import loop
 from jackfield.engine.engine import Engine
-from jackfield.engine.sequences import Sequence
 from jackfield.errors import ExecutionError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from storming import Stepped
 
 import jackfield
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Sequence
 
 TEXTS = prompts(tuple(1 + n % (3 * WINDOW) for n in range(12))) + [
     [*prompts((WINDOW,))[0], *end] for end in prompts((1, 3, 5))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from random_settings import random_fields
 
-from jackfield.contracts import Accepted
-from jackfield.engine.sequences import Sequence
-from jackfield.requests.settings import Settings
+from jackfield.contracts import Accepted, Settings
+from jackfield.engine.sequences import RunningSequence
 from jackfield.sampling.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
 from jackfield.sampling.sampler import Sampler
 
@@ -45,13 +44,14 @@ def fields_of(rng: random.Random) -> dict[str, Any]:
     return random_fields(rng, 7, (3, 5), own)
 
 
-def sequences(fields: list[dict[str, Any]]) -> list[Sequence]:
+def sequences(fields: list[dict[str, Any]]) -> list[RunningSequence]:
     return [
-        Sequence(i, [4, 5, i], Settings(max_new_tokens=99, **f), None) for i, f in enumerate(fields)
+        RunningSequence(i, [4, 5, i], Settings(max_new_tokens=99, **f))
+        for i, f in enumerate(fields)
     ]
 
 
-def step_by_step(model: Table, sequence: Sequence, count: int) -> list[Accepted]:
+def step_by_step(model: Table, sequence: RunningSequence, count: int) -> list[Accepted]:
     sampler, found = Sampler(), []
     for _ in range(count):
         (gain,) = sampler.sample([sequence], model(sequence.tokens)[None])
@@ -104,7 +104,7 @@ def test_a_processor_is_asked_only_about_what_plain_decoding_asks_it() -> None:
         asked.append(ids[0].tolist())
         return scores
 
-    sequence = Sequence(0, [1], Settings(max_new_tokens=9, logits_processor=(spy,)), None)
+    sequence = RunningSequence(0, [1], Settings(max_new_tokens=9, logits_processor=(spy,)))
     logits = torch.eye(VOCAB)[[7, 8, 9, 10]]
     (gain,) = Sampler().sample([sequence], logits, [[7, 2, 9]])
     assert list(gain.tokens) == [7, 8]
@@ -119,8 +119,8 @@ def test_a_failure_behind_a_right_draft_ends_nothing_yet() -> None:
 
     broken = torch.eye(VOCAB)[[7, 8, 9]]
     broken[1] = float("nan")
-    one = Sequence(0, [1], Settings(max_new_tokens=9, logits_processor=(fails,)), None)
-    two = Sequence(1, [1], Settings(max_new_tokens=9), None)
+    one = RunningSequence(0, [1], Settings(max_new_tokens=9, logits_processor=(fails,)))
+    two = RunningSequence(1, [1], Settings(max_new_tokens=9))
     logits = torch.cat([torch.eye(VOCAB)[[7, 8, 9]], broken])
     first, second = Sampler().sample([one, two], logits, [[7, 8], [7, 8]])
     assert (first.tokens, first.error) == ((7, 8), None)

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from storming import Stepped
 
 import jackfield
-from jackfield.engine.sequences import Sequence, Step
+from jackfield.contracts import Sequence, Step
 
 TEXTS = prompts(tuple(range(1, 7))) + [
     [*prompts((4,))[0], *end] for end in prompts((1, 2))

@@ -10,9 +10,8 @@ import pytest
 from families import build, config_of, prompts, references
 
 import jackfield
-from jackfield.contracts import Accepted, Strategy
+from jackfield.contracts import Accepted, Sequence, Step, Strategy
 from jackfield.engine.decoder import Decoder
-from jackfield.engine.sequences import Sequence, Step
 from jackfield.planning.solving import judge
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse

@@ -12,9 +12,8 @@ import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
 
 import jackfield
-from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.contracts import Feed, Sequence, Settings, Step
 from jackfield.errors import CacheFullError, ExecutionError, PlanError
-from jackfield.requests.settings import Settings
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
@@ -55,7 +54,7 @@ def cache(window: int | None = None, num_tokens: int | None = None, **more: bool
 
 
 def sequence(number: int, length: int) -> Sequence:
-    return Sequence(number, list(range(length)), SETTINGS, None)
+    return Sequence(number, list(range(length)), SETTINGS)
 
 
 def feed(store: PagedKVCache, *parts: tuple[Sequence, int], drafts: tuple[int, ...] = ()) -> Step:
@@ -307,7 +306,7 @@ def test_the_last_token_is_always_left_to_be_fed() -> None:
 
 def test_a_salt_keeps_prefixes_apart() -> None:
     store = cache(prefix_sharing=True)
-    salted = [Sequence(i, range(9), Settings(max_new_tokens=8, cache_salt=salt), None)
+    salted = [Sequence(i, range(9), Settings(max_new_tokens=8, cache_salt=salt))
               for i, salt in enumerate(("", "a", "b", "a"))]  # fmt: skip
     for s in salted:
         write(store, s)
@@ -322,12 +321,12 @@ def test_rejected_drafts_are_not_found_and_accepted_ones_are() -> None:
     store.commit(step, [5])  # the loop takes 50, 51 and one more
     a.tokens = [*a.tokens, *[50, 51, 60]]
     store.commit(feed(store, (a, 1)), [1])
-    rejected, accepted = Sequence(2, [0, 1, 2, 50, 51, 52, 53, 54], SETTINGS, None), None
+    rejected, accepted = Sequence(2, [0, 1, 2, 50, 51, 52, 53, 54], SETTINGS), None
     assert store.admit(rejected)
     assert rejected.num_cached == 4
     a.tokens = [*a.tokens, *[61, 62]]
     store.commit(feed(store, (a, 2)), [2])
-    accepted = Sequence(3, [*a.tokens, 9], SETTINGS, None)
+    accepted = Sequence(3, [*a.tokens, 9], SETTINGS)
     assert store.admit(accepted)
     assert accepted.num_cached == 8
 

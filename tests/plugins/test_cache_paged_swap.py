@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield.engine.sequences import Feed, Sequence, Step
-from jackfield.requests.settings import Settings
+from jackfield.contracts import Feed, Sequence, Settings, Step
 from jackfield_plugins.cache.paged import groups, swapping
 from jackfield_plugins.cache.paged.store import PagedKVCache
 from jackfield_plugins.cache.paged.swapping import PageSwap, StreamedSwap, swap_on
@@ -122,7 +121,7 @@ def driven(store: PagedKVCache, seed: int, rounds: int = 60) -> Iterator[dict[in
     """Sequences that come, grow, are evicted and go; what each one's pages hold."""
     chance = random.Random(seed)
     running: list[Sequence] = []
-    waiting = [Sequence(n, list(range(100 * n, 100 * n + 30)), SETTINGS, None) for n in range(20)]
+    waiting = [Sequence(n, list(range(100 * n, 100 * n + 30)), SETTINGS) for n in range(20)]
     for _ in range(rounds):
         if running and chance.random() < 0.4:
             evicted = running.pop(chance.randrange(len(running)))
@@ -154,7 +153,7 @@ def driven(store: PagedKVCache, seed: int, rounds: int = 60) -> Iterator[dict[in
 
 def handed_over(store: PagedKVCache) -> None:
     """A sequence comes back into the pages of one that has just run and gone."""
-    first, second = (Sequence(n, list(range(10)), SETTINGS, None) for n in (1, 2))
+    first, second = (Sequence(n, list(range(10)), SETTINGS) for n in (1, 2))
     assert store.admit(first)
     step(store, first, 10)
     store.evict(first)
@@ -269,7 +268,7 @@ def test_each_wait_is_needed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_waits_only_for_pages_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams()
     store = store_on(StreamedSwap(DEVICE, streams, pinned=False), None, monkeypatch)
-    first, second = (Sequence(n, list(range(10)), SETTINGS, None) for n in (1, 2))
+    first, second = (Sequence(n, list(range(10)), SETTINGS) for n in (1, 2))
     for sequence in (first, second):
         assert store.admit(sequence)
         step(store, sequence, 10)
@@ -302,7 +301,7 @@ def test_numbers_of_pages_go_to_the_device_once_for_all_layers(
     honest = swapping._index
     monkeypatch.setattr(swapping, "_index", lambda *a, **k: made.append(a) or honest(*a, **k))
     store = store_on(StreamedSwap(DEVICE, Streams(), pinned=False), None, monkeypatch)
-    sequence = Sequence(1, list(range(30)), SETTINGS, None)
+    sequence = Sequence(1, list(range(30)), SETTINGS)
     assert store.admit(sequence)
     step(store, sequence, 10)
     store.evict(sequence)

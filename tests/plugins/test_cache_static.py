@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ from families import build, prompts, references
 from torch.profiler import ProfilerActivity, profile
 
 import jackfield
+from jackfield.contracts import PaddedCache, Sequence, Settings
 from jackfield.engine.engine import Engine
 from jackfield.engine.padded import PaddedKVCache
-from jackfield.engine.sequences import Sequence
 from jackfield.errors import CacheFullError, OptionError, PlanError
-from jackfield.requests.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 5, 12)
@@ -196,8 +196,10 @@ def test_what_fits_together_is_counted_with_a_running_maximum() -> None:
             looked_at += 1
             return super().num_new
 
-    store = PaddedKVCache(lambda _: transformers.DynamicCache(), CPU, max_cache_len=20)
-    waiting = [Counted(i, [1] * (5 + i % 3), Settings(max_new_tokens=9), None) for i in range(500)]
+    bound = PaddedCache(lambda _: transformers.DynamicCache(), max_cache_len=20)
+    job = SimpleNamespace(ragged=None, rollback=False)
+    store = PaddedKVCache(bound, SimpleNamespace(device=CPU, requirements=job))
+    waiting = [Counted(i, [1] * (5 + i % 3), Settings(max_new_tokens=9)) for i in range(500)]
     assert all(map(store.admit, waiting))
     assert looked_at == 500
     store.release(waiting)

@@ -17,11 +17,18 @@ from families import VOCAB, build, character_tokenizer, config_of, oracle, promp
 
 import jackfield
 from jackfield import contracts
-from jackfield.contracts import Continuation, Decision, Hypothesis, Schedule, Search
+from jackfield.contracts import (
+    Continuation,
+    Decision,
+    Hypothesis,
+    Schedule,
+    Search,
+    Sequence,
+    Settings,
+)
 from jackfield.engine.checked import CheckedSchedule, checked
 from jackfield.engine.decoder import Decoder
-from jackfield.engine.groups import Group
-from jackfield.engine.sequences import Sequence
+from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.errors import (
     CacheFullError,
     JackfieldError,
@@ -30,7 +37,6 @@ from jackfield.errors import (
     PluginError,
     SettingsError,
 )
-from jackfield.requests.settings import Settings
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 PROMPT = prompts(LENGTHS)[0]
@@ -380,9 +386,9 @@ def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:
         )
 
 
-def group(width: int, **settings: Any) -> Group:
+def group(width: int, **settings: Any) -> RunningGroup:
     asked = Settings(max_new_tokens=10, **settings)
-    return Group([Sequence(n, [1, 2], asked, None) for n in range(width)], 1)
+    return RunningGroup([RunningSequence(n, [1, 2], asked) for n in range(width)], 1)
 
 
 def test_whoever_goes_on_stays_where_it_is() -> None:

@@ -16,8 +16,9 @@ from families import FAMILIES, build, config_of, prompts
 
 import jackfield
 from jackfield.bridge.dry_run import DryRun
+from jackfield.devices import free_bytes
 from jackfield.errors import CacheFullError, JackfieldError
-from jackfield.estimates.memory import STEP_ROWS, STEP_TOKENS, free_bytes, step_bytes
+from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, step_bytes
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse
 from jackfield_plugins.cache import paged

@@ -10,9 +10,9 @@ from families import build, config_of, prompts
 from transformers import cache_utils
 
 import jackfield
+from jackfield.devices import free_bytes
 from jackfield.errors import CacheFullError, OptionError
-from jackfield.estimates import memory
-from jackfield.estimates.memory import free_bytes
+from jackfield.planning import memory
 from jackfield.units import in_units
 
 TOKENS = 24  # three windows

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jackfield
-from jackfield.contracts import Schedule
+from jackfield.contracts import Schedule, Sequence, Settings, Step
 from jackfield.engine.loop import Loop
-from jackfield.engine.sequences import Sequence, Step
 from jackfield.errors import OptionError, PluginError
-from jackfield.requests.settings import Settings
 from jackfield_plugins.scheduler.fifo import FifoSchedule
 from jackfield_plugins.scheduler.short_first import ShortFirstSchedule
 
@@ -32,7 +30,7 @@ plain = functools.cache(build)  # runs in no engine
 
 def made(number: int, length: int = 1, priority: int = 0, arrival: int = 0) -> Sequence:
     settings = Settings(max_new_tokens=8, priority=priority)
-    found = Sequence(number, [0] * length, settings, None)
+    found = Sequence(number, [0] * length, settings)
     found.arrival = arrival
     return found
 

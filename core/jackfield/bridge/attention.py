@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from jackfield.bridge.rehearsal import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
     BindContext,
     BoundAttention,
@@ -27,7 +28,6 @@ from jackfield.contracts import (
     PackedKVCache,
     PackedLayer,
 )
-from jackfield.engine.report import Tally
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered

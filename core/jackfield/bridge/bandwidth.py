@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from jackfield.devices import free_bytes
 from jackfield.errors import UsageError
-from jackfield.estimates.memory import free_bytes
 
 _WANTED = 1 << 30  # bytes: far more than any cache holds
 _SECONDS = 1.0

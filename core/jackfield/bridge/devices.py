@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from jackfield.bridge.source import ModelSource, input_device
+from jackfield.bridge.source import ModelSource
 from jackfield.contracts.requirements import DEVICES
+from jackfield.devices import input_device
 from jackfield.errors import UsageError
 from jackfield.spelling import AUTO
 

@@ -26,8 +26,8 @@ from jackfield.bridge.requirements import skeleton
 from jackfield.bridge.source import config_tree, quiet
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
 from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.contracts.sizes import kv_bytes
 from jackfield.errors import first_line
-from jackfield.estimates.memory import kv_bytes
 
 logger = logging.getLogger("jackfield")
 

@@ -18,10 +18,10 @@ import torch
 
 from jackfield.bridge.devices import check_device, named_device, pick_device
 from jackfield.bridge.requirements import skeleton
-from jackfield.bridge.source import ModelSource, input_device, quiet
+from jackfield.bridge.source import ModelSource, quiet
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
+from jackfield.devices import free_bytes, input_device
 from jackfield.errors import ExecutionError, UsageError
-from jackfield.estimates.memory import free_bytes
 from jackfield.planning.placement import DISK, Asked, Placement, spell
 from jackfield.spelling import AUTO, nearest
 from jackfield.units import in_units

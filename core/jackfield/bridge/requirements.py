@@ -46,13 +46,9 @@ from jackfield.bridge.footprint import (
     weights_of,
 )
 from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
-from jackfield.bridge.source import (
-    ModelSource,
-    config_tree,
-    input_device,
-    quiet,
-)
+from jackfield.bridge.source import ModelSource, config_tree, quiet
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
+from jackfield.devices import input_device
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
 from jackfield.requests.habits import DTYPES_OF
 from jackfield.spelling import AUTO, nearest

@@ -63,12 +63,6 @@ class ModelSource:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a step's inputs belong. The first weight of a model that is spread may be on disk."""
-    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    return model.device if device is None else torch.device(device)
-
-
 def find(
     model: str | Path | PreTrainedModel | PreTrainedConfig, revision: str | None
 ) -> ModelSource:

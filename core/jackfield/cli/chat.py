@@ -15,8 +15,8 @@ from jackfield.cli.output import note, say
 from jackfield.errors import ExecutionError, PromptError, UsageError
 
 if TYPE_CHECKING:
+    from jackfield.engine.completions import Completion
     from jackfield.engine.engine import Engine
-    from jackfield.engine.sequences import Completion
 
 GREETING = "/reset forgets the conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer"
 START_AFRESH = "/reset starts afresh"

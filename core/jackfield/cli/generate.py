@@ -14,8 +14,8 @@ from jackfield.cli.output import note, print_json, ran
 from jackfield.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
+    from jackfield.engine.completions import Completion
     from jackfield.engine.engine import Engine
-    from jackfield.engine.sequences import Completion
 
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The text to go on from.")

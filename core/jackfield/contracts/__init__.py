@@ -1,5 +1,6 @@
 """What a backend of each kind must be: one file a kind, importable without torch."""
 
+from jackfield.contracts.assistant import Assistant
 from jackfield.contracts.attention import (
     Attention,
     AttentionCapabilities,
@@ -14,6 +15,7 @@ from jackfield.contracts.cache import (
     KVCache,
     ModelInputs,
     PackedKVCache,
+    PaddedCache,
     TransformersCache,
 )
 from jackfield.contracts.checkpoint import StoredTensor
@@ -21,14 +23,13 @@ from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabil
 from jackfield.contracts.decoding import (
     SAMPLER_SETTINGS,
     Accepted,
-    Assistant,
     Continuation,
     Decision,
     Decoding,
     DecodingCapabilities,
-    Hypothesis,
     Search,
     Strategy,
+    TokenLogprob,
 )
 from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
@@ -40,7 +41,12 @@ from jackfield.contracts.quantizing import (
 )
 from jackfield.contracts.requirements import FEATURES, Requirements, Weight
 from jackfield.contracts.scheduling import Schedule, Scheduler
+from jackfield.contracts.sequences import BeamGroup, Feed, Hypothesis, Sequence, Step, Tokens
+from jackfield.contracts.settings import BeamSettings, DraftSettings, Settings, Structure
+from jackfield.contracts.sizes import known, kv_bytes
 from jackfield.contracts.staging import StepBlock
+from jackfield.devices import free_bytes
+from jackfield.units import in_units
 
 __all__ = [
     "FEATURES",
@@ -50,6 +56,8 @@ __all__ = [
     "Attention",
     "AttentionCapabilities",
     "Backend",
+    "BeamGroup",
+    "BeamSettings",
     "BindContext",
     "BoundAttention",
     "Cache",
@@ -62,6 +70,8 @@ __all__ = [
     "Decision",
     "Decoding",
     "DecodingCapabilities",
+    "DraftSettings",
+    "Feed",
     "FusedLayer",
     "GivenConfig",
     "Hypothesis",
@@ -74,6 +84,7 @@ __all__ = [
     "PackedKVCache",
     "PackedLayer",
     "PackedStep",
+    "PaddedCache",
     "PageTables",
     "Quantization",
     "Quantizer",
@@ -82,13 +93,23 @@ __all__ = [
     "Schedule",
     "Scheduler",
     "Search",
+    "Sequence",
+    "Settings",
     "Span",
+    "Step",
     "StepBlock",
     "StoredTensor",
     "Strategy",
+    "Structure",
+    "TokenLogprob",
+    "Tokens",
     "TransformersCache",
     "Uncompiled",
     "Weight",
+    "free_bytes",
+    "in_units",
+    "known",
+    "kv_bytes",
 ]
 
 #: kind -> the base class that its backends derive from

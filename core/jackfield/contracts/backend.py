@@ -9,15 +9,15 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jackfield.contracts.assistant import Assistant
 from jackfield.contracts.requirements import Requirements
+from jackfield.devices import input_device
 from jackfield.errors import told
 from jackfield.spelling import option_flaws
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from jackfield.contracts.decoding import Assistant
 
 NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 
@@ -53,8 +53,6 @@ class BindContext:
 
         Other layers may compute elsewhere: `requirements.execution_devices`.
         """
-        from jackfield.bridge.source import input_device
-
         assert self.model is not None
         return input_device(self.model)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.packed import PACKED_LAYER_TYPES, not_packed
+from jackfield.contracts.packed import PACKED_LAYER_TYPES, PackedLayer, not_packed
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
+from jackfield.contracts.sequences import Sequence, Step
+from jackfield.contracts.sizes import known, kv_bytes
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-    from jackfield.contracts.packed import PackedLayer
-    from jackfield.engine.sequences import Sequence, Step
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
@@ -248,11 +249,25 @@ class PackedKVCache(KVCache):
         """
 
 
+@dataclass(frozen=True)
+class PaddedCache:
+    """One of transformers' caches for each batch of rows; the engine lays the rows out.
+
+    `make(length)` returns an empty cache for a batch that has at most `length` columns; None: not
+    known. No batch has more than `max_cache_len` columns. `static_shapes`: buffers keep their
+    address and shape while a batch runs.
+    """
+
+    make: Callable[[int | None], transformers.Cache]
+    max_cache_len: int | None = None
+    static_shapes: bool = False
+
+
 class Cache(Backend):
     """Where K and V live. `bind` is called once per model."""
 
     kind: ClassVar[str] = "cache"
-    bound: ClassVar[tuple[type, ...]] = (KVCache,)
+    bound: ClassVar[tuple[type, ...]] = (KVCache, PaddedCache)
     capabilities: ClassVar[CacheCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
@@ -268,7 +283,6 @@ class Cache(Backend):
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
         """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
-        from jackfield.estimates.memory import known, kv_bytes  # which needs the contracts
 
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
@@ -303,7 +317,7 @@ class Cache(Backend):
         return replace(requirements, layout=self.capabilities.layout)
 
     @abstractmethod
-    def bind(self, context: BindContext) -> KVCache:
+    def bind(self, context: BindContext) -> KVCache | PaddedCache:
         """Return an empty cache for `context.model`."""
 
     def flaws(self) -> list[str]:
@@ -328,6 +342,8 @@ class TransformersCache(Cache):
     and idle; otherwise they are taken out with `transformers.Cache.reorder_cache`.
     """
 
+    bound: ClassVar[tuple[type, ...]] = (PaddedCache,)
+
     @abstractmethod
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
         """An empty cache for one batch that has at most `length` columns.
@@ -340,14 +356,9 @@ class TransformersCache(Cache):
         del options
         return None
 
-    def bind(self, context: BindContext) -> KVCache:
-        from jackfield.engine.padded import PaddedKVCache
-
-        return PaddedKVCache(
+    def bind(self, context: BindContext) -> PaddedCache:
+        return PaddedCache(
             lambda length: self.make(context, length),
-            context.device,
             max_cache_len=self.max_cache_len(context.options),
-            static=self.capabilities.static_shapes,
-            equal_lengths=context.requirements.ragged is not None,
-            drafts=context.requirements.rollback,
+            static_shapes=self.capabilities.static_shapes,
         )

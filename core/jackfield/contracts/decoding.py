@@ -5,17 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, names
 from jackfield.contracts.requirements import Requirements
+from jackfield.contracts.sequences import BeamGroup, Hypothesis, Sequence
+from jackfield.contracts.settings import Settings
 
 if TYPE_CHECKING:
     import torch
-
-    from jackfield.engine.groups import Group
-    from jackfield.engine.sequences import Sequence, TokenLogprob
-    from jackfield.requests.settings import Settings
 
 #: The generation settings that the sampler honours, which chooses the tokens of every strategy.
 SAMPLER_SETTINGS = frozenset(
@@ -60,6 +58,18 @@ class DecodingCapabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token under the model itself, before any setting is applied.
+
+    `top` holds (token id, log-probability) of the likeliest tokens, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The tokens that one sequence gained in a step (none while its prompt is still being fed).
 
@@ -70,25 +80,6 @@ class Accepted:
     logprobs: Seq[TokenLogprob] = ()
     error: str | None = None
     ends: bool = False
-
-
-class Assistant(Protocol):
-    """A draft model, bound to a plan of its own."""
-
-    #: how many tokens it can read at most; None: any number
-    context_length: int | None
-
-    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
-        """Go on with copies of `sequences`: drafts for each, at most `most[i]`.
-
-        A draft that its own model gives less than the probability `sure[i]` is the last. Drawn by
-        the random numbers that the sampler will use at the same positions.
-        """
-        ...
-
-    def release(self, sequences: Seq[Sequence]) -> None:
-        """Forget these sequences; unknown ones are ignored."""
-        ...
 
 
 class Strategy(ABC):
@@ -137,14 +128,6 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A text that is complete: its new tokens, and the score by which it is ranked."""
-
-    tokens: tuple[int, ...]
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """What a group does next: it goes on with `beams`; where there are none, it has ended.
 
@@ -174,7 +157,7 @@ class Search(Strategy):
         """
 
     @abstractmethod
-    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+    def decide(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[Decision]:
         """One decision a group. Nothing of a group may be changed.
 
         `scores[i]` is float32 `[beams, vocab]`, which may be modified: for each beam of group i,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext
-
-if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+from jackfield.contracts.sequences import Sequence
 
 
 class Schedule(ABC):

@@ -14,12 +14,10 @@ from types import MappingProxyType
 
 import torch
 
-from jackfield.contracts import StepBlock
+from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
-from jackfield.engine.sequences import Feed, Sequence, Step
 from jackfield.errors import ExecutionError, JackfieldError, told
-from jackfield.requests.settings import Settings
 from jackfield.requests.texts import Bridge
 from jackfield.sampling.sampler import Batch
 
@@ -87,7 +85,7 @@ class DraftModel:
             return None
         copy = self._copies.get(target.id)
         if copy is None:
-            copy = Sequence(target.id, tokens, self._settings(target), None, sample=target.sample)
+            copy = Sequence(target.id, tokens, self._settings(target), sample=target.sample)
         else:
             self._rewind(copy, tokens)
         copy.prompt_length = target.prompt_length if self.bridge.same else len(tokens)

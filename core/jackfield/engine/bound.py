@@ -19,6 +19,7 @@ from jackfield.bridge.unchanged import Unchanged
 from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantization
 from jackfield.engine.checked_cache import checked_cache
+from jackfield.engine.padded import laid_out
 from jackfield.errors import PlanError, UsageError
 from jackfield.guarded import all_of
 from jackfield.planning.deciding import Job
@@ -97,7 +98,8 @@ class BoundModel:
         self.plan = plan
         cache = plan["cache"].registered
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
-        self.cache: KVCache = checked_cache(cache.bind(context), cache, plan.requirements.windows)
+        bound = laid_out(cache.bind(context), context)
+        self.cache: KVCache = checked_cache(bound, cache, plan.requirements.windows)
         self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(

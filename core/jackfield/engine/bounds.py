@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackfield.errors import UsageError
-from jackfield.estimates.memory import STEP_TOKENS as PACKED_TOKENS
-from jackfield.estimates.memory import step_bytes
+from jackfield.planning.memory import STEP_TOKENS as PACKED_TOKENS
+from jackfield.planning.memory import step_bytes
 from jackfield.planning.planning import Plan
 
 UNLIMITED = 1 << 62

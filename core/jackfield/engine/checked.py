@@ -12,7 +12,7 @@ from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 
 WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds

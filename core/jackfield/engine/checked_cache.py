@@ -18,7 +18,7 @@ from jackfield.guarded import fault, guarded
 from jackfield.registry.loading import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence, Step
+    from jackfield.contracts import Sequence, Step
 
 
 _NOTHING = nullcontext()

@@ -11,8 +11,7 @@ from jackfield.errors import quoted
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from jackfield.contracts import ModelInputs, PackedStep, PageTables
-    from jackfield.engine.sequences import Feed, Step
+    from jackfield.contracts import Feed, ModelInputs, PackedStep, PageTables, Step
 
 
 def flaw_of_tokens(inputs: ModelInputs, step: Step, *, packed: bool) -> str:

@@ -16,7 +16,7 @@ from jackfield.guarded import fault
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.engine.sequences import Sequence, Step
+    from jackfield.contracts import Sequence, Step
 
 
 class CheckedPackedCache(CheckedCache, PackedKVCache):

@@ -16,8 +16,7 @@ import torch
 from jackfield.errors import quoted
 
 if TYPE_CHECKING:
-    from jackfield.contracts import PackedLayer, PageTables
-    from jackfield.engine.sequences import Feed, Sequence, Step
+    from jackfield.contracts import Feed, PackedLayer, PageTables, Sequence, Step
 
 FIRST = 4  # steps that are looked at one after the other
 NEWCOMERS = 32  # sequences whose first step is looked at

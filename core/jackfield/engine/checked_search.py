@@ -15,8 +15,7 @@ from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
-    from jackfield.engine.groups import Group
-    from jackfield.requests.settings import Settings
+    from jackfield.contracts import BeamGroup, Settings
 
 
 MOST = 100_000  # beams or texts of a decision
@@ -44,7 +43,7 @@ class CheckedSearch(CheckedStrategy, Search):
             raise fault(self, f"width must return a whole number from 1 on; got {quoted(found)}")
         return found
 
-    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+    def decide(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[Decision]:
         groups = tuple(groups)
         summed = self._added(groups, scores)
         allowed = Allowed(scores)
@@ -66,7 +65,7 @@ class CheckedSearch(CheckedStrategy, Search):
             raise fault(self, f"decide must return one decision a group; got {wrong}")
         return found
 
-    def _added(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[torch.Tensor]:
+    def _added(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[torch.Tensor]:
         """`scores`, to which those of the beams are added."""
         device = scores[0].device
         if self._block is None or self._block.device != device:
@@ -77,7 +76,7 @@ class CheckedSearch(CheckedStrategy, Search):
         parts = of_beams.split([len(own) for own in scores])
         return [own + part for own, part in zip(scores, parts, strict=True)]
 
-    def _flaw(self, group: Group, decision: Any, chosen: list[Place]) -> str:
+    def _flaw(self, group: BeamGroup, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with a decision, in words; empty: nothing. Adds what was `chosen`."""
         if not isinstance(decision, Decision):
             return quoted(decision)
@@ -94,7 +93,7 @@ class CheckedSearch(CheckedStrategy, Search):
             return f"a beam twice, of {quoted(decision.beams)}"
         return self._flaw_of_texts(group, decision, chosen)
 
-    def _flaw_of_beam(self, group: Group, beam: Continuation) -> str:
+    def _flaw_of_beam(self, group: BeamGroup, beam: Continuation) -> str:
         parent: Any = beam.parent
         if type(parent) is not int or not 0 <= parent < len(group.beams):
             return f"{quoted(beam)}, where there are {len(group.beams)} beams"
@@ -109,7 +108,7 @@ class CheckedSearch(CheckedStrategy, Search):
             return f"{quoted(beam)} to go on with, whose token ends a text"
         return ""
 
-    def _flaw_of_texts(self, group: Group, decision: Any, chosen: list[Place]) -> str:
+    def _flaw_of_texts(self, group: BeamGroup, decision: Any, chosen: list[Place]) -> str:
         """What is wrong with its hypotheses: all it had, or a beam and a token that ends it."""
         known = {h.tokens for h in group.hypotheses}
         grown = {tuple(beam.new_tokens): at for at, beam in enumerate(group.beams)}
@@ -130,12 +129,12 @@ class CheckedSearch(CheckedStrategy, Search):
         return _order(group, decision.hypotheses)
 
 
-def _apart(group: Group) -> bool:
+def _apart(group: BeamGroup) -> bool:
     """Whether it is several searches side by side, which may come upon the same text."""
     return (group.settings.beams.num_beam_groups or 1) > 1
 
 
-def _order(group: Group, found: Seq[Hypothesis]) -> str:
+def _order(group: BeamGroup, found: Seq[Hypothesis]) -> str:
     if len({one.tokens for one in found}) < len(found) and not _apart(group):
         return "a hypothesis twice"
     scores = [one.score for one in found]
@@ -178,7 +177,7 @@ def _gives_up(decision: Decision, allowed: Allowed, group: int) -> str:
     return "neither beams nor texts" if allowed.any(group) else ""
 
 
-def _state(group: Group) -> tuple[object, ...]:
+def _state(group: BeamGroup) -> tuple[object, ...]:
     return tuple(group.beams), tuple(group.scores), tuple(group.hypotheses)
 
 

@@ -12,18 +12,17 @@ from functools import partial
 
 import torch
 
-from jackfield.contracts import Accepted, Decision, StepBlock, Strategy
+from jackfield.contracts import Accepted, Decision, Settings, StepBlock, Strategy
 from jackfield.engine.checked_search import CheckedSearch
-from jackfield.engine.groups import Group
 from jackfield.engine.report import Speculation, total
 from jackfield.engine.searching import Searcher
-from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.engine.steps import RunningFeed, RunningStep
 from jackfield.guarded import all_of
-from jackfield.requests.settings import Settings
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
 from jackfield.sampling.sampler import Sampler
-from jackfield.sampling.structured import Structures
+from jackfield.sampling.structured import Structures, Wanted
 
 logger = logging.getLogger("jackfield")
 
@@ -51,9 +50,9 @@ class Decoder:
         self._sampler = Sampler()
         searches = {n: s for n, s in self.strategies.items() if isinstance(s, CheckedSearch)}
         self.searcher = Searcher(searches) if searches else None
-        self.decided: list[tuple[Group, Decision]] = []
+        self.decided: list[tuple[RunningGroup, Decision]] = []
 
-    def propose(self, sequences: Seq[Sequence]) -> list[list[int]]:
+    def propose(self, sequences: Seq[RunningSequence]) -> list[list[int]]:
         """Drafts for each sequence; none for one that reads its prompt or is left alone."""
         found: dict[int, list[int]] = {}
         for name in self.drafting:
@@ -65,15 +64,15 @@ class Decoder:
                 found |= {s.id: own for s, own in zip(most, drafts, strict=True)}
         return [found.get(sequence.id, []) for sequence in sequences]
 
-    def expect(self, step: Step) -> None:
+    def expect(self, step: RunningStep) -> None:
         """Send what the sampler needs, and find out while the model computes what may follow."""
         if self._structures is not None:
-            self._allowed = self._structures.begin(step.feeds)
+            self._allowed = self._structures.begin(_structured(step))
         if self._sampler.sends:
             own = [f for f in step.feeds if f.samples and f.sequence.group is None]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
-    def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
+    def accept(self, step: RunningStep, logits: torch.Tensor) -> list[Accepted]:
         """What each feed gains by `logits` (`[feeds, k, vocab]`, may be modified in place).
 
         The last `1 + len(drafts)` positions of a feed's k are those of its last own token and its
@@ -99,7 +98,7 @@ class Decoder:
     def _search(
         self,
         searcher: Searcher,
-        step: Step,
+        step: RunningStep,
         logits: torch.Tensor,
         ready: list[int],
         allowed: torch.Tensor | None,
@@ -117,7 +116,7 @@ class Decoder:
         )
         return [i for i in ready if step.feeds[i].sequence.group is None], others
 
-    def _learn(self, feed: Feed, gain: Accepted) -> None:
+    def _learn(self, feed: RunningFeed, gain: Accepted) -> None:
         sequence = feed.sequence
         name = sequence.settings.decoding
         right = feed.kept(gain) - feed.count
@@ -140,13 +139,13 @@ class Decoder:
         """What the drafts of all strategies did; None where none drafts."""
         return total([self.totals[name] for name in self.drafting])
 
-    def release(self, sequences: Seq[Sequence]) -> None:
+    def release(self, sequences: Seq[RunningSequence]) -> None:
         searching = () if self.searcher is None else self.searcher.strategies
         strategies = [self.strategies[name] for name in (*self.drafting, *searching)]
         all_of(partial(strategy.release, sequences) for strategy in strategies)
 
 
-def _within(sequence: Sequence, gain: Accepted) -> Accepted:
+def _within(sequence: RunningSequence, gain: Accepted) -> Accepted:
     """The same, and whether it completes what the text must look like."""
     constraint = sequence.constraint
     if constraint is None:
@@ -167,8 +166,17 @@ def _within(sequence: Sequence, gain: Accepted) -> Accepted:
     return replace(gain, ends=True)
 
 
+def _structured(step: RunningStep) -> list[Wanted]:
+    """The texts with a structure whose next token is wanted."""
+    return [
+        Wanted(feed.sequence.id, feed.sequence.constraint, feed.drafts)
+        for feed in step.feeds
+        if feed.samples and feed.sequence.constraint is not None
+    ]
+
+
 def _parted(
-    allowed: torch.Tensor | None, feeds: Seq[Feed]
+    allowed: torch.Tensor | None, feeds: Seq[RunningFeed]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The rows of `allowed` (those of feeds with a constraint) of groups, and of all others."""
     if allowed is None:
@@ -184,7 +192,7 @@ def _parted(
     return allowed[of_group], allowed[~of_group]
 
 
-def _room(sequence: Sequence) -> int:
+def _room(sequence: RunningSequence) -> int:
     """How many drafts a sequence can use now: the last new token is never fed."""
     if len(sequence.tokens) - sequence.num_cached != 1 or sequence.drafted.rests():
         return 0

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from rich.console import Console
 from rich.progress import track
 
-from jackfield.bridge.source import input_device
 from jackfield.contracts import Search
+from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel, plug_all
 from jackfield.engine.bounds import Bounds, shared
 from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.completions import Completion, Delta
 from jackfield.engine.decoder import Decoder
-from jackfield.engine.groups import Group
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
 from jackfield.engine.report import Report
 from jackfield.engine.requests import Reader, Request
-from jackfield.engine.sequences import Completion, Delta
-from jackfield.engine.sequences import Sequence as Running
+from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.streaming import check_streamer, tell
 from jackfield.engine.worker import Health, Worker, drop, finish, linger_on
@@ -236,7 +235,7 @@ class Engine:
                 self._hand_over(pairs[start : start + size], wait=True)
             if streams:
                 return [tell(streamer, *pairs[0])]
-            watched: Iterable[tuple[Running, Request]] = pairs
+            watched: Iterable[tuple[RunningSequence, Request]] = pairs
             if progress:
                 watched = track(pairs, "Generating", console=Console(stderr=True))
             return [request.result() for _, request in watched]
@@ -265,7 +264,7 @@ class Engine:
         )
         return self._stream(self._sequence(prompt, settings, streams=True))
 
-    def _stream(self, sequence: Running) -> Iterator[Delta]:
+    def _stream(self, sequence: RunningSequence) -> Iterator[Delta]:
         request = self._start(sequence)
         try:
             yield from request
@@ -279,7 +278,7 @@ class Engine:
         )
         return self._astream(self._sequence(prompt, settings, streams=True))
 
-    async def _astream(self, sequence: Running) -> AsyncIterator[Delta]:
+    async def _astream(self, sequence: RunningSequence) -> AsyncIterator[Delta]:
         request = self._start(sequence)
         reader = Reader(request)  # where the loop is closed, nobody runs this function to its end
         try:
@@ -292,19 +291,19 @@ class Engine:
         """End a request; its completion has what there was. Nothing happens to one that ended."""
         request.cancel()
 
-    def _start(self, sequence: Running) -> Request:
+    def _start(self, sequence: RunningSequence) -> Request:
         sequence.started = time.perf_counter()
         request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
         self._hand_over([(sequence, request)], wait=False)
         return request
 
-    def _hand_over(self, pairs: Sequence[tuple[Running, Request]], *, wait: bool) -> None:
+    def _hand_over(self, pairs: Sequence[tuple[RunningSequence, Request]], *, wait: bool) -> None:
         before = self.report()
         for sequence, _ in pairs:
             sequence.report_before = before
         self._worker.submit(pairs, wait=wait)
 
-    def _sequence(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> Running:
+    def _sequence(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> RunningSequence:
         """The one sequence of a request that has its own reader."""
         sequences = self._sequences(prompt, asked, streams=streams)
         if len(sequences) > 1:
@@ -323,7 +322,7 @@ class Engine:
 
     def _sequences(
         self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
-    ) -> list[Running]:
+    ) -> list[RunningSequence]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._check_open()
         self._bound.check_unchanged()
@@ -344,16 +343,18 @@ class Engine:
             check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
         if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
-        made: list[Running] = []
+        made: list[RunningSequence] = []
         for sample in range(width or settings.num_return_sequences):
             detokenizer = None
             if self.tokenizer is not None and (streams or settings.stop_strings):
                 detokenizer = self._text.detokenizer(settings.stop_strings)
             leader = made[0] if made and width is None else None
-            running = Running(next(self._ids), ids, settings, detokenizer, leader, sample)
+            running = RunningSequence(
+                next(self._ids), ids, settings, detokenizer, leader=leader, sample=sample
+            )
             running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
             made.append(running)
-        return made if width is None else Group(made, settings.num_return_sequences).answers
+        return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
     def _limits(self, decoding: str) -> Limits:
         return Limits(

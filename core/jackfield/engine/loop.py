@@ -17,8 +17,9 @@ import torch
 from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
 from jackfield.engine.bounds import UNLIMITED, Bounds
 from jackfield.engine.decoder import Decoder
-from jackfield.engine.sequences import Event, Feed, Sequence, Step
+from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Recorder
+from jackfield.engine.steps import Event, RunningFeed, RunningStep
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
 from jackfield.sampling.fenced import OwnFailure, fenced
@@ -44,34 +45,34 @@ class Loop:
         self.schedule = schedule
         self.bounds = bounds
         cache.max_portion = bounds.max_portion
-        self.waiting: dict[int, Sequence] = {}
-        self.running: list[Sequence] = []
-        self._timed: dict[int, Sequence] = {}  # those with a deadline
-        self._neglected: list[Sequence] = []  # passed over for ever
+        self.waiting: dict[int, RunningSequence] = {}
+        self.running: list[RunningSequence] = []
+        self._timed: dict[int, RunningSequence] = {}  # those with a deadline
+        self._neglected: list[RunningSequence] = []  # passed over for ever
         self._full = False  # the cache refused who is next, and holds no less since
         self.steps = 0
         self.doing: str | None = None  # what of a step is no plugin's and takes long
         self.recorder = Recorder()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
         if sequence.deadline is not None:
             self._timed[sequence.id] = sequence
-        if sequence is not sequence.together[0]:
+        if sequence is not sequence.members[0]:
             return
         sequence.arrival = self.steps
         self.waiting[sequence.id] = sequence
         self._full = False
         self.recorder.tokens_in += sequence.prompt_length
 
-    def cancel(self, sequence: Sequence, why: str | None = None) -> list[Event]:
+    def cancel(self, sequence: RunningSequence, why: str | None = None) -> list[Event]:
         """End a sequence wherever it is, and its group; nothing is computed for it from now on."""
         if sequence.finish_reason is not None:
             return []
         group = sequence.group
         gains = [(sequence, Accepted())] if group is None else group.so_far()
         events = [_cancelled(one, gain, why) for one, gain in gains]
-        for one in sequence.together:
+        for one in sequence.members:
             self.waiting.pop(one.id, None)
         self._retire([one for one, _ in gains])
         return events
@@ -116,7 +117,7 @@ class Loop:
                 events.append(event)
         return events
 
-    def _note_passed(self, entered: Seq[Sequence]) -> None:
+    def _note_passed(self, entered: Seq[RunningSequence]) -> None:
         """Count, for those that have waited long, who came later, with no right to be first."""
         for sequence in self.waiting.values() if entered else ():
             if self.steps - sequence.arrival > LONG and any(
@@ -126,7 +127,7 @@ class Loop:
             ):
                 self._pass_over(sequence)
 
-    def _pass_over(self, sequence: Sequence) -> None:
+    def _pass_over(self, sequence: RunningSequence) -> None:
         sequence.passed_over += 1
         if sequence.passed_over > FOR_EVER:
             self._neglected.append(sequence)
@@ -141,8 +142,9 @@ class Loop:
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
         entered = []
-        for sequence in self.schedule.order(ready, self.steps):
-            free -= len(sequence.together)
+        for first in self.schedule.order(ready, self.steps):
+            sequence = self.waiting[first.id]
+            free -= len(sequence.members)
             if free < 0:
                 break
             if not self._enters(sequence):
@@ -154,7 +156,7 @@ class Loop:
             entered.append(sequence)
         self._note_passed(entered)
 
-    def _enters(self, sequence: Sequence) -> bool:
+    def _enters(self, sequence: RunningSequence) -> bool:
         """Whether the cache takes in a sequence, and the other beams of its group with it."""
         beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
         for at, beam in enumerate(beams):
@@ -165,7 +167,7 @@ class Loop:
         self.running += beams
         return True
 
-    def _waits_for_its_leader(self, sequence: Sequence) -> bool:
+    def _waits_for_its_leader(self, sequence: RunningSequence) -> bool:
         """Whether the prompt it shares is still being read by another, to be found in the cache."""
         leader = sequence.leader
         return (
@@ -175,7 +177,7 @@ class Loop:
             and leader.num_cached < leader.prompt_length
         )
 
-    def _fitting(self, drafts: Seq[list[int]]) -> Step:
+    def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
         """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
         proposed = dict(zip(self.running, drafts, strict=True))
         while True:
@@ -192,7 +194,7 @@ class Loop:
                 )
             self._evict(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
 
-    def _schedule(self, drafts: dict[Sequence, list[int]]) -> Step:
+    def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
         pending = [self._pending(sequence) for sequence in self.running]
         budget = self.bounds.max_batch_tokens or UNLIMITED
@@ -214,11 +216,11 @@ class Loop:
         feeds = []
         for sequence, count in zip(self.running, counts, strict=True):
             if count or not self.cache.joins:
-                feed = Feed(sequence, sequence.num_cached, count, drafts[sequence])
+                feed = RunningFeed(sequence, sequence.num_cached, count, drafts[sequence])
                 feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
-        return Step(feeds)
+        return RunningStep(feeds)
 
-    def _pending(self, sequence: Sequence) -> int:
+    def _pending(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
         left = len(sequence.tokens) - sequence.num_cached
         if self.bounds.whole_chunks:  # an evicted one goes through its new tokens one by one again
@@ -239,7 +241,7 @@ class Loop:
             raise fault(self.schedule, "portions gives no request all of its beams")
         return held
 
-    def _evict(self, sequence: Sequence) -> None:
+    def _evict(self, sequence: RunningSequence) -> None:
         """Take a sequence out, and the other beams of its group with it; the first one waits."""
         beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
         for beam in beams:
@@ -249,7 +251,7 @@ class Loop:
         self.waiting[beams[0].id] = beams[0]
         self.recorder.evictions += 1
 
-    def _emit(self, step: Step, accepted: Seq[Accepted]) -> list[Event]:
+    def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
         for feed, gain in zip(step.feeds, accepted, strict=True):
             sequence = feed.sequence
@@ -270,8 +272,8 @@ class Loop:
 
     def _branch(self) -> list[Event]:
         """Go on with the beams that were decided on; returns what groups say that have ended."""
-        copies: list[tuple[Sequence, Sequence]] = []
-        dropped: list[Sequence] = []
+        copies: list[tuple[RunningSequence, RunningSequence]] = []
+        dropped: list[RunningSequence] = []
         events = []
         for group, decision in self.decoding.decided:
             if decision.beams and decision.error is None:
@@ -288,16 +290,16 @@ class Loop:
             self.running += [into for _, into in copies]
         return events
 
-    def _retire(self, finished: Seq[Sequence]) -> None:
+    def _retire(self, finished: Seq[RunningSequence]) -> None:
         if finished:
-            gone = {one.id for sequence in finished for one in sequence.together}
+            gone = {one.id for sequence in finished for one in sequence.members}
             self.running = [s for s in self.running if s.id not in gone]
             self._full = False
             self.recorder.ended(finished)
             self._release(finished)
 
-    def _release(self, ended: Seq[Sequence]) -> None:
-        sequences = [one for sequence in ended for one in sequence.together]
+    def _release(self, ended: Seq[RunningSequence]) -> None:
+        sequences = [one for sequence in ended for one in sequence.members]
         for sequence in sequences:
             self._timed.pop(sequence.id, None)
         all_of((lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)))
@@ -312,7 +314,7 @@ class Loop:
         self._release(lost)
 
 
-def _told(sequence: Sequence, gain: Accepted) -> Event:
+def _told(sequence: RunningSequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
@@ -326,14 +328,14 @@ def _told(sequence: Sequence, gain: Accepted) -> Event:
         return Event(sequence, sequence.tokens[before:], "")
 
 
-def _ended(sequence: Sequence, gain: Accepted) -> Event:
+def _ended(sequence: RunningSequence, gain: Accepted) -> Event:
     """What a search says with one of its sequences."""
     if gain.error is not None:
         sequence.fail(gain.error)
     return _told(sequence, gain)
 
 
-def _cancelled(sequence: Sequence, gain: Accepted, why: str | None) -> Event:
+def _cancelled(sequence: RunningSequence, gain: Accepted, why: str | None) -> Event:
     """End a sequence with what it has, and with what it still gains."""
     event = _told(sequence, gain)
     if sequence.finish_reason == "error":

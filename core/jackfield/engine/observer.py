@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
+from jackfield.engine.completions import Completion, Delta, Usage
 from jackfield.engine.loop import Loop
 from jackfield.engine.report import Compiled, Observation, Report, Speculation, observe, total
-from jackfield.engine.sequences import Completion, Delta, Event, Sequence, Usage
+from jackfield.engine.sequences import RunningSequence
+from jackfield.engine.steps import Event
 from jackfield.planning.planning import Plan
 from jackfield.requests.texts import Text
 from jackfield.sampling.fenced import OwnFailure, fenced
@@ -76,7 +78,7 @@ class Observer:
         done = sequence.finish_reason is not None
         return Delta(event.text, event.tokens, self._completion(sequence) if done else None)
 
-    def _completion(self, sequence: Sequence) -> Completion:
+    def _completion(self, sequence: RunningSequence) -> Completion:
         text = self._text_of(sequence)
         assert sequence.finish_reason is not None
         return Completion(
@@ -92,7 +94,7 @@ class Observer:
             score=sequence.score,
         )
 
-    def _report_of(self, sequence: Sequence) -> Report:
+    def _report_of(self, sequence: RunningSequence) -> Report:
         """What ran since the request came; of the decodings only its own."""
         found = self.report().since(sequence.report_before)
         name = sequence.settings.decoding
@@ -101,7 +103,7 @@ class Observer:
             own = replace(own, beams=sequence.group.width)
         return found.of_request(own, total([sequence.drafted]) or Speculation())
 
-    def _text_of(self, sequence: Sequence) -> str | None:
+    def _text_of(self, sequence: RunningSequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""
         if sequence.detokenizer is not None:
             return sequence.detokenizer.text

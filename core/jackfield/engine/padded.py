@@ -9,46 +9,48 @@ since transformers counts their window in columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 import transformers
 
-from jackfield.contracts import KVCache, ModelInputs, StepBlock
+from jackfield.contracts import (
+    BindContext,
+    Feed,
+    KVCache,
+    ModelInputs,
+    PaddedCache,
+    Sequence,
+    Step,
+    StepBlock,
+)
 from jackfield.engine.bounds import UNLIMITED
-from jackfield.engine.sequences import Feed, Sequence, Step
 from jackfield.errors import CacheFullError, PluginError, quoted
+
+
+def laid_out(bound: KVCache | PaddedCache, context: BindContext) -> KVCache:
+    """The cache that a backend bound, with its rows laid out where that is left to the engine."""
+    return PaddedKVCache(bound, context) if isinstance(bound, PaddedCache) else bound
 
 
 class PaddedKVCache(KVCache):
     """Keys and values of a batch of rows in one transformers cache, made per batch.
 
-    `make` gets the number of columns that the batch can come to need. `max_cache_len` is how many
-    there can be at most. With `static` no shape changes while a batch runs: rows that finished
-    stay and are fed token 0, which they alone see. With `equal_lengths` only rows that are equally
-    long enter together, so that there is no padding. `drafts`: there may be some, which leave holes
-    where rows keep different numbers of them; with `static` there is then room for these, and no
-    drafts any more once that is used up.
+    Where `bound.static_shapes`, no shape changes while a batch runs: rows that finished stay and
+    are fed token 0, which they alone see. Where the model cannot have padding (`ragged`), only rows
+    that are equally long enter together. Drafts (`rollback`) leave holes where rows keep different
+    numbers of them; with static shapes there is then room for these, and no drafts any more once
+    that is used up.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], transformers.Cache],
-        device: torch.device,
-        *,
-        max_cache_len: int | None = None,
-        static: bool = False,
-        equal_lengths: bool = False,
-        drafts: bool = False,
-    ) -> None:
-        self._make = make
-        self._block = StepBlock(device)
-        self._max_cache_len = max_cache_len
-        self._static = static
-        self._equal_lengths = equal_lengths
-        self._drafts = drafts
+    def __init__(self, bound: PaddedCache, context: BindContext) -> None:
+        self._make = bound.make
+        self._block = StepBlock(context.device)
+        self._max_cache_len = bound.max_cache_len
+        self._static = bound.static_shapes
+        self._equal_lengths = context.requirements.ragged is not None
+        self._drafts = context.requirements.rollback
         self._forget()
 
     def _forget(self) -> None:

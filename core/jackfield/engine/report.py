@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 from jackfield.bridge.adapter import AdapterUse
+from jackfield.bridge.tally import Tally
 from jackfield.registry.backends import Registered
 from jackfield.sampling.drafted import Drafted
-
-
-@dataclass
-class Tally:
-    """How often each layer called a backend, by phase (one query token a row is decode)."""
-
-    prefill: Counter[int] = field(default_factory=Counter)
-    decode: Counter[int] = field(default_factory=Counter)
-
-    def count(self, layer: int, query_length: int) -> None:
-        (self.decode if query_length == 1 else self.prefill)[layer] += 1
-
-    @property
-    def layers(self) -> set[int]:
-        return set(self.prefill) | set(self.decode)
 
 
 @dataclass(frozen=True)

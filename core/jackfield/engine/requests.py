@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, NoReturn
 
-from jackfield.engine.sequences import Completion, Delta
+from jackfield.engine.completions import Completion, Delta
 from jackfield.errors import ExecutionError, JackfieldError, UsageError, told
 
 FORKED = "an engine does not survive a fork; load one in the child process"

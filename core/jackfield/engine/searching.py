@@ -9,8 +9,8 @@ import torch
 
 from jackfield.contracts import Decision, StepBlock
 from jackfield.engine.checked_search import CheckedSearch
-from jackfield.engine.groups import Group
-from jackfield.engine.sequences import Feed
+from jackfield.engine.sequences import RunningGroup
+from jackfield.engine.steps import RunningFeed
 from jackfield.sampling.sampler import NEVER, Batch
 
 _COLDEST = 1e-30
@@ -29,11 +29,11 @@ class Searcher:
 
     def decide(
         self,
-        feeds: Seq[Feed],
+        feeds: Seq[RunningFeed],
         logits: torch.Tensor,
         allowed: torch.Tensor | None,
         block: StepBlock,
-    ) -> list[tuple[Group, Decision]]:
+    ) -> list[tuple[RunningGroup, Decision]]:
         """What each group does that has all its beams in `feeds`.
 
         `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
@@ -48,7 +48,7 @@ class Searcher:
         if batch.forbidden is not None:
             scores = scores.masked_fill(batch.forbidden, NEVER)
         scores = _warped(batch, scores)
-        found: list[tuple[Group, Decision]] = []
+        found: list[tuple[RunningGroup, Decision]] = []
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]
             if own:

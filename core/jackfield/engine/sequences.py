@@ -1,126 +1,83 @@
-"""A sequence is its tokens and how many of them are in the cache. A step feeds some more of them.
-
-Prefill, chunked prefill, decode, verifying drafts and re-prefill after an eviction are then the
-same thing: feed n more.
-"""
+"""Sequences and groups of beams of the engine's own: with their text, and how they ended."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from functools import partial
+from typing import TypeVar
 
+from jackfield.contracts import (
+    Accepted,
+    Continuation,
+    Decision,
+    Hypothesis,
+    Sequence,
+    Settings,
+    TokenLogprob,
+    Tokens,
+)
+from jackfield.engine.completions import FinishReason
+from jackfield.engine.report import Report
+from jackfield.requests.detokenize import Detokenizer
 from jackfield.sampling.drafted import Drafted
-from jackfield.sampling.fenced import OwnFailure, met
+from jackfield.sampling.fenced import OwnFailure, fenced, met
+from jackfield.sampling.structured import Constraint
 
-if TYPE_CHECKING:
-    from jackfield.contracts import Accepted
-    from jackfield.engine.groups import Group
-    from jackfield.engine.report import Report
-    from jackfield.requests.detokenize import Detokenizer
-    from jackfield.requests.settings import Settings
-    from jackfield.sampling.structured import Constraint
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The log-probability of a token under the model itself, before any setting is applied.
+class RunningSequence(Sequence):
+    """A sequence while it runs. The loop and the cache mutate it; nobody else does.
 
-    `top` holds (token id, log-probability) of the likeliest tokens, as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def _refused(self: Tokens, *_: object) -> NoReturn:
-    raise TypeError("the tokens of a sequence are for reading; copy them first: list(tokens)")
-
-
-class Tokens(list[int]):
-    """A list that only its owner changes, by `list`'s own methods: ``list.append(tokens, token)``.
-
-    Backends are handed it as it is; what they try to change in it raises TypeError.
-    """
-
-    __slots__ = ()
-    append = extend = insert = remove = pop = clear = reverse = __delitem__ = __imul__ = _refused
-    sort = __setitem__ = __iadd__ = _refused  # type: ignore[assignment]
-
-
-class Sequence:
-    """One request while it runs. The loop and the cache mutate it; nobody else does.
-
-    `tokens` holds prompt and new tokens; the first `num_cached` of them are in the cache.
-    `constraint` says what may follow them, where the text is to have a structure. `sample` tells
-    apart the sequences that continue one prompt; all but the first have it as their `leader`.
-    `group` holds the sequences of a request that is searched, and `score` what the search found
-    of this one.
-    `arrival` is the loop's step before which the sequence came; `passed_over` counts turns of its
-    that others got. Times are in seconds of
-    `time.perf_counter`.
+    `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
+    what a search found of it. `passed_over` counts turns of its that others got. `report_before`
+    is what had run when the request came. Times are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
-        "arrival", "constraint", "detokenizer", "drafted", "error", "evictions", "finish_reason",
-        "first_token_at", "group", "id", "leader", "logprobs", "num_cached", "passed_over",
-        "prompt_length", "report_before", "sample", "score", "settings", "started", "tokens",
+        "constraint", "detokenizer", "drafted", "error", "finish_reason", "first_token_at",
+        "logprobs", "passed_over", "report_before", "score", "started",
     )  # fmt: skip
+
+    leader: RunningSequence | None
+    group: RunningGroup | None
 
     def __init__(
         self,
         number: int,
         prompt: Seq[int],
         settings: Settings,
-        detokenizer: Detokenizer | None,
-        leader: Sequence | None = None,
+        detokenizer: Detokenizer | None = None,
+        *,
+        leader: RunningSequence | None = None,
         sample: int = 0,
     ) -> None:
-        self.id = number
-        self.leader = leader
-        self.sample = sample
-        self.group: Group | None = None
-        self.score: float | None = None
-        self.arrival = 0
-        self.evictions = 0
-        self.passed_over = 0
-        self.drafted = Drafted()
-        self.first_token_at: float | None = None
-        self.tokens: list[int] = Tokens(prompt)
-        self.prompt_length = len(self.tokens)
-        self.num_cached = 0
-        self.settings = settings
-        self.constraint: Constraint | None = None
+        super().__init__(number, prompt, settings, leader=leader, sample=sample)
         self.detokenizer = detokenizer
+        self.constraint: Constraint | None = None
+        self.drafted = Drafted()
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
+        self.score: float | None = None
+        self.passed_over = 0
         self.started = time.perf_counter()
-        self.report_before: Report | None = None  # what had run when the request came
+        self.first_token_at: float | None = None
+        self.report_before: Report | None = None
+
+    @property
+    def members(self) -> Seq[RunningSequence]:
+        """Itself, or all of the group that it ends with."""
+        return (self,) if self.group is None else self.group.members
 
     @property
     def deadline(self) -> float | None:
         """When the request must have ended; None: whenever."""
         wanted = self.settings.deadline
         return None if wanted is None else self.started + wanted
-
-    @property
-    def together(self) -> Seq[Sequence]:
-        """Itself, or all of the group that it ends with."""
-        return (self,) if self.group is None else self.group.members
-
-    @property
-    def num_new(self) -> int:
-        """How many tokens were generated so far."""
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
 
     @property
     def text_tokens(self) -> list[int]:
@@ -189,112 +146,170 @@ class Sequence:
             return True
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """One sequence's part of a step: its tokens from `start`, `count` of them, then `drafts`."""
+class RunningGroup:
+    """One request under a `Search`. The loop changes it between two decisions; nobody else does.
 
-    sequence: Sequence
-    start: int
-    count: int
-    drafts: Seq[int] = ()
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.sequence.tokens[self.start : self.start + self.count], *self.drafts]
-
-    @property
-    def samples(self) -> bool:
-        """Whether the feed reaches the end of its sequence, so that a next token is wanted."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-    def kept(self, gain: Accepted) -> int:
-        """How many of the fed tokens stay: its own, and the drafts that were accepted."""
-        return self.count + max(0, min(len(self.drafts), len(gain.tokens) - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward call computes: which sequence feeds how many tokens."""
-
-    feeds: Seq[Feed]
-
-    @property
-    def decode(self) -> bool:
-        """Whether every sequence feeds one token, and its drafts."""
-        return all(feed.count == 1 for feed in self.feeds)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a step did to one sequence: the tokens it took, the text it may show."""
-
-    sequence: Sequence
-    tokens: list[int]
-    text: str
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts and wall time of one request, in seconds from submission to its last token."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The outcome of one request. `token_ids` are the new tokens only, a final EOS included.
-
-    `text` leaves out special tokens, and ends before a stop string; None where the model has no
-    tokenizer. `error` says why, when `finish_reason` is "error". `score` is what a search ranked it
-    by (transformers' `sequences_scores`); None where nothing was searched.
+    `members` are as many sequences as there can be beams; those with numbers below `outputs` are
+    what the request's readers get, once it has ended. `beams` are the members that go on, in the
+    order of the last decision, with their `scores`; at first the first one alone, which reads the
+    prompt. `hypotheses` are texts that are complete, best first.
     """
 
-    text: str | None
-    token_ids: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-    report: Report
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: str | None = None
-    score: float | None = None
+    def __init__(self, members: Seq[RunningSequence], outputs: int) -> None:
+        self.members = list(members)
+        self.outputs = self.members[:outputs]
+        self.beams = self.members[:1]
+        self.scores = [0.0]
+        self.hypotheses: Seq[Hypothesis] = ()
+        self.error: str | None = None  # why it cannot go on
+        self._detokenizer = members[0].detokenizer  # that nothing was pushed into
+        self._constraint = members[0].constraint and members[0].constraint.copy()
+        for member in self.members:
+            member.group = self
+            member.detokenizer = self._watching()
 
-    def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "usage": {
-                "prompt_tokens": self.usage.prompt_tokens,
-                "completion_tokens": self.usage.completion_tokens,
-                "seconds": round(self.usage.seconds, 6),
-            },
-            "report": self.report.to_dict(),
-        }
-        if self.logprobs:
-            data["logprobs"] = [
-                {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]}
-                for p in self.logprobs
-            ]
-        if self.error is not None:
-            data["error"] = self.error
-        if self.score is not None:
-            data["score"] = self.score
-        return data
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step added to a streamed request; the last one carries the completion.
-
-    `text` is empty while characters or a possible stop string are incomplete.
-    """
-
-    text: str
-    token_ids: list[int]
-    completion: Completion | None = None
+    def _watching(self) -> Detokenizer | None:
+        """What looks for stop strings in a beam; None where there are none."""
+        watched = self._detokenizer is not None and self.settings.stop_strings
+        return self._detokenizer.copy() if self._detokenizer is not None and watched else None
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.completion.finish_reason if self.completion else None
+    def settings(self) -> Settings:
+        return self.members[0].settings
+
+    @property
+    def width(self) -> int:
+        """How many beams there can be."""
+        return len(self.members)
+
+    @property
+    def num_new(self) -> int:
+        """How many new tokens every beam has."""
+        return self.beams[0].num_new
+
+    def new_tokens(self, parent: int, token: int) -> tuple[int, ...]:
+        """The new tokens of beam number `parent`, and `token`."""
+        return (*self.beams[parent].new_tokens, token)
+
+    def ends(self, parent: int, token: int) -> bool:
+        """Whether the text of beam number `parent` is complete with `token`.
+
+        By an EOS token, by its length, by a stop string, or by what it must look like.
+        """
+        beam = self.beams[parent]
+        if self.error is not None or token in self.settings.eos_token_ids:
+            return True
+        if beam.num_new + 1 >= self.settings.max_new_tokens:
+            return True
+        if beam.detokenizer is None and beam.constraint is None:
+            return False
+        stopped = self._fenced("text", lambda: _stopped(beam, token))
+        whole = stopped or self._fenced("structure", lambda: self._whole(beam, token))
+        return bool(whole) or self.error is not None
+
+    def _whole(self, beam: RunningSequence, token: int) -> bool:
+        """Whether `token` completes what the text must look like."""
+        if beam.constraint is None:
+            return False
+        constraint = beam.constraint.copy()
+        whole = constraint.advance([token]) is not None
+        self.error = self.error or constraint.error
+        return whole
+
+    def _fenced(self, what: str, act: Callable[[], T]) -> T | None:
+        """What `act`, the `what` of the request, returns. None: it fails, which ends the search."""
+        try:
+            return fenced(what, self.members[0].id, act)
+        except OwnFailure as failure:
+            self.error = str(failure)
+            return None
+
+    def grow(
+        self, chosen: Seq[Continuation]
+    ) -> tuple[list[tuple[RunningSequence, RunningSequence]], list[RunningSequence]]:
+        """Go on with `chosen`, in this order; returns what the cache has to copy, and to drop.
+
+        Whatever goes on stays in its member, so that a copy is made only where beams part.
+        """
+        parents = [self.beams[c.parent] for c in chosen]
+        going = {parent.id for parent in parents}
+        dropped = [beam for beam in self.beams if beam.id not in going]
+        free = iter([member for member in self.members if member.id not in going])
+        copies = []
+        beams: list[RunningSequence] = []
+        for parent in parents:
+            if parent in beams:
+                beams.append(next(free))
+                copies.append((parent, beams[-1]))
+                self._fenced("structure", partial(_become, beams[-1], parent))
+            else:
+                beams.append(parent)
+        for beam, continuation in zip(beams, chosen, strict=True):
+            list.append(beam.tokens, continuation.token)
+            self._fenced("text", partial(_read, beam, continuation.token))
+            self._fenced("structure", partial(_follow, beam, continuation.token))
+        self.beams, self.scores = beams, [c.score for c in chosen]
+        return copies, dropped
+
+    def told(self, decision: Decision) -> list[tuple[RunningSequence, Accepted]]:
+        """What the readers get of a search that has ended."""
+        error = self.error or decision.error
+        found = () if error is not None else decision.hypotheses
+        if error is None and not found:
+            error = "no token can be chosen: its settings forbid every token"
+        short = f"the search found {len(found)} texts, and {len(self.outputs)} were asked for"
+        gains = [Accepted(h.tokens, ends=self._ended(h)) for h in found[: len(self.outputs)]]
+        gains += [Accepted(error=error or short)] * (len(self.outputs) - len(gains))
+        return self._answered(gains, found)
+
+    def _ended(self, found: Hypothesis) -> bool:
+        """Whether a text is whole, rather than as long as it may be."""
+        if len(found.tokens) < self.settings.max_new_tokens:
+            return True
+        if self._constraint is None:
+            return False
+        constraint = self._constraint.copy()
+        return bool(self._fenced("structure", lambda: constraint.advance(found.tokens)))
+
+    def so_far(self) -> list[tuple[RunningSequence, Accepted]]:
+        """What the readers get of a search that somebody ends: the best that there is."""
+        running = [Hypothesis(tuple(beam.new_tokens), math.nan) for beam in self.beams]
+        found = [*self.hypotheses, *running]
+        gains = [Accepted(h.tokens) for h in found[: len(self.outputs)]]
+        gains += [Accepted()] * (len(self.outputs) - len(gains))
+        return self._answered(gains, self.hypotheses)
+
+    def _answered(
+        self, gains: Seq[Accepted], found: Seq[Hypothesis]
+    ) -> list[tuple[RunningSequence, Accepted]]:
+        """The members become what readers get, before they grow by `gains`."""
+        for number, answer in enumerate(self.outputs):
+            list.__delitem__(answer.tokens, slice(answer.prompt_length, None))
+            answer.detokenizer = self._detokenizer.copy() if self._detokenizer else None
+            answer.score = found[number].score if number < len(found) else None
+        return list(zip(self.outputs, gains, strict=True))
+
+
+def _stopped(beam: RunningSequence, token: int) -> bool:
+    """Whether a stop string is whole with `token`."""
+    if beam.detokenizer is None:
+        return False
+    detokenizer = beam.detokenizer.copy()
+    detokenizer.push([token])
+    return detokenizer.stopped
+
+
+def _become(member: RunningSequence, source: RunningSequence) -> None:
+    member.tokens = Tokens(source.tokens)
+    member.detokenizer = source.detokenizer and source.detokenizer.copy()
+    member.constraint = source.constraint and source.constraint.copy()
+
+
+def _read(beam: RunningSequence, token: int) -> None:
+    if beam.detokenizer is not None:
+        beam.detokenizer.push([token])
+
+
+def _follow(beam: RunningSequence, token: int) -> None:
+    if beam.constraint is not None:
+        beam.constraint.advance([token])

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jackfield.contracts import CacheUsage
     from jackfield.engine.report import Speculation
-    from jackfield.engine.sequences import Event, Sequence, Step
+    from jackfield.engine.sequences import RunningSequence
+    from jackfield.engine.steps import Event, RunningStep
 
 REMEMBERED = 1000  # requests whose times count
 
@@ -84,7 +85,7 @@ class Recorder:
         self._first: deque[float] = deque(maxlen=REMEMBERED)
         self._later: deque[float] = deque(maxlen=REMEMBERED)
 
-    def count(self, step: Step, events: Seq[Event]) -> None:
+    def count(self, step: RunningStep, events: Seq[Event]) -> None:
         """One step, after its tokens were taken."""
         now = time.perf_counter()
         self.tokens_computed += sum(feed.count + len(feed.drafts) for feed in step.feeds)
@@ -94,7 +95,7 @@ class Recorder:
                 event.sequence.first_token_at = now
                 self._first.append(now - event.sequence.started)
 
-    def ended(self, sequences: Seq[Sequence]) -> None:
+    def ended(self, sequences: Seq[RunningSequence]) -> None:
         now = time.perf_counter()
         for sequence in sequences:
             self.finished[sequence.finish_reason or "error"] += 1

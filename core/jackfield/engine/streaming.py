@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from jackfield.errors import SettingsError, quoted
 
 if TYPE_CHECKING:
+    from jackfield.contracts import Sequence
+    from jackfield.engine.completions import Completion
     from jackfield.engine.requests import Request
-    from jackfield.engine.sequences import Completion, Sequence
 
 
 def check_streamer(streamer: Any, sequences: int) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from jackfield.engine.completions import Delta
 from jackfield.engine.loop import Loop
 from jackfield.engine.requests import FORKED, Request
-from jackfield.engine.sequences import Delta, Event, Sequence
+from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
+from jackfield.engine.steps import Event
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, told
 from jackfield.guarded import all_of
 from jackfield.guarded import inside as within_plugin
@@ -75,7 +77,7 @@ class Worker:
         self._stall_after = stall_after
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
-        self._open: dict[int, tuple[Sequence, Request]] = {}
+        self._open: dict[int, tuple[RunningSequence, Request]] = {}
         self._coming = 0  # submitted, and not known to the loop yet
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -84,7 +86,7 @@ class Worker:
         self._last_logged = time.monotonic()
         self.closed = False
 
-    def submit(self, pairs: Seq[tuple[Sequence, Request]], *, wait: bool) -> None:
+    def submit(self, pairs: Seq[tuple[RunningSequence, Request]], *, wait: bool) -> None:
         """Hand requests over, all or none.
 
         Where too many wait already: QueueFullError, or, with `wait`, wait until fewer do.

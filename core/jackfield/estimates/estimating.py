@@ -11,6 +11,7 @@ from jackfield.bridge.step_reads import StepReads, Table
 from jackfield.contracts import Requirements
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
+from jackfield.devices import free_bytes
 from jackfield.engine.bounds import check_sizes
 from jackfield.errors import UsageError
 from jackfield.estimates.backend_sizes import (
@@ -19,13 +20,7 @@ from jackfield.estimates.backend_sizes import (
     requests_by_cache,
     weights_by_quantizer,
 )
-from jackfield.estimates.memory import (
-    STEP_ROWS,
-    STEP_TOKENS,
-    CacheMemory,
-    free_bytes,
-    step_bytes,
-)
+from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
 from jackfield.planning.planning import Plan
 from jackfield.spelling import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes

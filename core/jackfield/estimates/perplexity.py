@@ -149,7 +149,7 @@ def _scored(engine: Engine, ids: Sequence[int]) -> list[float]:
 
 def _chunks(engine: Engine, sequence: Any, ids: Sequence[int]) -> Any:
     """The steps that feed all of `ids` but the last token, which nothing follows."""
-    from jackfield.engine.sequences import Feed, Step
+    from jackfield.contracts import Feed, Step
 
     needs, cache = engine.plan.requirements, engine._loop.cache
     last = len(ids) - 1

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import KEY, AttentionPort
 from jackfield.bridge.requirements import describe, replaceable, skeleton
-from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext
+from jackfield.devices import input_device
 from jackfield.engine.report import Report, observe
 from jackfield.errors import CheckpointError, PlanError, UsageError, first_line
 from jackfield.planning.solving import judge

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import Cache, PreTrainedModel
 
 from jackfield.bridge.requirements import describe, with_trial
-from jackfield.bridge.source import input_device
 from jackfield.contracts import BindContext, TransformersCache
+from jackfield.devices import input_device
 from jackfield.errors import PlanError, UsageError, quoted
 from jackfield.guarded import fault
 from jackfield.planning.solving import judge

@@ -20,8 +20,8 @@ from jackfield.requests.wishes import VOCABULARY
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
+    from jackfield.engine.completions import Completion
     from jackfield.engine.engine import Engine
-    from jackfield.engine.sequences import Completion
 
 #: What the loop does by itself; it asks every other criterion after each token.
 _UNDERSTOOD = (EosTokenCriteria, MaxLengthCriteria)

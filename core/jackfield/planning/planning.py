@@ -9,16 +9,11 @@ from typing import Any
 
 from jackfield.bridge.adapter import Adapter
 from jackfield.contracts import Requirements
+from jackfield.devices import free_bytes
 from jackfield.errors import JackfieldError, PlanError, SelectionError
-from jackfield.estimates.memory import (
-    STEP_ROWS,
-    STEP_TOKENS,
-    CacheMemory,
-    free_bytes,
-    step_bytes,
-)
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
+from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
 from jackfield.planning.placement import Placement
 from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from jackfield.contracts.settings import BeamSettings
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.checked_numbers import CheckedNumbers
-
-
-class BeamSettings(NamedTuple):
-    """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
-
-    num_beams: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    num_beam_groups: int | None = None
-    diversity_penalty: float | None = None
 
 
 def read(given: Mapping[str, Any], honoured: Set[str], number: CheckedNumbers) -> BeamSettings:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any
 
+from jackfield.contracts.settings import DraftSettings
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.checked_numbers import CheckedNumbers
 
@@ -12,16 +13,6 @@ from jackfield.requests.checked_numbers import CheckedNumbers
 #: shorter after one was not. transformers keeps the latter two apart by whether the length outlives
 #: the request, which it never does here.
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-
-class DraftSettings(NamedTuple):
-    """Fields of transformers' `GenerationConfig`; None: what the strategy's options say."""
-
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int | None = None
-    num_assistant_tokens: int | None = None
-    num_assistant_tokens_schedule: str | None = None
-    assistant_confidence_threshold: float | None = None
 
 
 _COUNTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens")

@@ -10,62 +10,19 @@ are what `generate` takes under these names; `stop` is short for `stop_strings`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from jackfield.contracts.settings import Settings
 from jackfield.errors import SettingsError
-from jackfield.requests import beam_settings, drawing, lengths, token_settings
-from jackfield.requests.beam_settings import BeamSettings
+from jackfield.requests import beam_settings, drawing, lengths, structures, token_settings
 from jackfield.requests.checked_numbers import CheckedNumbers
-from jackfield.requests.draft_settings import DraftSettings, read
+from jackfield.requests.draft_settings import read
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.wishes import Wishes
-from jackfield.sampling import structured
-from jackfield.sampling.structured import Structure
 
 MOST_SEQUENCES = 10_000  # of one request, as each of them takes memory before it runs
-
-
-class Settings(NamedTuple):
-    """One request's settings, checked and resolved. Biases come before anything else.
-
-    `sequence_bias` maps token-id tuples to what is added to the last one's logit when the others
-    precede it; bad words and suppressed tokens are in it with -inf. `logits_processor` are
-    functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties;
-    `stopping_criteria` are functions of (token ids `[1, length]` on the CPU, None) that say after
-    each token whether it was the last.
-    A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
-    equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
-    `drafts` and `beams` are what it is asked for. `structure` says what the text must look like.
-    A tuple, since backends read it: nothing changes one, not even `object.__setattr__`.
-    """
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    sequence_bias: Mapping[tuple[int, ...], float] = MappingProxyType({})
-    eos_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    seed: int = 0
-    logprobs: int | None = None
-    logits_processor: tuple[Callable[..., Any], ...] = ()
-    stopping_criteria: tuple[Callable[..., Any], ...] = ()
-    num_return_sequences: int = 1
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-    decoding: str = ""
-    drafts: DraftSettings = DraftSettings()
-    beams: BeamSettings = BeamSettings()
-    structure: Structure | None = None
 
 
 def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0) -> Settings:
@@ -101,7 +58,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         decoding=limits.decoding,
         drafts=read(given, limits.honoured, count),
         beams=beam_settings.read(given, limits.honoured, count),
-        structure=structured.read(given, has_tokenizer=limits.has_tokenizer),
+        structure=structures.read(given, has_tokenizer=limits.has_tokenizer),
         seed=drawing.seed(wishes, draws=drawn["do_sample"]),
     )
     lengths.check_both(wishes, settings.min_new_tokens, settings.max_new_tokens)

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-from jackfield.engine.sequences import Sequence
+from jackfield.contracts import Sequence
 from jackfield.requests.detokenize import Detokenizer, opening
 from jackfield.requests.prompts import Prompt, encode
 from jackfield.requests.turns import UNSAID, Turn

@@ -18,9 +18,7 @@ from itertools import accumulate
 
 import torch
 
-from jackfield.contracts import Accepted, StepBlock
-from jackfield.engine.sequences import Sequence, TokenLogprob
-from jackfield.requests.settings import Settings
+from jackfield.contracts import Accepted, Sequence, Settings, StepBlock, TokenLogprob
 from jackfield.sampling.counter_rng import uniform
 from jackfield.sampling.fenced import OwnFailure, processed
 from jackfield.sampling.structured import unpacked
@@ -286,7 +284,8 @@ class Batch:
         self.forbidden: torch.Tensor | None = None
         if allowed is not None:
             bits = self.block.put(allowed)
-            rows = [r for r, (i, _) in enumerate(self.rows) if self.sequences[i].constraint]
+            own = [s.settings.structure is not None for s in self.sequences]
+            rows = [r for r, (i, _) in enumerate(self.rows) if own[i]]
             at = self.block.put(rows) if len(rows) < len(self.rows) else None
             self.block.send()
             found = ~unpacked(bits, self.vocab_size)

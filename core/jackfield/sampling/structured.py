@@ -12,116 +12,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jackfield.errors import SettingsError, quoted
+from jackfield.contracts.settings import Structure
+from jackfield.errors import SettingsError
 from jackfield.sampling.fenced import OwnFailure, failed, fenced
 
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.engine.sequences import Feed, Sequence
-
-#: The settings that say what a text must look like; a request has one of them.
-KINDS = ("choices", "grammar", "json_schema", "regex")
-
 #: Of llguidance's unit of work: a fifth of its default, which lets a grammar take five seconds.
 _MOST_WORK = 200_000
 _KEPT = 128  # compiled grammars
-_LONGEST = 200_000  # characters of a structure; of more, some take minutes or fail in mid-text
-_WIDEST = (
-    450  # ways to go on in one place; llguidance has room for four items each in a row of 2000
-)
 _REHEARSED = 16  # tokens
 
 _NO_END = "<|jackfield: no end|>"
-
-
-@dataclass(frozen=True)
-class Structure:
-    """What a request's text must look like: one of `KINDS`, and its text (JSON of a schema)."""
-
-    kind: str
-    source: str
-
-
-def read(given: Mapping[str, Any], *, has_tokenizer: bool) -> Structure | None:
-    """The structure that settings ask for. Raises SettingsError; grammars are not looked at yet."""
-    named = [kind for kind in KINDS if given.get(kind) is not None]
-    if not named:
-        return None
-    if len(named) > 1:
-        raise SettingsError(f"{' and '.join(named)} both say what the text is to be; give one")
-    (kind,) = named
-    if not has_tokenizer:
-        raise SettingsError(f"{kind} is about text, and this model has no tokenizer")
-    if importlib.util.find_spec("llguidance") is None:
-        raise SettingsError(f"{kind} needs llguidance: `pip install jackfield[structured]`")
-    source = _source(kind, given[kind])
-    if len(source) > _LONGEST:
-        raise SettingsError(
-            f"{kind} has {len(source)} characters, and {_LONGEST} are the most; make it shorter"
-        )
-    return Structure(kind, source)
-
-
-def _check_width(schema: Any) -> None:
-    """Raise SettingsError where llguidance would give up in the middle of a text."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            for key, what in (("properties", "optional properties"), ("anyOf", "ways"),
-                              ("oneOf", "ways")):  # fmt: skip
-                own = part.get(key)
-                ways = len(own) if isinstance(own, dict | list) else 0
-                needed = part.get("required") if key == "properties" else None
-                ways -= len(needed) if isinstance(needed, list) else 0
-                if ways > _WIDEST:
-                    raise SettingsError(
-                        f"json_schema: {ways} {what} in one {key}, and {_WIDEST} are the most; "
-                        "require them, or take fewer"
-                    )
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
-
-
-def _source(kind: str, value: Any) -> str:
-    if kind == "choices":
-        strings = isinstance(value, list | tuple) and all(isinstance(v, str) and v for v in value)
-        if not (strings and value):
-            raise SettingsError(f"choices must be a list of texts, none empty, not {quoted(value)}")
-        return json.dumps(list(dict.fromkeys(value)))
-    if kind == "json_schema":
-        try:
-            schema = json.loads(value) if isinstance(value, str) else value
-            text = json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"json_schema is not JSON: {error}") from None
-        except RecursionError:
-            raise SettingsError("json_schema is nested too deeply; make it flatter") from None
-        if not isinstance(schema, dict):
-            raise SettingsError(f"json_schema must be an object, not {quoted(value)}")
-        _check_width(schema)
-        return text
-    if (
-        isinstance(value, str) and not value and kind == "regex"
-    ):  # the empty text, which llguidance wants to be told so
-        return "()"
-    if not isinstance(value, str) or not value:
-        raise SettingsError(f"{kind} must be a text, not {quoted(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise SettingsError(f"{kind} has half a character in it: {error.reason}") from None
-    return value
 
 
 class Constraint:
@@ -152,6 +60,14 @@ class Constraint:
         if self.failure is None and self.matcher.is_error():
             self.failure = failed("structure", _broken(self.matcher.get_error()))
         return self.failure
+
+
+class Wanted(NamedTuple):
+    """A text whose next tokens are wanted, of which request, and the drafts that are tried."""
+
+    request: int
+    constraint: Constraint
+    drafts: Seq[int] = ()
 
 
 class Structures:
@@ -267,28 +183,27 @@ class Structures:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def begin(self, feeds: Seq[Feed]) -> Future[torch.Tensor] | None:
-        """Find out, beside the model, what may follow each of `feeds`, and each of its drafts.
+    def begin(self, wanted: Seq[Wanted]) -> Future[torch.Tensor] | None:
+        """Find out, beside the model, what may follow each text, and each of its drafts.
 
-        A bit for each token, int32 `[1 + drafts of each feed…, words]`, for the feeds that have a
-        constraint and whose next token is wanted, in their order. None: there are none.
+        A bit for each token, int32 `[1 + drafts of each…, words]`, in the order of `wanted`. None:
+        nothing is.
         """
-        wanted = [f for f in feeds if f.samples and f.sequence.constraint is not None]
         if not wanted:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "jackfield-structures")
         return self._thread.submit(self._masks, wanted)
 
-    def _masks(self, feeds: Seq[Feed]) -> torch.Tensor:
+    def _masks(self, wanted: Seq[Wanted]) -> torch.Tensor:
         import llguidance
         import torch
 
         self._many = self._many or llguidance.LLExecutor()
         starts, rows = [], 0
-        for feed in feeds:
-            starts.append((rows, feed))
-            rows += 1 + len(feed.drafts)
+        for one in wanted:
+            starts.append((rows, one))
+            rows += 1 + len(one.drafts)
         words = -(-self._width // 32)
         bits = torch.zeros(rows, words, dtype=torch.int32)  # what nobody fills in is forbidden
         where = (bits.data_ptr(), words * 4, rows)
@@ -297,27 +212,27 @@ class Structures:
         except BaseException:  # noqa: BLE001 - a panic of llguidance is no Exception
             for start in starts:  # so that it ends the one whose structure it is
                 self._fill_alone(start, where)
-        for first, feed in starts:
-            for token in _of(feed.sequence).forbidden:
-                bits[first : first + 1 + len(feed.drafts), token // 32] &= ~_bit(token % 32)
+        for first, one in starts:
+            for token in one.constraint.forbidden:
+                bits[first : first + 1 + len(one.drafts), token // 32] &= ~_bit(token % 32)
         return bits
 
-    def _fill(self, starts: Seq[tuple[int, Feed]], where: tuple[int, int, int]) -> None:
-        """Have llguidance write the rows of these feeds, each from its first one on."""
-        plain = [(_of(f.sequence).matcher, row) for row, f in starts if not f.drafts]
+    def _fill(self, starts: Seq[tuple[int, Wanted]], where: tuple[int, int, int]) -> None:
+        """Have llguidance write the rows of these texts, each from its first one on."""
+        plain = [(one.constraint.matcher, row) for row, one in starts if not one.drafts]
         if plain:
             self._many.unsafe_compute_mask_ptr(plain, *where)
-        guessed = [(_of(f.sequence).matcher, row, list(f.drafts)) for row, f in starts if f.drafts]
+        guessed = [(w.constraint.matcher, row, list(w.drafts)) for row, w in starts if w.drafts]
         if guessed:
             self._many.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
 
-    def _fill_alone(self, start: tuple[int, Feed], where: tuple[int, int, int]) -> None:
+    def _fill_alone(self, start: tuple[int, Wanted], where: tuple[int, int, int]) -> None:
         """The same for one; where that fails, its rows stay forbidden and its request ends."""
-        sequence = start[1].sequence
+        one = start[1]
         try:
-            fenced("structure", sequence.id, lambda: self._fill([start], where))
+            fenced("structure", one.request, lambda: self._fill([start], where))
         except OwnFailure as failure:
-            _of(sequence).failure = str(failure)
+            one.constraint.failure = str(failure)
 
 
 def _set_apart(tokenizer: Any, ends: tuple[int, ...]) -> Any:
@@ -333,11 +248,6 @@ def _set_apart(tokenizer: Any, ends: tuple[int, ...]) -> Any:
     apart = copy.deepcopy(tokenizer)
     apart.add_tokens(ordinary, special_tokens=True)
     return apart
-
-
-def _of(sequence: Sequence) -> Constraint:
-    assert sequence.constraint is not None
-    return sequence.constraint
 
 
 def _bit(place: int) -> int:

@@ -23,7 +23,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 LONGEST = 32  # drafts, however well they do
 

@@ -43,9 +43,7 @@ from jackfield.sampling.counter_rng import gumbel
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.engine.groups import Group
-    from jackfield.engine.sequences import Sequence
-    from jackfield.requests.settings import Settings
+    from jackfield.contracts import BeamGroup, Sequence, Settings
 
 Scored = TypeVar("Scored", Continuation, Hypothesis)
 
@@ -100,14 +98,14 @@ class BeamSearch(Search):
 
     def __init__(self, options: BeamOptions) -> None:
         self._options = options
-        self._known: dict[Group | None, list[Part]] = {}
+        self._known: dict[BeamGroup | None, list[Part]] = {}
 
     def width(self, settings: Settings) -> int:
         width = settings.beams.num_beams or self._options.num_beams
         check_groups(settings.beams, width, draws=settings.do_sample)
         return width
 
-    def decide(self, groups: Seq[Group], scores: Seq[torch.Tensor]) -> list[Decision]:
+    def decide(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[Decision]:
         parts = [self._parts(group) for group in groups]
         found = _read(
             [
@@ -126,7 +124,7 @@ class BeamSearch(Search):
         for sequence in sequences:
             self._known.pop(sequence.group, None)
 
-    def _parts(self, group: Group) -> list[Part]:
+    def _parts(self, group: BeamGroup) -> list[Part]:
         count = group.settings.beams.num_beam_groups or 1
         if count == 1:
             return [Part(group.width, range(len(group.beams)), group.hypotheses)]
@@ -135,7 +133,7 @@ class BeamSearch(Search):
         return self._known[group]
 
     def _decision(
-        self, group: Group, parts: Seq[Part], found: Iterator[Ranked], vocab_size: int
+        self, group: BeamGroup, parts: Seq[Part], found: Iterator[Ranked], vocab_size: int
     ) -> Decision:
         """By what was `found` for each of the `parts` that go on; their beams are changed."""
         beams: list[Continuation] = []
@@ -157,7 +155,9 @@ class BeamSearch(Search):
             return Decision(error="no token can be chosen: the logits are not numbers")
         return Decision(beams, _best(h for part in parts for h in part.found))
 
-    def _advance(self, group: Group, part: Part, possible: Seq[Continuation]) -> Seq[Continuation]:
+    def _advance(
+        self, group: BeamGroup, part: Part, possible: Seq[Continuation]
+    ) -> Seq[Continuation]:
         """What a part goes on with, of what is `possible`: the best first, or as drawn."""
         # What stands lower than there are beams is looked at only to have enough of them.
         ends = cache(lambda c: group.ends(c.parent, c.token))
@@ -168,11 +168,11 @@ class BeamSearch(Search):
         beams = list(islice(going, part.width))
         return () if self._ends(group, part, beams) else beams
 
-    def _hypothesis(self, group: Group, last: Continuation) -> Hypothesis:
+    def _hypothesis(self, group: BeamGroup, last: Continuation) -> Hypothesis:
         text = group.new_tokens(last.parent, last.token)
         return Hypothesis(text, last.score / len(text) ** self._penalty(group))
 
-    def _ends(self, group: Group, part: Part, beams: Seq[Continuation]) -> bool:
+    def _ends(self, group: BeamGroup, part: Part, beams: Seq[Continuation]) -> bool:
         """Whether nothing can, or need, become better than what was found."""
         if not beams or len(part.found) < part.width:
             return not beams
@@ -183,11 +183,11 @@ class BeamSearch(Search):
         length = group.settings.max_new_tokens if longest else group.num_new + 1
         return stopping is True or beams[0].score / length**penalty <= part.found[-1].score
 
-    def _penalty(self, group: Group) -> float:
+    def _penalty(self, group: BeamGroup) -> float:
         asked = group.settings.beams.length_penalty
         return self._options.length_penalty if asked is None else asked
 
-    def _early_stopping(self, group: Group) -> bool | Literal["never"]:
+    def _early_stopping(self, group: BeamGroup) -> bool | Literal["never"]:
         asked = group.settings.beams.early_stopping
         return self._options.early_stopping if asked is None else asked
 
@@ -196,12 +196,14 @@ def _best(found: Iterable[Scored]) -> list[Scored]:
     return sorted(found, key=lambda one: -one.score)
 
 
-def _wanted(group: Group, part: Part) -> int:
+def _wanted(group: BeamGroup, part: Part) -> int:
     """As many continuations as it takes where each beam may end by each EOS token."""
     return max(2, 1 + len(group.settings.eos_token_ids)) * part.width
 
 
-def _looked_at(group: Group, part: Part, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _looked_at(
+    group: BeamGroup, part: Part, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best continuations of a part or some drawn ones, scores and places among its beams.
 
     Other parts can push down one of each of its beams for each beam that they have.
@@ -218,7 +220,7 @@ def _looked_at(group: Group, part: Part, scores: torch.Tensor) -> tuple[torch.Te
 
 
 def _apart(
-    group: Group, part: Part, possible: Seq[Continuation], before: Seq[Continuation]
+    group: BeamGroup, part: Part, possible: Seq[Continuation], before: Seq[Continuation]
 ) -> Seq[Continuation]:
     """`possible`, with what their tokens cost that the parts `before` go on with."""
     if not (penalty := group.settings.beams.diversity_penalty):

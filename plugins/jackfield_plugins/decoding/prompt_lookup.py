@@ -22,7 +22,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 
 @dataclass(frozen=True)

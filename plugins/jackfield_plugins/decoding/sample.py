@@ -15,7 +15,7 @@ from jackfield.contracts import (
 )
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 
 class Sample(Decoding):

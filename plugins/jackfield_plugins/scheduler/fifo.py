@@ -10,7 +10,7 @@ from jackfield import hookimpl
 from jackfield.contracts import BindContext, Schedule, Scheduler
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jackfield.contracts import BindContext, Schedule, Scheduler
 from jackfield_plugins.scheduler.fifo import FifoSchedule, PatienceOptions
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 
 class ShortFirst(Scheduler):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
 from jackfield.contracts.requirements import BYTES
+from jackfield.contracts.sizes import known
+from jackfield.devices import free_bytes
 from jackfield.errors import CacheFullError
-from jackfield.estimates.memory import free_bytes, known
 from jackfield.units import in_units
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Seq
 
-    from jackfield.engine.sequences import Feed
+    from jackfield.contracts import Feed
 
 
 @dataclass

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jackfield.engine.sequences import Sequence
+    from jackfield.contracts import Sequence
 
 _SIZE = 16  # bytes: two prompts with equal keys cannot be found on purpose
 

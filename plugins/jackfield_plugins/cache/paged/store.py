@@ -23,7 +23,7 @@ from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from jackfield.engine.sequences import Sequence, Step
+    from jackfield.contracts import Sequence, Step
 
 
 class PagedKVCache(PackedKVCache):
@@ -140,7 +140,7 @@ class PagedKVCache(PackedKVCache):
 
     def _alone(self, sequence: Sequence) -> bool:
         """Whether nobody runs but its own group, which was found to fit when it came."""
-        return all(other in sequence.together for other in self._running.values())
+        return all(other in sequence.members for other in self._running.values())
 
     def _owed(self, group: LayerGroup, sequence: Sequence) -> int:
         """The pages that a running sequence still needs for what it has, and one to grow into."""

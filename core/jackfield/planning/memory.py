@@ -1,12 +1,9 @@
-"""How much memory there is, and what of it keys and values can have."""
+"""What a step leaves free, and how many requests fit beside the weights."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jackfield.contracts.requirements import BYTES, Requirements
@@ -14,51 +11,6 @@ from jackfield.units import in_units
 
 #: Of a step in the packed layout, and the sequences that run together, where nothing else is asked.
 STEP_TOKENS, STEP_ROWS = 2048, 32
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def free_bytes(device: str | None) -> int | None:
-    """Memory that can be had on a torch device now, in bytes; None where nobody tells.
-
-    Imports torch for a GPU only.
-    """
-    kind, _, index = (device or "cpu").partition(":")
-    if kind in ("cuda", "xpu"):
-        import torch
-
-        gpu: Any = getattr(torch, kind)
-        number = int(index) if index else gpu.current_device()
-        free, _ = gpu.mem_get_info(number)
-        # What tensors have left behind, torch keeps for others.
-        return int(free + max(0, gpu.memory_reserved(number) - gpu.memory_allocated(number)))
-    if device == "mps":
-        import torch
-
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return _free_host_bytes()
-
-
-def _free_host_bytes() -> int | None:
-    """What the kernel says is available, and no more than the container may still have."""
-    found = []
-    if hasattr(os, "sysconf"):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if said := re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo"))):
-        found.append(int(said[1]) * 1024)
-    most, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
-    if most.isdigit() and used.isdigit():
-        # Files that were read and are not in use count as used, and go as soon as memory is wanted.
-        idle = re.search(r"^inactive_file (\d+)", _read(_CGROUP / "memory.stat"), re.M)
-        found.append(max(0, int(most) - int(used) + int(idle[1] if idle else 0)))
-    return min(found, default=None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def step_bytes(needs: Requirements, tokens: int, rows: int) -> int:
@@ -71,20 +23,6 @@ def step_bytes(needs: Requirements, tokens: int, rows: int) -> int:
         return 0
     size, (vocabulary, _) = BYTES[needs.dtype], needs.head or (0, 0)
     return tokens * needs.token_numbers * size + rows * vocabulary * (size + 2 * BYTES["float32"])
-
-
-def known(numbers: tuple[int, ...]) -> bool:
-    """Whether every layer keeps something for each token, and how much is known."""
-    return bool(numbers) and all(numbers)
-
-
-def kv_bytes(requirements: Requirements, tokens: int) -> int:
-    """Bytes of the keys and values of one request with `tokens` tokens, windows cut, no padding."""
-    numbers = sum(
-        count * (tokens if window is None else min(tokens, window))
-        for count, window in zip(requirements.kv_numbers, requirements.windows, strict=True)
-    )
-    return numbers * BYTES[requirements.dtype]
 
 
 @dataclass(frozen=True)

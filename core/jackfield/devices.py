@@ -1,0 +1,65 @@
+"""What a torch device has, and where a model expects its inputs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a step's inputs belong. The first weight of a model that is spread may be on disk."""
+    import torch
+
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return model.device if device is None else torch.device(device)
+
+
+def free_bytes(device: str | None) -> int | None:
+    """Memory that can be had on a torch device now, in bytes; None where nobody tells.
+
+    Imports torch for a GPU only.
+    """
+    kind, _, index = (device or "cpu").partition(":")
+    if kind in ("cuda", "xpu"):
+        import torch
+
+        gpu: Any = getattr(torch, kind)
+        number = int(index) if index else gpu.current_device()
+        free, _ = gpu.mem_get_info(number)
+        # What tensors have left behind, torch keeps for others.
+        return int(free + max(0, gpu.memory_reserved(number) - gpu.memory_allocated(number)))
+    if device == "mps":
+        import torch
+
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return _free_host_bytes()
+
+
+def _free_host_bytes() -> int | None:
+    """What the kernel says is available, and no more than the container may still have."""
+    found = []
+    if hasattr(os, "sysconf"):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if said := re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo"))):
+        found.append(int(said[1]) * 1024)
+    most, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    if most.isdigit() and used.isdigit():
+        # Files that were read and are not in use count as used, and go as soon as memory is wanted.
+        idle = re.search(r"^inactive_file (\d+)", _read(_CGROUP / "memory.stat"), re.M)
+        found.append(max(0, int(most) - int(used) + int(idle[1] if idle else 0)))
+    return min(found, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,78 @@
+"""What a request's reader gets: deltas while it runs, and a completion at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jackfield.contracts import TokenLogprob
+from jackfield.engine.report import Report
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts and wall time of one request, in seconds from submission to its last token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The outcome of one request. `token_ids` are the new tokens only, a final EOS included.
+
+    `text` leaves out special tokens, and ends before a stop string; None where the model has no
+    tokenizer. `error` says why, when `finish_reason` is "error". `score` is what a search ranked it
+    by (transformers' `sequences_scores`); None where nothing was searched.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    report: Report
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+    score: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "seconds": round(self.usage.seconds, 6),
+            },
+            "report": self.report.to_dict(),
+        }
+        if self.logprobs:
+            data["logprobs"] = [
+                {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]}
+                for p in self.logprobs
+            ]
+        if self.error is not None:
+            data["error"] = self.error
+        if self.score is not None:
+            data["score"] = self.score
+        return data
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a streamed request; the last one carries the completion.
+
+    `text` is empty while characters or a possible stop string are incomplete.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completion.finish_reason if self.completion else None

@@ -1,0 +1,36 @@
+"""What a step of the engine feeds, and what it did to each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from jackfield.contracts import Accepted, Feed, Step
+from jackfield.engine.sequences import RunningSequence
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFeed(Feed):
+    """One sequence's part of a step."""
+
+    sequence: RunningSequence
+
+    def kept(self, gain: Accepted) -> int:
+        """How many of the fed tokens stay: its own, and the drafts that were accepted."""
+        return self.count + max(0, min(len(self.drafts), len(gain.tokens) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep(Step):
+    """What one forward call computes."""
+
+    feeds: Seq[RunningFeed]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a step did to one sequence: the tokens it took, the text it may show."""
+
+    sequence: RunningSequence
+    tokens: list[int]
+    text: str
