@@ -8,6 +8,7 @@ process that is forked.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -21,18 +22,28 @@ from typing import Any
 
 
 class Forks:
-    """The process, begun when it is first needed."""
+    """The process, begun when it is first needed, with `env`; it imports `modules`, as far as they
+    are there.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
+        self._modules, self._env = modules, env
         self._server: subprocess.Popen[str] | None = None
 
     def run(
-        self, command: list[str], *, env: dict[str, str], timeout: float, **_: Any
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str],
+        timeout: float,
+        input: str = "",  # noqa: A002 - as subprocess.run has it
+        **_: Any,
     ) -> subprocess.CompletedProcess[bytes]:
         """`command` is `[python, "-m", module, *arguments]`; raises TimeoutExpired."""
         with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
-            given = [command[2:], env, os.getcwd(), str(out), str(err), timeout]
+            told, out, err = (Path(folder, name) for name in ("told", "out", "err"))
+            told.write_text(input)
+            given = [command[2:], env, os.getcwd(), *map(str, (told, out, err)), timeout]
             ended = self._ask(given)
             if ended == -signal.SIGALRM:
                 raise subprocess.TimeoutExpired(command, timeout)
@@ -45,8 +56,9 @@ class Forks:
     def _ask(self, given: list[Any]) -> int:
         if self._server is None:
             self._server = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, *self._modules],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                env=self._env,
             )  # fmt: skip
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -56,11 +68,9 @@ class Forks:
 
 
 def serve() -> None:
-    import jackfield_plugins.attention.varlen
-    import jackfield_plugins.hub_kernels.repository  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import kernels  # noqa: F401
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     for line in sys.stdin:
         given = json.loads(line)
@@ -71,15 +81,17 @@ def serve() -> None:
         sys.stdout.flush()
 
 
-def be(
-    command: list[str], env: dict[str, str], folder: str, out: str, err: str, timeout: float
-) -> None:
-    """Become the process that `command` asks for; never returns."""
+def be(command: list[str], env: dict[str, str], folder: str, *rest: Any) -> None:
+    """Become the process that `command` asks for; never returns.
+
+    `rest` is the files of its input, output and errors, and its time in seconds.
+    """
+    *streams, timeout = rest
     code: Any = 0
     signal.setitimer(signal.ITIMER_REAL, timeout)  # which ends it
     try:
         written = os.O_CREAT | os.O_WRONLY
-        for number, name in enumerate((os.devnull, out, err)):
+        for number, name in enumerate(streams):
             os.dup2(os.open(name, written if number else os.O_RDONLY), number)
         os.chdir(folder)
         os.environ.clear()

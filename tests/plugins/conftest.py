@@ -105,7 +105,9 @@ def lock_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    made = Forks()
+    made = Forks(
+        "jackfield_plugins.attention.varlen", "jackfield_plugins.hub_kernels.repository", "kernels"
+    )
     yield made
     made.close()
 

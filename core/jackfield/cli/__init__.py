@@ -20,7 +20,7 @@ import typer
 from jackfield.cli.answers import instead_of_command, instead_of_flag, with_values
 from jackfield.cli.app import Globals, app
 from jackfield.cli.output import PLAIN, logged, say
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, UsageError
 from jackfield.quieting import TORCHAO, quieted
 
 __all__ = ["main", "run"]
@@ -92,6 +92,9 @@ def _report(error: Exception, debug: bool) -> int:
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
         say(f"error: the output cannot be written: {error.strerror}")
         return _give_up_output()
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        say("error: no folder for temporary files can be written; set TMPDIR to one that can")
+        return UsageError.exit_code
     hint = "" if debug else "; for the traceback run it again as `jackfield --debug …`"
     say(f"error: unexpected {type(error).__name__}: {error}{hint}")
     return 1

@@ -93,10 +93,11 @@ class Int4Cpu(Quantizer):
         missing = why_torch(kernel)
         if kernel == "native":
             return missing
+        where = f"torch's kernel here ({'; '.join(missing)})"
         if missing and meant["head"] == 8:
-            return ["runs on torch's kernel here, which has no weights of 8 bits; take head=4"]
+            return [f"runs on {where}, which has no weights of 8 bits; take head=4"]
         if missing and requirements.batch_invariant:
-            return ["is batch-invariant on its own kernel only, and runs on torch's here"]
+            return [f"is batch-invariant on its own kernel only, and runs on {where}"]
         return []
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:

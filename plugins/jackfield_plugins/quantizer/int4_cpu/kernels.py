@@ -17,7 +17,7 @@ KERNELS = ("auto", "native", "torch")
 def why_torch(kernel: str) -> list[str]:
     """Why `kernel`, one of `KERNELS`, is torch's; an empty list: it is the one written here."""
     if kernel == "torch":
-        return ["was asked for"]
+        return ["as kernel=torch asks"]
     return KERNEL.cannot_build() or KERNEL.cannot_load()
 
 
@@ -26,5 +26,5 @@ def product(kernel: str) -> Product:
     """The kernel `kernel` of `KERNELS`; one for all layers. Raises PlanError where it cannot be."""
     reasons = why_torch(kernel)
     if reasons and kernel == "auto":
-        logger.warning("int4-cpu runs on torch's kernel: its own %s", "; ".join(reasons))
+        logger.warning("int4-cpu runs on torch's kernel (%s)", "; ".join(reasons))
     return TorchProduct() if reasons and kernel != "native" else NativeProduct()

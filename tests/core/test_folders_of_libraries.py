@@ -1,0 +1,130 @@
+"""Every command where the folders that libraries write to are missing, or cannot be written.
+
+Root writes anywhere, so what cannot be written is below a file, or where the kernel makes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forking import Forks
+
+from jackfield.cli.app import COMMANDS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/null, /proc and fork")
+
+#: Imported once for all commands of a surrounding, within it; each then runs in a process.
+IMPORTED = ("jackfield.front", "transformers.models.llama.modeling_llama", "kernels", "filelock")
+
+VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+BELOW = "/dev/null/below"
+
+KERNEL = "hub?repo=kernels-community/flash-attn2&revision=v1"
+INT4 = "int4-cpu?head=8"
+#: command -> (arguments, standard input, what the one line of an error says)
+LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
+    "version": (("--version",), "", None),
+    "generate": (("generate", "--chat", "Hello!"), "", None),
+    "generate of the hub": (
+        ("generate", "Hi", "--model", "no/such"),
+        "",
+        "cannot find the model 'no/such'",
+    ),
+    "chat": (("chat",), "Hello!\n", None),
+    "eval": (("eval", "--count", "1"), "", None),
+    "plugins": (("plugins",), "", None),
+    "explain": (("explain", "demo"), "", None),
+    "explain a kernel of the hub": (("explain", "demo", "--attention", KERNEL), "", "kernel"),
+    "memory": (("memory", "demo"), "", None),
+    "doctor": (("doctor",), "", None),
+}
+#: What is compiled has to be kept, so these name the variable where it cannot be.
+KEEPING: dict[str, tuple[str, ...]] = {
+    "generate with int4": ("generate", "Hi", "--quantization", INT4, "--max-new-tokens", "2"),
+    "explain with inductor": ("explain", "demo", "--compile", "inductor"),
+}
+#: surrounding -> (what each variable is, whether something can be kept)
+SURROUNDINGS: dict[str, tuple[str, bool]] = {
+    "below a file": (BELOW, False),
+    "a name that is too long": (f"/tmp/{'x' * 300}", False),
+    "relative": ("here", False),
+    "empty": ("", True),
+    "missing": ("MADE/a/b", True),
+}
+QUICK = "below a file"
+
+
+def test_every_command_is_swept() -> None:
+    assert {arguments[0] for arguments, _, _ in LINES.values()} >= set(COMMANDS)
+
+
+def environment(folder: Path, value: str, names: tuple[str, ...] = VARIABLES) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    named = {name: value.replace("MADE", str(folder)) for name in names}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **named}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.long) for n in SURROUNDINGS]
+)
+def test_no_command_stumbles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, keeps = SURROUNDINGS[name]
+    env = environment(tmp_path, value)
+    lines = {**LINES, **{line: (told, "", None) for line, told in KEEPING.items()}}
+    if not keeps:
+        lines |= {line: (told, "", "set XDG_CACHE_HOME to") for line, told in KEEPING.items()}
+    monkeypatch.chdir(tmp_path)
+    forks, wrong = Forks(*IMPORTED, env=env), []
+    try:
+        for line, (arguments, told, error) in lines.items():
+            done = forks.run(
+                [sys.executable, "-m", "jackfield", *arguments], env=env, timeout=100, input=told
+            )
+            err = done.stderr.decode()
+            if error is None:
+                fine = done.returncode == 0 and "rror" not in err and bool(done.stdout)
+            else:
+                fine = done.returncode == 2 and err.startswith("error: ") and error in err
+                fine = fine and err.count("\n") == 1 and "unexpected" not in err
+            if not fine:
+                wrong.append((line, done.returncode, done.stdout, err))
+    finally:
+        forks.close()
+    assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_one_folder_that_cannot_be_written_is_enough_for_nothing(
+    variable: str, tmp_path: Path
+) -> None:
+    """Each variable by itself: a text, by whatever way is left."""
+    env = environment(tmp_path, BELOW, (variable,))
+    command = [sys.executable, "-m", "jackfield", "generate", "--chat", "Hello!"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "Hello! How can I help you?\n"), done.stderr
+
+
+WITHOUT_TEMPORARY_FILES = """
+import sys, tempfile
+tempfile._candidate_tempdir_list = lambda: ["/proc/nothing"]
+from jackfield.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("plugins", 0), ("explain", 2)])
+def test_without_any_folder_for_temporary_files(command: str, code: int) -> None:
+    """torch itself needs one when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TEMPORARY_FILES, command, *(["demo"] if code else [])],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == code
+    if code:
+        said = "error: no folder for temporary files can be written; set TMPDIR to one that can\n"
+        assert (done.stdout, done.stderr) == ("", said)
