@@ -13,7 +13,7 @@ from families import build, prompts
 
 import jackfield
 from jackfield.contracts import Sequence
-from jackfield.sampling.counter_rng import gumbel
+from jackfield.contracts.counter_rng import gumbel
 
 if TYPE_CHECKING:
     import transformers

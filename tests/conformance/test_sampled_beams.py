@@ -33,8 +33,8 @@ from families import VOCAB, WINDOW, build, character_tokenizer, prompts
 
 import jackfield
 from jackfield.contracts import Settings
+from jackfield.contracts.counter_rng import gumbel
 from jackfield.engine.sequences import RunningGroup, RunningSequence
-from jackfield.sampling.counter_rng import gumbel
 from jackfield_plugins.decoding.beam import BeamOptions, BeamSearch
 
 SHAPED: list[dict[str, Any]] = [

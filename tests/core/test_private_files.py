@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jackfield import private_files
-from jackfield.private_files import NotPrivateError, read, write
+from jackfield.contracts import private_files
+from jackfield.contracts.private_files import NotPrivateError, read, write
 
 SOMEBODY = 12345
 
@@ -146,7 +146,7 @@ def test_what_root_wrote_is_read_by_everybody(
 WRITER = """
 import sys
 from pathlib import Path
-from jackfield.private_files import read, write
+from jackfield.contracts.private_files import read, write
 path, letter = Path(sys.argv[1]), sys.argv[2].encode()
 for turn in range(150):
     write(path, letter * (turn * 997 % 60_000 + 1))

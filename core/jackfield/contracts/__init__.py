@@ -1,4 +1,8 @@
-"""What a backend of each kind must be: one file a kind, importable without torch."""
+"""The ground that backends stand on: what each kind must be, and all that one is handed.
+
+One file a kind; `sequences`, `settings`, `packed`, `requirements` are what they are handed. A
+backend needs nothing else of jackfield. Importable without torch.
+"""
 
 from jackfield.contracts.assistant import Assistant
 from jackfield.contracts.attention import (
@@ -46,11 +50,13 @@ from jackfield.contracts.settings import BeamSettings, DraftSettings, Settings, 
 from jackfield.contracts.sizes import known, kv_bytes
 from jackfield.contracts.staging import StepBlock
 from jackfield.devices import free_bytes
+from jackfield.quieting import TORCHAO, quieted
 from jackfield.units import in_units
 
 __all__ = [
     "FEATURES",
     "SAMPLER_SETTINGS",
+    "TORCHAO",
     "Accepted",
     "Assistant",
     "Attention",
@@ -110,6 +116,7 @@ __all__ = [
     "in_units",
     "known",
     "kv_bytes",
+    "quieted",
 ]
 
 #: kind -> the base class that its backends derive from

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from jackfield import private_files
-from jackfield.private_files import cache_folder
+from jackfield.contracts import private_files
+from jackfield.contracts.private_files import cache_folder
 
 
 @dataclass(frozen=True)

@@ -44,33 +44,6 @@ def check_penalty(asked: BeamSettings, longest: int) -> None:
         ) from None
 
 
-def check_groups(asked: BeamSettings, width: int, *, draws: bool) -> None:
-    """Raise SettingsError where `width` beams cannot be in the groups that are asked for."""
-    groups, penalty = asked.num_beam_groups or 1, asked.diversity_penalty or 0.0
-    if groups == 1 and penalty:
-        raise SettingsError(
-            f"diversity_penalty={penalty:g} keeps groups of beams apart, and num_beam_groups=1; "
-            "raise that, or drop it"
-        )
-    if groups == 1:
-        return
-    if penalty <= 0:
-        raise SettingsError(
-            f"num_beam_groups={groups} would find the same texts in each group with "
-            f"diversity_penalty={penalty:g}; set that to more than 0, e.g. 0.5"
-        )
-    if width % groups:
-        raise SettingsError(
-            f"num_beam_groups={groups} does not divide num_beams={width} into groups of one size; "
-            "change one of them"
-        )
-    if draws:
-        raise SettingsError(
-            f"num_beam_groups={groups} takes the best continuations, and sampling draws them; "
-            "drop it, or set do_sample=False"
-        )
-
-
 def check_width(width: int, answers: int, vocab_size: int, places: int) -> None:
     """Raise SettingsError where `width` beams cannot be, or cannot give so many `answers`."""
     if answers > width:

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from jackfield.contracts import Accepted, Sequence, Settings, StepBlock, TokenLogprob
-from jackfield.sampling.counter_rng import uniform
+from jackfield.contracts.counter_rng import uniform
 from jackfield.sampling.fenced import OwnFailure, processed
 from jackfield.sampling.structured import unpacked
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from jackfield.contracts.private_files import CACHE
 from jackfield.errors import ExecutionError
-from jackfield.private_files import CACHE
 from jackfield_plugins.native.keeping import KeepingError, cache_root, check_usable, own_folder
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"

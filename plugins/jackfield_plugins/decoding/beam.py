@@ -37,13 +37,13 @@ from jackfield.contracts import (
     Hypothesis,
     Search,
 )
-from jackfield.requests.beam_settings import check_groups
-from jackfield.sampling.counter_rng import gumbel
+from jackfield.contracts.counter_rng import gumbel
+from jackfield.errors import SettingsError
 
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.contracts import BeamGroup, Sequence, Settings
+    from jackfield.contracts import BeamGroup, BeamSettings, Sequence, Settings
 
 Scored = TypeVar("Scored", Continuation, Hypothesis)
 
@@ -102,7 +102,7 @@ class BeamSearch(Search):
 
     def width(self, settings: Settings) -> int:
         width = settings.beams.num_beams or self._options.num_beams
-        check_groups(settings.beams, width, draws=settings.do_sample)
+        _check_groups(settings.beams, width, draws=settings.do_sample)
         return width
 
     def decide(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[Decision]:
@@ -241,6 +241,33 @@ def _read(found: Seq[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Ranked]:
     floats = bits[0].view(torch.float32).split(sizes)
     for own, at in zip(floats, bits[1].split(sizes), strict=True):
         yield zip(own.tolist(), at.tolist(), strict=True)
+
+
+def _check_groups(asked: BeamSettings, width: int, *, draws: bool) -> None:
+    """Raise SettingsError where `width` beams cannot be in the groups that are asked for."""
+    groups, penalty = asked.num_beam_groups or 1, asked.diversity_penalty or 0.0
+    if groups == 1 and penalty:
+        raise SettingsError(
+            f"diversity_penalty={penalty:g} keeps groups of beams apart, and num_beam_groups=1; "
+            "raise that, or drop it"
+        )
+    if groups == 1:
+        return
+    if penalty <= 0:
+        raise SettingsError(
+            f"num_beam_groups={groups} would find the same texts in each group with "
+            f"diversity_penalty={penalty:g}; set that to more than 0, e.g. 0.5"
+        )
+    if width % groups:
+        raise SettingsError(
+            f"num_beam_groups={groups} does not divide num_beams={width} into groups of one size; "
+            "change one of them"
+        )
+    if draws:
+        raise SettingsError(
+            f"num_beam_groups={groups} takes the best continuations, and sampling draws them; "
+            "drop it, or set do_sample=False"
+        )
 
 
 @hookimpl

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from jackfield import private_files
+from jackfield.contracts import private_files
 from jackfield_plugins.hub_kernels import KernelRefused
 
 VARIABLE = "JACKFIELD_KERNEL_LOCK"

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jackfield.contracts.private_files import CACHE
 from jackfield.errors import PlanError
-from jackfield.private_files import CACHE
 from jackfield_plugins.native.compiling import CompilingError, compiler, library
 
 Where = tuple[str | None, str | None]

@@ -15,8 +15,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from jackfield.contracts.private_files import CACHE
 from jackfield.errors import shown
-from jackfield.private_files import CACHE
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")

@@ -10,9 +10,9 @@ import hashlib
 import os
 from pathlib import Path
 
-from jackfield import private_files
+from jackfield.contracts import private_files
+from jackfield.contracts.private_files import CACHE
 from jackfield.errors import shown
-from jackfield.private_files import CACHE
 
 DIGEST = hashlib.sha256().digest_size
 

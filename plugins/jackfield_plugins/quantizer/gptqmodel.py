@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
-from jackfield.quieting import TORCHAO, quieted
+from jackfield.contracts import TORCHAO, quieted
 from jackfield_plugins.quantizer.gptq_files import check_groups
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes
 

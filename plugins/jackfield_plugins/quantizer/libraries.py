@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
-from jackfield.quieting import quieted
+from jackfield.contracts import quieted
 
 
 def missing(extra: str, *modules: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
+    TORCHAO,
     BindContext,
     GivenConfig,
     Quantization,
@@ -17,11 +18,11 @@ from jackfield.contracts import (
     QuantizerCapabilities,
     Requirements,
     Weight,
+    quieted,
 )
 from jackfield.contracts.checkpoint import FLAG, NAMES, Field
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.contracts.requirements import BYTES
-from jackfield.quieting import TORCHAO, quieted
 from jackfield_plugins.quantizer.libraries import missing
 from jackfield_plugins.quantizer.torchao_files import misfits
 

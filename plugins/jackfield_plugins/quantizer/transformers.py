@@ -12,9 +12,9 @@ from jackfield.contracts import (
     Quantizer,
     QuantizerCapabilities,
     Requirements,
+    quieted,
 )
 from jackfield.contracts.quantizing import method
-from jackfield.quieting import quieted
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache, Requirements
+from jackfield.contracts import (
+    BindContext,
+    Cache,
+    CacheCapabilities,
+    KVCache,
+    Requirements,
+    free_bytes,
+    in_units,
+    known,
+)
 from jackfield.contracts.requirements import BYTES
-from jackfield.contracts.sizes import known
-from jackfield.devices import free_bytes
 from jackfield.errors import CacheFullError
-from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from jackfield_plugins.cache.paged.store import PagedKVCache
