@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from jackfield import contracts
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = sorted((ROOT / "core/jackfield/contracts").glob("*.py"))
@@ -52,3 +55,9 @@ def test_contracts_come_in_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_page_of_contracts_shows_every_class_of_them() -> None:
+    shown = set(re.findall(r"\w+", (ROOT / "docs/contracts.md").read_text()))
+    classes = {name for name in contracts.__all__ if isinstance(getattr(contracts, name), type)}
+    assert classes <= shown
