@@ -149,7 +149,7 @@ def benchmark_bookkeeping(waiting: int, model: Any, benchmark: Any, capsys: Any)
         loop.forward = forward
         for number in range(BATCH + waiting):
             prompt = [7 + number % 100] * 40
-            loop.submit(engine._sequence(prompt, {"max_new_tokens": 100}, streams=False))
+            loop.submit(engine._intake.sequence(prompt, {"max_new_tokens": 100}, streams=False))
         loop.step()  # the prompts
         loop.step()
         inside.clear()

@@ -40,7 +40,9 @@ def runner(engine: jackfield.Engine, texts: list[list[int]], batch: int) -> Call
 
 def demo_texts(engine: jackfield.Engine, tasks: tuple[str, ...]) -> list[list[int]]:
     items = [item for task in tasks for item in heldout(task, ITEMS, seed=1)]
-    return [engine._text.encode([{"role": "user", "content": item.prompt}]) for item in items]
+    return [
+        engine._assembly.text.encode([{"role": "user", "content": item.prompt}]) for item in items
+    ]
 
 
 def measure(engine: jackfield.Engine, texts: Any, batch: int, alternate: Any, capsys: Any) -> None:

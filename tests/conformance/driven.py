@@ -79,7 +79,7 @@ def drive(
         while coming and arrivals[coming[0]].at <= clock:
             number = coming.pop(0)
             one = arrivals[number]
-            made[number] = engine._sequences(one.prompt, one.settings, streams=False)
+            made[number] = engine._intake.sequences(one.prompt, one.settings, streams=False)
             for sequence in made[number]:
                 loop.submit(sequence)
         if loop.running or loop.waiting:

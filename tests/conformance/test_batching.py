@@ -248,7 +248,7 @@ def test_demo_prompts_in_float32_equal_their_solo_runs(count: int) -> None:
         prefill_chunk_size=16,
     ) as engine:
         chats = [[{"role": "user", "content": text}] for text in demo_chats(count)]
-        texts = [engine._text.encode(chat) for chat in chats]
+        texts = [engine._assembly.text.encode(chat) for chat in chats]
         alone = [engine.generate(text, max_new_tokens=16)[0].token_ids for text in texts]
         arrivals = [
             Arrival(n // 4, text, max_new_tokens=16, cache_salt="together")

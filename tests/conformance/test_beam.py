@@ -272,24 +272,28 @@ def test_a_structure_holds_in_every_beam_as_transformers_confines_them(
     asked: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
     with jackfield.load("demo", dtype="float32", decoding=BOTH) as engine:
         chat = [{"role": "user", "content": "Extract: Ann is 31 years old."}]
-        prompt = engine._text.encode(chat)
+        prompt = engine._assembly.text.encode(chat)
         found = engine.generate(prompt, max_new_tokens=16, **asked, **structure)
         beside = engine.generate(
             [prompt] * 3,
             settings=[{"regex": "[a-z ]+"}, {**asked, **structure}, {"temperature": 1, "seed": 1}],
             max_new_tokens=16,
         )
-        settings = engine._sequence(prompt, {"num_beams": 2, **structure}, streams=False).settings
+        settings = engine._intake.sequence(
+            prompt, {"num_beams": 2, **structure}, streams=False
+        ).settings
     ends = settings.eos_token_ids
 
     def after(ids: torch.Tensor) -> Any:
-        constraint = engine._structures.start(settings.structure, ends)
+        constraint = engine._assembly.structures.start(settings.structure, ends)
         assert constraint is not None
         return constraint, constraint.advance(ids[len(prompt) :].tolist())
 
     def allowed(_: int, ids: torch.Tensor) -> list[int]:
         bits = after(ids)[0].matcher.compute_bitmask()
-        return [t for t in range(engine._text.vocab_size) if bits[t // 8] >> t % 8 & 1] or [0]
+        return [
+            t for t in range(engine._assembly.text.vocab_size) if bits[t // 8] >> t % 8 & 1
+        ] or [0]
 
     def whole(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.tensor([after(row)[1] is not None for row in ids])
@@ -307,7 +311,9 @@ def test_the_demo_model_in_float32() -> None:
     model = jackfield.load("demo", dtype="float32").model
     chats = ["sort: 4 2 9", "Once upon a time", "What is 23 + 45?"]
     with jackfield.load("demo", dtype="float32", decoding=BOTH) as engine:
-        everyone = [engine._text.encode([{"role": "user", "content": text}]) for text in chats]
+        everyone = [
+            engine._assembly.text.encode([{"role": "user", "content": text}]) for text in chats
+        ]
         ends = model.generation_config.eos_token_id
         for asked in ({"num_beams": 4}, {"num_beams": 3, "length_penalty": 0.0,
                       "early_stopping": True, "num_return_sequences": 3}):  # fmt: skip

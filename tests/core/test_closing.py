@@ -163,7 +163,7 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
     assert worker.linger_on("cuda") is worker.linger_on("mps") is None
     with jackfield.load(build("llama")) as engine:
         assert idle(engine) is None
-    monkeypatch.setattr("jackfield.engine.engine.linger_on", lambda device: None)
+    monkeypatch.setattr("jackfield.engine.assembly.linger_on", lambda device: None)
     with jackfield.load(build("llama")) as engine:
         thread = idle(engine)
         assert thread is not None

@@ -185,7 +185,7 @@ def test_temporary_folders_are_removed(folder: Path, tmp_path: Path,
     engine = jackfield.load(folder, device_map="disk")
     del engine  # dropped without being closed
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("jackfield.engine.engine.Loop", None)
+    monkeypatch.setattr("jackfield.engine.assembly.Loop", None)
     with pytest.raises(TypeError):
         jackfield.load(folder, device_map="disk")
     assert list(tmp_path.iterdir()) == []

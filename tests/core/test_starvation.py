@@ -46,7 +46,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
 
 
 def request(engine: Engine, **settings: Any) -> Sequence:
-    return engine._sequence(
+    return engine._intake.sequence(
         [5, 6, 7], {"max_new_tokens": NEW, "min_new_tokens": NEW, **settings}, streams=False
     )
 

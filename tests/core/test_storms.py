@@ -80,7 +80,7 @@ class Storm(Stepped):
     ) -> None:
         asked = {"max_new_tokens": count, "priority": priority, "deadline": deadline,
                  "decoding": self.decodings[decoding % len(self.decodings)]}  # fmt: skip
-        sequence = self.engine._sequence(TEXTS[text], asked, streams=False)
+        sequence = self.engine._intake.sequence(TEXTS[text], asked, streams=False)
         self.open[sequence.id] = (sequence, text)
         self.loop.submit(sequence)
 
@@ -88,7 +88,7 @@ class Storm(Stepped):
     def submit_samples(self, text: int, count: int) -> None:
         """Samples that all take the best: three of one greedy text, the first reads for all."""
         asked = {"max_new_tokens": count, "num_return_sequences": 3, "do_sample": True, "top_k": 1}
-        for sequence in self.engine._sequences(TEXTS[text], asked, streams=False):
+        for sequence in self.engine._intake.sequences(TEXTS[text], asked, streams=False):
             self.open[sequence.id] = (sequence, text)
             self.loop.submit(sequence)
 

@@ -143,7 +143,7 @@ def test_an_end_that_is_also_text_ends_only_what_is_whole(engine: Any) -> None:
         )  # fmt: skip
     assert all(re.fullmatch("[ -k]{6,9}", c.text) for c in found)
     assert any(c.token_ids[-1] in ends for c in found)
-    (newline,) = engine._text.encode("\n")[-1:]
+    (newline,) = engine._assembly.text.encode("\n")[-1:]
     (found,) = engine.generate(PROMPT, regex=r"a\nb|ab", eos_token_id=[newline])
     assert (found.text, found.finish_reason) == ("ab", "stop")
 
@@ -166,7 +166,7 @@ def test_a_text_that_is_whole_with_its_last_token_is_not_cut(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_end_that_could_be_text_is_none(engine: Any, strategy: str) -> None:
-    (newline,) = engine._text.encode("\n")[-1:]
+    (newline,) = engine._assembly.text.encode("\n")[-1:]
     asked = {"eos_token_id": [newline], "sequence_bias": [[[newline], 20.0]], "decoding": strategy}
     for structure in ({"grammar": "start: /[ab]+/"}, {"regex": "[ab]+"}):
         (found,) = engine.generate(PROMPT, max_new_tokens=40, **structure, **asked)
@@ -313,7 +313,7 @@ def test_what_is_left_of_an_error_depends_on_no_strategy(
 def test_closing_ends_the_thread() -> None:
     with jackfield.load("demo") as engine:
         engine.generate(PROMPT, choices=["yes"])
-        (thread,) = engine._structures._thread._threads
+        (thread,) = engine._assembly.structures._thread._threads
     thread.join(5)
     assert not thread.is_alive()
 
@@ -328,7 +328,7 @@ def test_an_end_that_is_text_of_the_structure_is_said_by_other_tokens(
     engine: Any, structure: dict[str, Any]
 ) -> None:
     """One after the other, each token of the text is an end of the request."""
-    own = engine._text.read("the end")
+    own = engine._assembly.text.read("the end")
     for end in own[1:]:
         found = engine.generate(PROMPT, eos_token_id=[end], max_new_tokens=30, **structure)[0]
         assert (found.finish_reason, found.error) == ("stop", None)

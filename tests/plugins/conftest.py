@@ -33,7 +33,7 @@ def steps() -> Steps:
     def run(engine: Engine, prompts: list[list[int]], counts: list[int], **settings: Any) -> Any:
         loop = engine._loop
         sequences = [
-            engine._sequence(prompt, {"max_new_tokens": count, **settings}, streams=False)
+            engine._intake.sequence(prompt, {"max_new_tokens": count, **settings}, streams=False)
             for prompt, count in zip(prompts, counts, strict=True)
         ]
         for sequence in sequences:

@@ -78,7 +78,7 @@ class Storm(Stepped):
         self.drive(engine)
 
     def add(self, text: int, asked: dict[str, Any], way: str = "") -> None:
-        made = self.engine._sequences(TEXTS[text], asked, streams=False)
+        made = self.engine._intake.sequences(TEXTS[text], asked, streams=False)
         self.open[made[0].id] = (made, text, way)
         for sequence in made:
             self.loop.submit(sequence)

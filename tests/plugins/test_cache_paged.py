@@ -447,7 +447,9 @@ def test_long_prompts_go_in_blocks(
 def test_a_mixed_step_counts_prefill_and_decode() -> None:
     with jackfield.load(model_of("llama"), cache_implementation="paged") as engine:
         for prompt in prompts((4, 6)):
-            engine._loop.submit(engine._sequence(prompt, {"max_new_tokens": 4}, streams=False))
+            engine._loop.submit(
+                engine._intake.sequence(prompt, {"max_new_tokens": 4}, streams=False)
+            )
             engine._loop.step()
         seen = engine.report()["attention"]
     assert (seen.prefill[0], seen.decode[0]) == (2, 1)
@@ -481,7 +483,7 @@ def test_windows_let_in_who_fits_beside_what_they_hold() -> None:
     with jackfield.load(model, cache_implementation="paged?page_size=4&num_tokens=128") as engine:
         loop = engine._loop
         for prompt in prompts((30,) * 8):
-            loop.submit(engine._sequence(prompt, {"max_new_tokens": 60}, streams=False))
+            loop.submit(engine._intake.sequence(prompt, {"max_new_tokens": 60}, streams=False))
         for _ in range(12):
             loop.step()
         assert len(loop.running) >= 6  # of three or four pages each, and 32 there are

@@ -235,8 +235,8 @@ def test_a_search_that_is_cancelled_or_late_says_its_best_so_far(cache: str) -> 
         with load(cache_implementation=cache) as engine:
             asked = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": COUNT}
             loop = engine._loop
-            made = engine._sequences(PROMPT, {**asked, "deadline": 1000.0}, streams=False)
-            other = engine._sequence(PROMPT, {"max_new_tokens": COUNT}, streams=False)
+            made = engine._intake.sequences(PROMPT, {**asked, "deadline": 1000.0}, streams=False)
+            other = engine._intake.sequence(PROMPT, {"max_new_tokens": COUNT}, streams=False)
             for sequence in (*made, other):
                 loop.submit(sequence)
             for _ in range(steps):

@@ -151,7 +151,7 @@ def test_nobody_starves_under_an_endless_stream_of_others(
     favoured = [[5], [7]]
 
     def submit(text: list[int], **asked: Any) -> Sequence:
-        sequence = engine._sequence(text, {"max_new_tokens": 3, **asked}, streams=False)
+        sequence = engine._intake.sequence(text, {"max_new_tokens": 3, **asked}, streams=False)
         loop.submit(sequence)
         return sequence
 

@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rich.console import Console
 from rich.progress import track
 
-from jackfield.contracts import Search
-from jackfield.devices import input_device
-from jackfield.engine.assistant import DraftModel
-from jackfield.engine.bound import BoundModel, plug_all
-from jackfield.engine.bounds import Bounds, shared
-from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.assembly import assemble
+from jackfield.engine.bounds import Bounds
 from jackfield.engine.completions import Completion, Delta
-from jackfield.engine.decoder import Decoder
-from jackfield.engine.loop import Loop
-from jackfield.engine.observer import Observer
+from jackfield.engine.intake import Intake
 from jackfield.engine.report import Report
 from jackfield.engine.requests import Reader, Request
-from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.streaming import check_streamer, tell
-from jackfield.engine.worker import Health, Worker, drop, finish, linger_on
+from jackfield.engine.worker import Health, drop, finish
 from jackfield.errors import (
-    CacheFullError,
     JackfieldError,
     SettingsError,
     UsageError,
-    quoted,
 )
-from jackfield.guarded import fault
 from jackfield.planning.assistance import Assistance
 from jackfield.planning.planning import Plan
-from jackfield.planning.strategies import elsewhere, pick
-from jackfield.registry.discovery import registry
-from jackfield.requests import turns
-from jackfield.requests.beam_settings import check_width
-from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.prompts import Prompt, is_batch, taken
-from jackfield.requests.settings import resolve
-from jackfield.requests.surroundings import refuse_autocast
-from jackfield.requests.texts import Text, bridge
-from jackfield.requests.turns import Turn
-from jackfield.requests.wishes import Wishes, mapping, notice_selectors, wishes
-from jackfield.sampling.structured import Structures
+from jackfield.requests.wishes import mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,53 +68,21 @@ class Engine:
         self.model = model
         self.plan = plan
         self.tokenizer = tokenizer
-        offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
-        whose = model.name_or_path or type(model).__name__
-        notice_selectors(model.generation_config, frozenset().union(*offered), whose)
-        self._ids = itertools.count()
-        self._text = Text(tokenizer, int(model.config.get_text_config(decoder=True).vocab_size))
-        self._structures = Structures(tokenizer, self._text.vocab_size)
-        # A backend that fails to bind must leave a live model as it was, so plugs come last.
-        with contextlib.ExitStack() as failing:
-            plugged = self._assemble(bounds, max_waiting, stall_after, assistance, failing)
-            failing.pop_all()
-        # Also for an engine that is dropped without being closed; must not refer to the engine.
-        self._when_closed = plugged
-        plugged.append(self._structures.close)
-        self._finalizer = weakref.finalize(self, drop, self._worker, plugged)
-
-    def _assemble(
-        self,
-        bounds: Bounds,
-        max_waiting: int | None,
-        stall_after: float,
-        assistance: Assistance | None,
-        failing: contextlib.ExitStack,
-    ) -> list[Callable[[], None]]:
-        """Bind everything, then plug it in. Returns what gives the models back.
-
-        Leaving `failing` gives them back.
-        """
-        plan = self.plan
-        room = shared(plan, bounds, assistance)
-        bound = self._bound = BoundModel(self.model, plan, *room)
-        scheduler = plan["scheduler"].registered
-        schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
-        draft = None if assistance is None else self._assistant(assistance, bounds)
-        self._loop = Loop(bound.forward, bound.cache, self._decoder(draft), schedule, bounds)
-        plugged = plug_all([bound] if draft is None else [bound, draft.bound])
-        for give_back in plugged:
-            failing.callback(give_back)
-        self._observer = Observer(plan, bound, self._loop, self._text, draft)
-        self._worker = Worker(
-            self._loop,
-            self._observer.delta,
-            max_waiting,
-            stall_after,
-            linger_on(input_device(self.model).type),
+        made = assemble(
+            model,
+            plan,
+            tokenizer,
+            bounds,
+            max_waiting=max_waiting,
+            stall_after=stall_after,
+            assistance=assistance,
         )
+        self._assembly, self._restore = made, made.restore
+        self._bound, self._loop, self._worker = made.bound, made.loop, made.worker
         self._max_waiting = max_waiting
-        return plugged
+        # Also for an engine that is dropped without being closed; must not refer to the engine.
+        self._finalizer = weakref.finalize(self, drop, made.worker, made.restore)
+        self._intake = Intake(made)
 
     @property
     def closed(self) -> bool:
@@ -144,7 +90,7 @@ class Engine:
 
     def when_closed(self, act: Callable[[], None]) -> None:
         """Have `act`, which must not refer to the engine, called after it was closed or dropped."""
-        self._when_closed.append(act)
+        self._restore.append(act)
 
     def enable_adapter(self) -> None:
         """Run with the adapter again. Raises UsageError while requests are open."""
@@ -166,26 +112,6 @@ class Engine:
 
     def _switch_adapter(self, *, on: bool) -> None:
         self._worker.while_idle(lambda: self._bound.switch_adapter(on=on))
-
-    def _assistant(self, assistance: Assistance, bounds: Bounds) -> DraftModel:
-        bound = BoundModel(assistance.model, assistance.plan, *shared(assistance.plan, bounds))
-        vocab_size = int(bound.model.config.get_text_config(decoder=True).vocab_size)
-        other = Text(assistance.tokenizer, vocab_size)
-        return DraftModel(bound, bridge(self._text, other))
-
-    def _decoder(self, assistant: DraftModel | None) -> Decoder:
-        """The strategies of the plan, bound and checked."""
-        bound, drafting = {}, set()
-        for name, choice in self.plan.decodings.items():
-            context = replace(self._bound.context("decoding", choice), assistant=assistant)
-            strategy = choice.registered.bind(context)
-            if isinstance(strategy, Search) != choice.backend.capabilities.forks:
-                what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"
-                raise fault(choice.registered, what)
-            bound[name] = checked(strategy, str(choice.registered), self._text.vocab_size)
-            if choice.backend.capabilities.rollback:
-                drafting.add(name)
-        return Decoder(bound, frozenset(drafting), self._structures)
 
     def generate(
         self,
@@ -213,16 +139,15 @@ class Engine:
         batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
+        self._check_open()
         if not batch:  # settings that are wrong are so for no prompt, too
-            self._check_open()
-            _, wished, _, limits = self._wished(common)
-            resolve(wished, 1, limits)
+            self._intake.check(common)
         own = settings or [{}] * len(batch)
         streams = streamer is not None
         sequences = [
             sequence
             for number, (prompt, mine) in enumerate(zip(batch, own, strict=True))
-            for sequence in self._sequences(
+            for sequence in self._intake.sequences(
                 prompt, {**common, **mapping(mine)}, number, streams=streams
             )
         ]
@@ -251,7 +176,7 @@ class Engine:
         prompt = _one(
             taken(prompt, settings), "submit takes one prompt; call it once for each prompt"
         )
-        return self._start(self._sequence(prompt, settings, streams=True))
+        return self._start(self._sequence(prompt, settings))
 
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
@@ -262,7 +187,7 @@ class Engine:
         prompt = _one(
             taken(prompt, settings), "stream takes one prompt; use generate for a list of prompts"
         )
-        return self._stream(self._sequence(prompt, settings, streams=True))
+        return self._stream(self._sequence(prompt, settings))
 
     def _stream(self, sequence: RunningSequence) -> Iterator[Delta]:
         request = self._start(sequence)
@@ -276,7 +201,7 @@ class Engine:
         prompt = _one(
             taken(prompt, settings), "astream takes one prompt; call it once for each prompt"
         )
-        return self._astream(self._sequence(prompt, settings, streams=True))
+        return self._astream(self._sequence(prompt, settings))
 
     async def _astream(self, sequence: RunningSequence) -> AsyncIterator[Delta]:
         request = self._start(sequence)
@@ -291,6 +216,10 @@ class Engine:
         """End a request; its completion has what there was. Nothing happens to one that ended."""
         request.cancel()
 
+    def _sequence(self, prompt: Any, settings: Mapping[str, Any]) -> RunningSequence:
+        self._check_open()
+        return self._intake.sequence(prompt, settings)
+
     def _start(self, sequence: RunningSequence) -> Request:
         sequence.started = time.perf_counter()
         request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
@@ -303,78 +232,18 @@ class Engine:
             sequence.report_before = before
         self._worker.submit(pairs, wait=wait)
 
-    def _sequence(self, prompt: Any, asked: Mapping[str, Any], *, streams: bool) -> RunningSequence:
-        """The one sequence of a request that has its own reader."""
-        sequences = self._sequences(prompt, asked, streams=streams)
-        if len(sequences) > 1:
-            raise SettingsError(
-                f"num_return_sequences={len(sequences)} has no single reader; use generate, or "
-                "submit the prompt that many times"
-            )
-        return sequences[0]
-
-    def _wished(self, asked: Mapping[str, Any]) -> tuple[Turn, Wishes, str, Limits]:
-        """What is asked of a chat's turn and for the rest, by which decoding, within what."""
-        turn, asked = turns.taken(asked)
-        wished = wishes(asked, self.model.generation_config)
-        decoding = pick(self.plan, wished)
-        return turn, wished, decoding, self._limits(decoding)
-
-    def _sequences(
-        self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
-    ) -> list[RunningSequence]:
-        """The sequences of a request, checked; the first one reads the prompt for all."""
-        self._check_open()
-        self._bound.check_unchanged()
-        refuse_autocast(input_device(self.model).type)
-        turn, wished, decoding, limits = self._wished(asked)
-        if prompt is None:  # maybe as it was given under a name that is answered
-            refuse_unhonoured(wished, limits)
-        ids = self._text.encode(prompt, self.plan.requirements.context_length, turn)
-        settings = resolve(wished, len(ids), limits, number)
-        if "decoding" in wished.given and (
-            reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
-        ):
-            raise SettingsError(f"decoding={decoding!r}: {reason}")
-        width = self._loop.decoding.width(settings)
-        copies = () if width is None else (width,)
-        if width is not None:
-            places = self._loop.bounds.max_batch_size
-            check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
-        if reason := self._loop.cache.refuse(len(ids), settings.max_new_tokens, *copies):
-            raise CacheFullError(f"{self.plan['cache'].registered.name}: {reason}")
-        made: list[RunningSequence] = []
-        for sample in range(width or settings.num_return_sequences):
-            detokenizer = None
-            if self.tokenizer is not None and (streams or settings.stop_strings):
-                detokenizer = self._text.detokenizer(settings.stop_strings)
-            leader = made[0] if made and width is None else None
-            running = RunningSequence(
-                next(self._ids), ids, settings, detokenizer, leader=leader, sample=sample
-            )
-            running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
-            made.append(running)
-        return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
-
-    def _limits(self, decoding: str) -> Limits:
-        return Limits(
-            vocab_size=self._text.vocab_size,
-            context_length=self.plan.requirements.context_length,
-            honoured=self.plan.decodings[decoding].backend.capabilities.settings,
-            decoding=decoding,
-            has_tokenizer=self.tokenizer is not None,
-            elsewhere=partial(elsewhere, registry(), self.plan),
-        )
-
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
-        told = {"attention runs on": self._bound.port.source, "weights:": self._bound.stored}
+        told = {
+            "attention runs on": self._bound.port.source,
+            "weights:": self._bound.stored,
+        }
         found = [f"  {what} {source}" for what, source in told.items() if source]
         return "\n".join([str(self.plan), *found])
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
-        return self._observer.report()
+        return self._assembly.observer.report()
 
     def statistics(self) -> Statistics:
         """What the engine has done and is doing; also logged (`jackfield.statistics`, INFO)."""
@@ -392,7 +261,7 @@ class Engine:
         given back all the same.
         """
         if self._finalizer.detach() is not None:
-            finish(self._worker, self._when_closed)
+            finish(self._worker, self._restore)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -67,7 +67,7 @@ def perplexity(
     text of fewer than two tokens, SettingsError for a window or a stride that cannot be, UsageError
     where requests are running.
     """
-    ids = check_text(engine._text, text)
+    ids = check_text(engine._assembly.text, text)
     window, stride = _sizes(engine, window, stride)
     started, nll, scored = time.perf_counter(), 0.0, 1
     for begin in range(0, len(ids), stride):
@@ -122,7 +122,9 @@ def _scored(engine: Engine, ids: Sequence[int]) -> list[float]:
     import torch
 
     cache, forward = engine._loop.cache, engine._loop.forward
-    sequence = engine._sequence(list(ids[:1]), {"max_new_tokens": len(ids) - 1}, streams=False)
+    sequence = engine._intake.sequence(
+        list(ids[:1]), {"max_new_tokens": len(ids) - 1}, streams=False
+    )
     found: list[float] = []
     with torch.inference_mode():
         try:

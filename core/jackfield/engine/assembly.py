@@ -1,0 +1,106 @@
+"""From a model and a plan to what runs them: everything bound, checked and put into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jackfield.contracts import Search, Strategy
+from jackfield.devices import input_device
+from jackfield.engine.assistant import DraftModel
+from jackfield.engine.bound import BoundModel, plug_all
+from jackfield.engine.bounds import Bounds, shared
+from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.decoder import Decoder
+from jackfield.engine.loop import Loop
+from jackfield.engine.observer import Observer
+from jackfield.engine.worker import Worker, linger_on
+from jackfield.errors import quoted
+from jackfield.guarded import all_of, fault
+from jackfield.planning.assistance import Assistance
+from jackfield.planning.planning import Plan
+from jackfield.requests.texts import Text, bridge
+from jackfield.requests.wishes import notice_selectors
+from jackfield.sampling.structured import Structures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What runs a model. `restore` gives everything back as it was."""
+
+    plan: Plan
+    bound: BoundModel
+    text: Text
+    structures: Structures
+    loop: Loop
+    observer: Observer
+    worker: Worker
+    restore: list[Callable[[], None]]
+
+
+def assemble(
+    model: PreTrainedModel,
+    plan: Plan,
+    tokenizer: Any | None,
+    bounds: Bounds,
+    *,
+    max_waiting: int | None,
+    stall_after: float,
+    assistance: Assistance | None,
+) -> Assembly:
+    """Bind everything, then put it into place. Where one fails, the model is as it was."""
+    offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
+    whose = model.name_or_path or type(model).__name__
+    notice_selectors(model.generation_config, frozenset().union(*offered), whose)
+    text = Text(tokenizer, _vocab_size(model))
+    structures = Structures(tokenizer, text.vocab_size)
+    bound = BoundModel(model, plan, *shared(plan, bounds, assistance))
+    scheduler = plan["scheduler"].registered
+    schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
+    draft = None if assistance is None else _draft_model(assistance, bounds, text)
+    decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
+    loop = Loop(bound.forward, bound.cache, decoder, schedule, bounds)
+    # A backend that fails to bind must leave a live model as it was, so this comes last.
+    restore = plug_all([bound] if draft is None else [bound, draft.bound])
+    try:
+        observer = Observer(plan, bound, loop, text, draft)
+        linger = linger_on(input_device(model).type)
+        worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
+    except BaseException:
+        all_of(restore)
+        raise
+    restore.append(structures.close)
+    return Assembly(plan, bound, text, structures, loop, observer, worker, restore)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _draft_model(assistance: Assistance, bounds: Bounds, text: Text) -> DraftModel:
+    bound = BoundModel(assistance.model, assistance.plan, *shared(assistance.plan, bounds))
+    other = Text(assistance.tokenizer, _vocab_size(bound.model))
+    return DraftModel(bound, bridge(text, other))
+
+
+def _strategies(
+    model: BoundModel, draft: DraftModel | None, vocab_size: int
+) -> tuple[dict[str, Strategy], frozenset[str]]:
+    """The strategies of the plan, bound and checked, and the names of those that draft."""
+    bound: dict[str, Strategy] = {}
+    drafting = set()
+    for name, choice in model.plan.decodings.items():
+        strategy = choice.registered.bind(
+            replace(model.context("decoding", choice), assistant=draft)
+        )
+        if isinstance(strategy, Search) != choice.backend.capabilities.forks:
+            what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"
+            raise fault(choice.registered, what)
+        bound[name] = checked(strategy, str(choice.registered), vocab_size)
+        if choice.backend.capabilities.rollback:
+            drafting.add(name)
+    return bound, frozenset(drafting)

@@ -1,0 +1,118 @@
+"""From a prompt and what is asked of it to sequences that can run; or an error by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jackfield.contracts import Settings
+from jackfield.devices import input_device
+from jackfield.engine.assembly import Assembly
+from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.errors import CacheFullError, SettingsError
+from jackfield.planning.strategies import elsewhere, pick
+from jackfield.registry.discovery import registry
+from jackfield.requests import turns
+from jackfield.requests.beam_settings import check_width
+from jackfield.requests.honouring import Limits, refuse_unhonoured
+from jackfield.requests.settings import resolve
+from jackfield.requests.surroundings import refuse_autocast
+from jackfield.requests.turns import Turn
+from jackfield.requests.wishes import Wishes, wishes
+
+
+class Intake:
+    """Makes the sequences of requests. Numbers them; may be called from several threads."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._plan = assembly.plan
+        self._bound = assembly.bound
+        self._model = assembly.bound.model
+        self._text = assembly.text
+        self._structures = assembly.structures
+        self._loop = assembly.loop
+        self._ids = itertools.count()
+
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Raise SettingsError for settings that are wrong whatever the prompt."""
+        _, wished, _, limits = self._wished(asked)
+        resolve(wished, 1, limits)
+
+    def sequence(
+        self, prompt: Any, asked: Mapping[str, Any], *, streams: bool = True
+    ) -> RunningSequence:
+        """The one sequence of a request that has its own reader."""
+        sequences = self.sequences(prompt, asked, streams=streams)
+        if len(sequences) > 1:
+            raise SettingsError(
+                f"num_return_sequences={len(sequences)} has no single reader; use generate, or "
+                "submit the prompt that many times"
+            )
+        return sequences[0]
+
+    def sequences(
+        self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
+    ) -> list[RunningSequence]:
+        """The sequences of a request, checked; the first one reads the prompt for all."""
+        self._bound.check_unchanged()
+        refuse_autocast(input_device(self._model).type)
+        turn, wished, decoding, limits = self._wished(asked)
+        if prompt is None:  # maybe as it was given under a name that is answered
+            refuse_unhonoured(wished, limits)
+        ids = self._text.encode(prompt, self._plan.requirements.context_length, turn)
+        settings = resolve(wished, len(ids), limits, number)
+        if "decoding" in wished.given and (
+            reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
+        ):
+            raise SettingsError(f"decoding={decoding!r}: {reason}")
+        width = self._loop.decoding.width(settings)
+        self._check_size(settings, len(ids), width)
+        made = self._made(ids, settings, width, streams=streams)
+        return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
+
+    def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
+        """Raise SettingsError or CacheFullError for a request that can never be held."""
+        copies = () if width is None else (width,)
+        if width is not None:
+            places = self._loop.bounds.max_batch_size
+            check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
+        if reason := self._loop.cache.refuse(length, settings.max_new_tokens, *copies):
+            raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")
+
+    def _made(
+        self, ids: list[int], settings: Settings, width: int | None, *, streams: bool
+    ) -> list[RunningSequence]:
+        """One sequence for each sample; of a search as many as there can be beams."""
+        made: list[RunningSequence] = []
+        reads = self._text.tokenizer is not None and (streams or bool(settings.stop_strings))
+        for sample in range(width or settings.num_return_sequences):
+            running = RunningSequence(
+                next(self._ids),
+                ids,
+                settings,
+                self._text.detokenizer(settings.stop_strings) if reads else None,
+                leader=made[0] if made and width is None else None,
+                sample=sample,
+            )
+            running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
+            made.append(running)
+        return made
+
+    def _wished(self, asked: Mapping[str, Any]) -> tuple[Turn, Wishes, str, Limits]:
+        """What is asked of a chat's turn and for the rest, by which decoding, within what."""
+        turn, asked = turns.taken(asked)
+        wished = wishes(asked, self._model.generation_config)
+        decoding = pick(self._plan, wished)
+        return turn, wished, decoding, self._limits(decoding)
+
+    def _limits(self, decoding: str) -> Limits:
+        return Limits(
+            vocab_size=self._text.vocab_size,
+            context_length=self._plan.requirements.context_length,
+            honoured=self._plan.decodings[decoding].backend.capabilities.settings,
+            decoding=decoding,
+            has_tokenizer=self._text.tokenizer is not None,
+            elsewhere=partial(elsewhere, registry(), self._plan),
+        )
