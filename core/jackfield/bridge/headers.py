@@ -19,7 +19,7 @@ from jackfield.foreign import MEBIBYTE, opened, parsed, read_json
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _NAME = 255  # bytes, of any file system
-_HEADER = 64 * MEBIBYTE  # a hundred times what the largest models have
+MOST = 64 * MEBIBYTE  # of a header or an index; a hundred times what the largest models have
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 #: The bits of a number of each dtype of the format.
@@ -36,7 +36,7 @@ def check_files(folder: Path, named: object = None) -> dict[str, StoredTensor]:
     `named` is the file that the config names (`transformers_weights`), if it does. Refuse a folder
     whose weights are missing, incomplete, or only in pickles. Raises CheckpointError.
     """
-    first = folder / _inside(named, folder / "config.json") if named is not None else None
+    first = folder / named_weights(named, folder / "config.json") if named is not None else None
     if first is None:
         first = next((f for n in (WHOLE, INDEX) if os.path.lexists(f := folder / n)), None)
     if first is None:
@@ -51,7 +51,7 @@ def check_files(folder: Path, named: object = None) -> dict[str, StoredTensor]:
         return _tensors(first)
     found: dict[str, StoredTensor] = {}
     places = _weight_map(first)
-    for name in sorted(set(places.values())):
+    for name in shards(first):
         for tensor, stored in _tensors(folder / name).items():
             if places.get(tensor, name) != name or tensor in found:
                 raise CheckpointError(
@@ -66,12 +66,17 @@ def check_files(folder: Path, named: object = None) -> dict[str, StoredTensor]:
     return found
 
 
+def shards(index: Path) -> list[str]:
+    """The files that an index names, sorted. Raises CheckpointError."""
+    return sorted(set(_weight_map(index).values()))
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor. Raises CheckpointError."""
-    places = read_json(index, _HEADER).get("weight_map")
+    places = read_json(index, MOST).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"the index {index} names no shards; fetch it again")
-    checked = {value: _inside(value, index) for value in _distinct(places, index)}
+    checked = {value: named_weights(value, index) for value in _distinct(places, index)}
     return {tensor: checked[value] for tensor, value in places.items()}
 
 
@@ -84,7 +89,7 @@ def _distinct(places: dict[str, Any], index: Path) -> set[str]:
     return set(places.values())
 
 
-def _inside(name: object, origin: Path) -> str:
+def named_weights(name: object, origin: Path) -> str:
     """A name that `origin` gives a file of weights. Raises CheckpointError: it leaves the folder,
     is none, or is not of the one format that runs nothing.
     """
@@ -101,9 +106,14 @@ def _inside(name: object, origin: Path) -> str:
 
 
 def _tensors(file: Path) -> dict[str, StoredTensor]:
+    return stored(safetensors_header(file), file)
+
+
+def stored(header: dict[str, Any], file: Path) -> dict[str, StoredTensor]:
+    """What a header that is `laid_out` says of the tensors in `file`."""
     return {
         name: StoredTensor(str(entry.get("dtype")), tuple(entry["shape"]), file)
-        for name, entry in safetensors_header(file).items()
+        for name, entry in header.items()
     }
 
 
@@ -117,37 +127,53 @@ def safetensors_header(file: Path) -> dict[str, Any]:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(8)
         if len(start) < 8:
-            raise _broken(file, f"it has {size} bytes")
+            raise _broken(file, _wrong(f"it has {size} bytes"))
         (length,) = struct.unpack("<Q", start)
-        if length > min(size, _HEADER):
-            raise _broken(file, f"a header of {length:,} bytes in a file of {size:,}")
+        if length > min(size, MOST):
+            raise _broken(file, _wrong(f"a header of {length:,} bytes in a file of {size:,}"))
         content = stream.read(length)
-    header = parsed(content, f"the header of {file}")
+    try:
+        return laid_out(parsed(content, f"the header of {file}"), 8 + length, size)
+    except BrokenError as error:
+        raise _broken(file, error) from None
+
+
+class BrokenError(Exception):
+    """What is wrong with a header, as a text that goes on after the name of its file."""
+
+
+def laid_out(header: dict[str, Any], start: int, size: int) -> dict[str, Any]:
+    """`header`, less its metadata, of a file of `size` bytes whose tensors begin at `start`.
+
+    Raises BrokenError where the places of its tensors do not fit each other, or the file.
+    """
     header.pop("__metadata__", None)
-    expected = 8 + length
-    for (begin, end), name in sorted((_place(file, name, header[name]), name) for name in header):
-        if begin != expected - 8 - length:
-            raise _broken(file, f"the bytes of {shown(name)} do not begin where others end")
+    expected = start
+    for (begin, end), name in sorted((_place(name, header[name]), name) for name in header):
+        if begin != expected - start:
+            raise _wrong(f"the bytes of {shown(name)} do not begin where others end")
         expected += end - begin
     if size != expected:
-        raise CheckpointError(
-            f"{file} has {size:,} bytes where its header promises {expected:,}; fetch it again"
-        )
+        raise BrokenError(f"has {size:,} bytes where its header promises {expected:,}")
     return header
 
 
-def _place(file: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end. Raises CheckpointError: it is no tensor's entry."""
+def _place(name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end. Raises BrokenError: it is no tensor's entry."""
     try:
         bits, shape, (begin, end) = BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             if math.prod(shape) * bits == (end - begin) * 8:
                 return begin, end
-            raise _broken(file, f"{shown(name)} has other bytes than its shape and dtype need")
+            raise _wrong(f"{shown(name)} has other bytes than its shape and dtype need")
     except (LookupError, TypeError, ValueError):
         pass
-    raise _broken(file, f"{shown(name)} has no dtype, shape and place of a tensor")
+    raise _wrong(f"{shown(name)} has no dtype, shape and place of a tensor")
 
 
-def _broken(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{file} is not a safetensors file ({what}); fetch it again")
+def _wrong(what: str) -> BrokenError:
+    return BrokenError(f"is not a safetensors file ({what})")
+
+
+def _broken(file: Path, error: BrokenError) -> CheckpointError:
+    return CheckpointError(f"{file} {error}; fetch it again")

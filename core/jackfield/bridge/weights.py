@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.headers import check_files
+from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
 from jackfield.bridge.placement import check_placed, has_accelerate, native, no_notes
 from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
 from jackfield.contracts import Quantization, Requirements, StoredTensor
+from jackfield.contracts.checkpoint import Tensors
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
 from jackfield.foreign import named, read_json
 from jackfield.planning.placement import Placement
@@ -27,10 +29,30 @@ _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "adde
 
 
 def tensors_in(source: ModelSource) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's files, by their headers; of a hub id, none."""
-    if source.folder is None:
-        return {}
-    return check_files(source.folder, getattr(source.config, "transformers_weights", None))
+    """Every tensor by its file's header: of a folder, or of a hub model whose files are here.
+
+    None of a hub model that transformers finds by itself. Raises CheckpointError.
+    """
+    folder = source.folder or _fetched(source)
+    return {} if folder is None else check_files(folder, _named(source))
+
+
+def _named(source: ModelSource) -> object:
+    """The file of weights that the config names, if it does."""
+    return getattr(source.config, "transformers_weights", None)
+
+
+def _fetched(source: ModelSource, check: Callable[[Tensors], None] | None = None) -> Path | None:
+    """The folder of a hub model's weights; they are fetched if `check` is there to look first."""
+    if source.location is None or source.folder is not None:
+        return None
+    folder = cached_folder(source.location, source.revision)
+    if folder is None:
+        return None
+    if check is None:
+        return folder if is_whole(folder, _named(source)) else None
+    with named(f"cannot fetch {source.location}"), quiet():
+        return fetch(source.location, folder, _named(source), check)
 
 
 def load_model(
@@ -45,14 +67,18 @@ def load_model(
     What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
     it in another form. A weight that the checkpoint lacks is an error, not a random number.
     """
-    if source.folder is not None:
-        tensors = tensors_in(source)
-        if reasons := quantization.misfits(tensors):
-            raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
+
+    def check(tensors: Tensors) -> None:
         if needs.stored is not None or quantization.config is not None:
             check_shapes(source.config, tensors)
         else:
             check_floats(str(source.location), tensors)
+
+    fetched = _fetched(source, check)
+    if tensors := tensors_in(source):
+        if reasons := quantization.misfits(tensors):
+            raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
+        check(tensors)
     quantized = stored_quantization(source.config) is not None or quantization.config is not None
     # Read to their device one by one: otherwise main memory would have to hold all of them first.
     # A quantizer puts weights where they belong as it makes them.
@@ -63,7 +89,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location or "",
             config=source.config,
-            revision=source.revision,
+            revision=source.revision if fetched is None else fetched.name,
             dtype=getattr(torch, needs.dtype),
             attn_implementation="eager",  # the plan plugs in what was chosen
             experts_implementation=needs.experts_implementation,
