@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.weights import tokenizer_of
-from jackfield.engine.bound import weights
 from jackfield.engine.bounds import Bounds, bounds_for, check_seconds, check_sizes
 from jackfield.engine.engine import Engine
+from jackfield.engine.reading import read_assistant, read_weights
 from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.planning.deciding import Job, understand
@@ -154,7 +154,8 @@ class Prepared:
         """Read the weights and bind. Raises UsageError inside of `torch.autocast`."""
         refuse_autocast(torch.device(self.plan.requirements.device or "cpu").type)
         with contextlib.ExitStack() as files:
-            model = weights(self.job, self.plan, files, self.tokenizer)
+            model = read_weights(self.job, self.plan, files, self.tokenizer)
+            draft = None if self.assistant is None else read_assistant(self.assistant, model, files)
             engine = Engine(
                 model,
                 self.plan,
@@ -162,7 +163,7 @@ class Prepared:
                 self.bounds,
                 max_waiting=self.max_waiting,
                 stall_after=self.stall_after,
-                assistance=None if self.assistant is None else self.assistant.load(model, files),
+                assistance=draft,
             )
             engine.when_closed(files.pop_all().close)
         return engine

@@ -327,7 +327,7 @@ def no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("jackfield.engine.bound.load_model", opened)
+    monkeypatch.setattr("jackfield.engine.reading.load_model", opened)
 
 
 @pytest.mark.usefixtures("no_weights_are_read")

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 import jackfield
 from jackfield.bridge import chat_templates
 from jackfield.bridge.chat_templates import ChatTemplate
+from jackfield.bridge.chats import text_of
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import PromptError, SettingsError
-from jackfield.requests.chats import text_of
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 JOINED = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"

@@ -12,9 +12,9 @@ import torch
 from families import build, character_tokenizer
 
 import jackfield
+from jackfield.bridge.tokenizer import Text
 from jackfield.errors import PromptError, UsageError
 from jackfield.requests.prompts import taken
-from jackfield.requests.texts import Text
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding

@@ -22,7 +22,7 @@ def weights_stay_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("jackfield.engine.bound.load_model", opened)
+    monkeypatch.setattr("jackfield.engine.reading.load_model", opened)
 
 
 @pytest.mark.usefixtures("weights_stay_closed")

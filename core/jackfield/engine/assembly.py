@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Search, Strategy
 from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
@@ -15,12 +16,12 @@ from jackfield.engine.checked import CheckedSchedule, checked
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
+from jackfield.engine.reading import Assistance
+from jackfield.engine.token_translation import translator
 from jackfield.engine.worker import Worker, linger_on
 from jackfield.errors import quoted
 from jackfield.guarded import all_of, fault
-from jackfield.planning.assistance import Assistance
 from jackfield.planning.planning import Plan
-from jackfield.requests.texts import Text, bridge
 from jackfield.requests.wishes import notice_selectors
 from jackfield.sampling.structured import Structures
 
@@ -84,7 +85,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
 def _draft_model(assistance: Assistance, bounds: Bounds, text: Text) -> DraftModel:
     bound = BoundModel(assistance.model, assistance.plan, *shared(assistance.plan, bounds))
     other = Text(assistance.tokenizer, _vocab_size(bound.model))
-    return DraftModel(bound, bridge(text, other))
+    return DraftModel(bound, translator(text, other))
 
 
 def _strategies(

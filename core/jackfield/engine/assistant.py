@@ -17,8 +17,10 @@ import torch
 from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
+from jackfield.engine.sequences import Feed, Sequence, Step
+from jackfield.engine.token_translation import TokenTranslator
 from jackfield.errors import ExecutionError, JackfieldError, told
-from jackfield.requests.texts import Bridge
+from jackfield.requests.settings import Settings
 from jackfield.sampling.sampler import Batch
 
 CHUNK = 512  # tokens of a prompt that a step of the draft model reads
@@ -43,9 +45,9 @@ class _Guess:
 class DraftModel:
     """What `BindContext.assistant` is. Called in the loop's thread only."""
 
-    def __init__(self, bound: BoundModel, bridge: Bridge) -> None:
+    def __init__(self, bound: BoundModel, translator: TokenTranslator) -> None:
         self.bound = bound
-        self.bridge = bridge
+        self.translator = translator
         self.context_length = bound.plan.requirements.context_length
         self._cache = bound.cache
         self._copies: dict[int, Sequence] = {}  # of those in the cache, by the sequence's id
@@ -71,12 +73,14 @@ class DraftModel:
                 still[-1].room = 0
                 continue
             self._advance(still, step)
-        found = {g.target.id: self.bridge.back(g.target, g.copy.tokens, g.drafts) for g in guesses}
+        found = {
+            g.target.id: self.translator.back(g.target, g.copy.tokens, g.drafts) for g in guesses
+        }
         return [found.get(s.id, [])[:room] for s, room in zip(sequences, most, strict=True)]
 
     def _begin(self, target: Sequence, room: int, sure: float) -> _Guess | None:
         """Bring the copy of a sequence up to date."""
-        tokens = self.bridge.there(target)
+        tokens = self.translator.there(target)
         if tokens is None:
             return None
         if self.context_length is not None:  # the last draft is never fed
@@ -88,14 +92,14 @@ class DraftModel:
             copy = Sequence(target.id, tokens, self._settings(target), sample=target.sample)
         else:
             self._rewind(copy, tokens)
-        copy.prompt_length = target.prompt_length if self.bridge.same else len(tokens)
+        copy.prompt_length = target.prompt_length if self.translator.same else len(tokens)
         copy.tokens = tokens
         return _Guess(target, copy, room, sure)
 
     def _settings(self, target: Sequence) -> Settings:
         """Those that shape the distribution; not what may have a memory, or a vocabulary apart."""
         own = target.settings
-        if not self.bridge.same:
+        if not self.translator.same:
             return Settings(max_new_tokens=ENDLESS, cache_salt=own.cache_salt)
         size = self.bound.model.config.get_text_config(decoder=True).vocab_size
         known = {ids: b for ids, b in own.sequence_bias.items() if max(ids) < size}

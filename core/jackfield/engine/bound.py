@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jackfield.bridge.adapters import AdapterSwitch, load_adapter
+from jackfield.bridge.adapters import AdapterSwitch
 from jackfield.bridge.attention import AttentionPort, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
-from jackfield.bridge.placement import folder_for
-from jackfield.bridge.read_back import check_read
 from jackfield.bridge.unchanged import Unchanged
-from jackfield.bridge.weights import load_model, tensors_in
-from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantization
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.engine.checked_cache import checked_cache
 from jackfield.engine.padded import laid_out
+from jackfield.engine.reading import in_use
 from jackfield.errors import PlanError, UsageError
 from jackfield.guarded import all_of
-from jackfield.planning.deciding import Job
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
 
@@ -32,46 +28,6 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
     from jackfield.contracts import ModelInputs
-
-
-#: The ids of configs that an engine has changed and will give back; models may share one.
-_in_use: set[int] = set()
-
-
-def weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
-    """The model of `job`, loaded as planned; a live one as it is.
-
-    Leaving `files` removes what was written to disk for it.
-    """
-    source = job.source
-    if source.live is None:
-        assert plan.placement is not None
-        folder = files.enter_context(folder_for(plan.placement, job.asked))
-        choice = plan["quantizer"]
-        context = BindContext(
-            model=None,
-            config=source.config,
-            requirements=plan.requirements,
-            options=choice.options,
-            tokenizer=tokenizer,
-        )
-        bound = choice.registered.bind(context)
-        model = load_model(source, plan.requirements, plan.placement, bound, folder)
-        changes = bound.config is not None or bound.finish is not Quantization.finish
-        if changes or plan.requirements.stored is not None:
-            check_read(model, choice, plan.requirements, tensors_in(source))
-        return load_adapter(model, job.found) if job.found else model
-    if not _in_use.isdisjoint(map(id, decoder_configs(source.live))):
-        raise UsageError(
-            "this model, or one that shares its config, already runs in an engine; close that one "
-            "first, or give the model a config of its own"
-        )
-    if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
-        raise UsageError(
-            f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
-            "drop dtype"
-        )
-    return source.live
 
 
 def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
@@ -178,12 +134,12 @@ class BoundModel:
         undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
-        _in_use.update(map(id, decoder_configs(model)))
+        in_use.update(map(id, decoder_configs(model)))
 
         def as_before() -> None:
             for module in trained:
                 module.training = True
-            _in_use.difference_update(map(id, decoder_configs(model)))
+            in_use.difference_update(map(id, decoder_configs(model)))
 
         undo.append(self.cache.close)
         if self.adapter is not None:

@@ -17,6 +17,7 @@ from jackfield.engine.assembly import assemble
 from jackfield.engine.bounds import Bounds
 from jackfield.engine.completions import Completion, Delta
 from jackfield.engine.intake import Intake
+from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Report
 from jackfield.engine.requests import Reader, Request
 from jackfield.engine.sequences import RunningSequence
@@ -28,7 +29,6 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
-from jackfield.planning.assistance import Assistance
 from jackfield.planning.planning import Plan
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.wishes import mapping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from jackfield.bridge.tokenizer import Text
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.completions import Completion, Delta, Usage
@@ -13,7 +14,6 @@ from jackfield.engine.report import Compiled, Observation, Report, Speculation, 
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.steps import Event
 from jackfield.planning.planning import Plan
-from jackfield.requests.texts import Text
 from jackfield.sampling.fenced import OwnFailure, fenced
 
 

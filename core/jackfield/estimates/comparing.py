@@ -177,7 +177,7 @@ def compare(
 def _prepare(side: Mapping[str, Any], text: str) -> None:
     """Raise what loading one side would raise, and PromptError for a text that it cannot score."""
     from jackfield.api import prepare
-    from jackfield.requests.texts import Text
+    from jackfield.bridge.tokenizer import Text
 
     ready = prepare(**side)
     if ready.tokenizer is None:

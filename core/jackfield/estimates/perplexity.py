@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from jackfield.errors import CacheFullError, PromptError, SettingsError, UsageError
 
 if TYPE_CHECKING:
+    from jackfield.bridge.tokenizer import Text
     from jackfield.engine.engine import Engine
-    from jackfield.requests.texts import Text
 
 #: Tokens that a window has at most where nobody says how many, and that a step feeds of it: there
 #: are logits for each of them.

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from jackfield.bridge.attention import decoder_configs
 from jackfield.bridge.source import ModelSource
+from jackfield.bridge.tokenizer import Text, same_tokens
 from jackfield.bridge.weights import tokenizer_of
-from jackfield.engine.bound import weights
 from jackfield.errors import JackfieldError, UsageError
 from jackfield.planning.deciding import Job, understand
 from jackfield.planning.placement import STRATEGIES, DeviceMap
 from jackfield.planning.planning import Plan
 from jackfield.registry.discovery import registry
-from jackfield.requests.texts import Text, same_tokens
 from jackfield.spelling import AUTO, nearest
 
 logger = logging.getLogger("jackfield")
@@ -37,31 +34,12 @@ KEYS = (*KINDS, "device_map", "dtype", "revision", "tokenizer")
 
 
 @dataclass(frozen=True)
-class Assistance:
-    """A draft model with its weights, its plan and its tokenizer."""
-
-    model: PreTrainedModel
-    plan: Plan
-    tokenizer: Any | None
-
-
-@dataclass(frozen=True)
 class FoundAssistant:
     """A draft model that was found and planned; its weights are not read."""
 
     job: Job
     plan: Plan
     tokenizer: Any | None
-
-    def load(self, beside: PreTrainedModel, files: ExitStack) -> Assistance:
-        """Read its weights. Raises UsageError where it is the model that it is to assist."""
-        model = weights(self.job, self.plan, files, self.tokenizer)
-        if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
-            raise UsageError(
-                "assistant_model is the model itself, or shares its config; give another one, or a "
-                "copy with a config of its own"
-            )
-        return Assistance(model, self.plan, self.tokenizer)
 
 
 def find_assistant(

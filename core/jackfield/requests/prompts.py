@@ -1,36 +1,27 @@
-"""From what a caller calls a prompt (text, token ids, chat messages) to token ids."""
+"""What a caller calls a prompt: text, token ids, chat messages, or what a tokenizer returns."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from jackfield.errors import JackfieldError, PromptError, first_line, quoted
-from jackfield.foreign import named
+from jackfield.errors import JackfieldError, PromptError, first_line
 from jackfield.requests.habits import PROMPTS
-from jackfield.requests.turns import UNSAID, Turn
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
 #: tokenizer of transformers returns is one too, or several.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-_BYTES = bytes | bytearray | memoryview
-_NO_LOCK = contextlib.nullcontext()
+BYTES = bytes | bytearray | memoryview
 _IDS = "input_ids"
 _MASK = "attention_mask"
-
-#: Text that is this many times longer than the context is looked at piece by piece, …
-_LONG = 16  # characters a token
-_SURE = 2  # … and refused where a beginning has this many times too many tokens
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _told(act: Callable[P, T]) -> Callable[P, T]:
+def told_as_prompt(act: Callable[P, T]) -> Callable[P, T]:
     """Whatever an odd object or a tokenizer raises is told as the prompt's."""
 
     @wraps(act)
@@ -45,72 +36,14 @@ def _told(act: Callable[P, T]) -> Callable[P, T]:
     return told
 
 
-@_told
-def encode(
-    prompt: Prompt,
-    tokenizer: Any | None,
-    vocab_size: int,
-    most: int | None = None,
-    lock: contextlib.AbstractContextManager[Any] = _NO_LOCK,
-    turn: Turn = UNSAID,
-) -> list[int]:
-    """Token ids of `prompt`. Raises PromptError, early where there are far more than `most`.
-
-    `turn` says how a chat ends; it asks for nothing where the prompt is none.
-    `lock` is held while `tokenizer` is called, and not while its chat template is at work.
-    """
-
-    def read(text: str, **how: bool) -> list[int]:
-        reads = _need(tokenizer)
-        with lock, named("the prompt cannot be read", PromptError):  # also where Rust panics
-            return list(reads(text, **how)["input_ids"])
-
-    if not _is_chat(prompt):
-        turn.refuse_without_chat()
-    if isinstance(prompt, str):
-        if not prompt:
-            raise PromptError("the prompt is empty; give at least one character")
-        ids = _read(prompt, read, vocab_size, most)
-        if not ids:
-            raise PromptError(f"the prompt {prompt[:100]!r} gives no token; give more text")
-        return ids
-    if prompt is None:
-        raise PromptError("there is no prompt; write engine.generate('…'), or stream or submit")
-    if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
-    if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
-        raise PromptError(
-            "a prompt is a string, a list of token ids or a list of chat messages, not "
-            f"{type(prompt).__name__}"
-        )
-    if len(prompt) == 0:
-        raise PromptError("the prompt is empty; give at least one token or message")
-    if _is_chat(prompt):
-        ids = _read(
-            _chat(prompt, _need(tokenizer), turn.of(prompt)),
-            partial(read, add_special_tokens=False),
-            vocab_size,
-            most,
-        )
-        if not ids:
-            raise PromptError("the chat template makes no token of these messages; give plain text")
-        return ids
-    return _check_ids(prompt, vocab_size)
-
-
-def _is_chat(prompt: Any) -> bool:
-    sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | _BYTES)
-    return sequence and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
 def is_batch(prompts: Any) -> bool:
     """Whether `prompts` is a list of prompts rather than one prompt."""
-    if isinstance(prompts, str | _BYTES) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | BYTES) or not isinstance(prompts, Sequence):
         return False
     return not prompts or not isinstance(prompts[0], int | Mapping)
 
 
-@_told
+@told_as_prompt
 def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     """`prompts` as strings, lists of ids and messages, also where they come as transformers' own.
 
@@ -149,7 +82,7 @@ def taken(prompts: Any, settings: dict[str, Any]) -> Any:
 
 def _listed(value: Any) -> Any:
     """A tensor or an array as lists; a row of one that was a batch stays a row."""
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, _BYTES) else value
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, BYTES) else value
 
 
 def _zeros(value: Any, depth: int = 2) -> bool:
@@ -184,60 +117,3 @@ def _row(number: int, ids: Any, mask: Any) -> list[Any]:
             "lists of token ids without padding"
         )
     return list(ids[start:])
-
-
-def _need(tokenizer: Any | None) -> Any:
-    if tokenizer is None:
-        raise PromptError(
-            "this model has no tokenizer, so prompts must be lists of token ids; give "
-            "jackfield.load a tokenizer to use text"
-        )
-    return tokenizer
-
-
-def _chat(messages: Sequence[Any], tokenizer: Any, turn: Turn) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError("this model's tokenizer has no chat template; give plain text instead")
-    from jackfield.bridge.chat_templates import ChatTemplate
-    from jackfield.requests.chats import text_of  # jinja is read where there is a chat
-
-    how = {"begins": bool(turn.begins), "continues": bool(turn.continues)}
-    return text_of(messages, ChatTemplate(tokenizer, **how))
-
-
-def _read(
-    text: str, read: Callable[[str], list[int]], vocab_size: int, most: int | None
-) -> list[int]:
-    """The tokens of a text. Raises PromptError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(f"the prompt has half a character in it: {error.reason}") from None
-    end = _LONG * (most or len(text))
-    while most is not None and end < len(text):
-        count = len(read(text[:end]))
-        if count > _SURE * most:
-            raise PromptError(
-                f"the first {end} of the prompt's {len(text)} characters are {count} tokens, the "
-                f"model's context is {most}: shorten the prompt to at most {most - 1} tokens"
-            )
-        end *= 4
-    return _check_tokenizer(read(text), vocab_size)
-
-
-def _check_tokenizer(ids: list[int], vocab_size: int) -> list[int]:
-    if max(ids, default=0) >= vocab_size:
-        raise PromptError(
-            f"the tokenizer gives the token {max(ids)} where the model's vocabulary ends at "
-            f"{vocab_size - 1}; give jackfield.load the tokenizer of this model"
-        )
-    return ids
-
-
-def _check_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise PromptError(
-                f"the prompt holds {quoted(token)}, which is no token id (0 to {vocab_size - 1})"
-            )
-    return list(prompt)

@@ -1,0 +1,76 @@
+"""A tokenizer as the engine uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import Any
+
+from jackfield.bridge.encoding import encode
+from jackfield.requests.detokenize import Detokenizer, opening
+from jackfield.requests.prompts import Prompt
+from jackfield.requests.turns import UNSAID, Turn
+
+Lock = contextlib.AbstractContextManager[Any]
+
+
+class Text:
+    """A tokenizer that several threads may use; None: there is none."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        # What is written in Rust may be used by many at a time, as long as nobody changes its
+        # padding; of what is written in Python nobody knows. Reading a long prompt never holds up
+        # the streams, whose text is made at the same time.
+        shared = getattr(tokenizer, "is_fast", False)
+        if shared:
+            tokenizer("")  # type: ignore[misc] # takes off the padding that its file asks for
+        self._reading: Lock = contextlib.nullcontext() if shared else threading.Lock()
+        self._spelling: Lock = contextlib.nullcontext() if shared else threading.Lock()
+
+    def encode(self, prompt: Prompt, most: int | None = None, turn: Turn = UNSAID) -> list[int]:
+        """Token ids of a prompt; a chat ends with `turn`.
+
+        Raises PromptError, early where it has far more than `most`.
+        """
+        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, turn)
+
+    def decode(self, ids: list[int]) -> str:
+        with self._spelling:
+            text: str = self.tokenizer.decode(  # type: ignore[union-attr]
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def detokenizer(self, stop_strings: Seq[str]) -> Detokenizer:
+        """What makes the text of one request as its tokens come."""
+        return Detokenizer(self.decode, stop_strings, self._opening)
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        token_of = getattr(self.tokenizer, "convert_tokens_to_ids", None)
+        return () if token_of is None else opening(self.decode, token_of)
+
+    def spell(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens and all."""
+        with self._spelling:
+            text: str = self.tokenizer.decode(  # type: ignore[union-attr]
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def read(self, text: str) -> list[int]:
+        """The ids of `text`, and nothing that a tokenizer would add at its ends."""
+        with self._reading:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+        return ids
+
+
+def same_tokens(own: Text, other: Text) -> bool:
+    """Whether one tokenizer's tokens are the other's, with the same ids."""
+    mine: dict[str, int] = own.tokenizer.get_vocab()  # type: ignore[union-attr]
+    theirs: dict[str, int] = other.tokenizer.get_vocab()  # type: ignore[union-attr]
+    return mine.items() <= theirs.items() or theirs.items() <= mine.items()

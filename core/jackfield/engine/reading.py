@@ -1,0 +1,81 @@
+"""The weights of a plan, read: those of the model, and those of its draft model."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jackfield.bridge.adapters import load_adapter
+from jackfield.bridge.attention import decoder_configs
+from jackfield.bridge.placement import folder_for
+from jackfield.bridge.read_back import check_read
+from jackfield.bridge.weights import load_model, tensors_in
+from jackfield.contracts import BindContext, Quantization
+from jackfield.errors import UsageError
+from jackfield.planning.assistance import FoundAssistant
+from jackfield.planning.deciding import Job
+from jackfield.planning.planning import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """A draft model with its weights, its plan and its tokenizer."""
+
+    model: PreTrainedModel
+    plan: Plan
+    tokenizer: Any | None
+
+
+#: The ids of configs that an engine has changed and will give back; models may share one.
+in_use: set[int] = set()
+
+
+def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) -> PreTrainedModel:
+    """The model of `job`, loaded as planned; a live one as it is.
+
+    Leaving `files` removes what was written to disk for it.
+    """
+    source = job.source
+    if source.live is None:
+        assert plan.placement is not None
+        folder = files.enter_context(folder_for(plan.placement, job.asked))
+        choice = plan["quantizer"]
+        context = BindContext(
+            model=None,
+            config=source.config,
+            requirements=plan.requirements,
+            options=choice.options,
+            tokenizer=tokenizer,
+        )
+        bound = choice.registered.bind(context)
+        model = load_model(source, plan.requirements, plan.placement, bound, folder)
+        changes = bound.config is not None or bound.finish is not Quantization.finish
+        if changes or plan.requirements.stored is not None:
+            check_read(model, choice, plan.requirements, tensors_in(source))
+        return load_adapter(model, job.found) if job.found else model
+    if not in_use.isdisjoint(map(id, decoder_configs(source.live))):
+        raise UsageError(
+            "this model, or one that shares its config, already runs in an engine; close that one "
+            "first, or give the model a config of its own"
+        )
+    if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
+        raise UsageError(
+            f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
+            "drop dtype"
+        )
+    return source.live
+
+
+def read_assistant(found: FoundAssistant, beside: PreTrainedModel, files: ExitStack) -> Assistance:
+    """Read a draft model's weights. Raises UsageError where it is the model to be assisted."""
+    model = read_weights(found.job, found.plan, files, found.tokenizer)
+    if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
+        raise UsageError(
+            "assistant_model is the model itself, or shares its config; give another one, or a "
+            "copy with a config of its own"
+        )
+    return Assistance(model, found.plan, found.tokenizer)
