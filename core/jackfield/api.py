@@ -19,7 +19,7 @@ from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.planning.deciding import Job, understand
 from jackfield.planning.memory import STEP_ROWS
-from jackfield.planning.placement import DeviceMap
+from jackfield.planning.device_map import DeviceMap
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.planning.strategies import Strategies

@@ -160,7 +160,7 @@ def test_a_model_other_than_the_demo_is_compared_on_a_text(tmp_path: Path) -> No
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jackfield.api.weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("jackfield.api.read_weights", lambda *_: pytest.fail("weights were read"))
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -23,7 +23,8 @@ from jackfield.bridge import weights
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.contracts import Requirements
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.planning.placement import Placement, asked, spell
+from jackfield.bridge.placement import Placement, spell
+from jackfield.planning.device_map import asked
 from jackfield.planning.planning import decide
 from jackfield.registry.discovery import registry
 
@@ -276,7 +277,8 @@ def test_too_little_memory_says_how_much_would_do(folder: Path) -> None:
 
 
 def test_nothing_is_made_smaller_unasked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jackfield.bridge.placement.free_bytes", lambda _: 60_000)
+    for module in ("bridge.spreading", "planning.placing"):
+        monkeypatch.setattr(f"jackfield.{module}.free_bytes", lambda _: 60_000)
     with pytest.raises(PlanError) as caught:
         jackfield.load(folder, device_map="cpu")
     message = str(caught.value)

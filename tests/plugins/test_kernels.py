@@ -157,7 +157,7 @@ def test_what_replaces_nothing_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build("gpt2", torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr("jackfield.api.weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("jackfield.api.read_weights", lambda *_: pytest.fail("weights were read"))
     assert "finds no layer to replace" in refusal(str(tmp_path), CPU)
 
 

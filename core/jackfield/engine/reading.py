@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import load_adapter
 from jackfield.bridge.attention import decoder_configs
-from jackfield.bridge.placement import folder_for
+from jackfield.bridge.spreading import folder_for
 from jackfield.bridge.read_back import check_read
 from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.contracts import BindContext, Quantization
@@ -42,7 +42,7 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
     source = job.source
     if source.live is None:
         assert plan.placement is not None
-        folder = files.enter_context(folder_for(plan.placement, job.asked))
+        folder = files.enter_context(folder_for(plan.placement, job.asked.offload_folder))
         choice = plan["quantizer"]
         context = BindContext(
             model=None,

@@ -15,7 +15,7 @@ from jackfield.bridge.tokenizer import Text, same_tokens
 from jackfield.bridge.weights import tokenizer_of
 from jackfield.errors import JackfieldError, UsageError
 from jackfield.planning.deciding import Job, understand
-from jackfield.planning.placement import STRATEGIES, DeviceMap
+from jackfield.planning.device_map import STRATEGIES, DeviceMap
 from jackfield.planning.planning import Plan
 from jackfield.registry.discovery import registry
 from jackfield.spelling import AUTO, nearest

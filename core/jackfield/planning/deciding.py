@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
-from jackfield.bridge.placement import first_device, place, placed_live, too_large
+from jackfield.bridge.placement import Placement
+from jackfield.bridge.spreading import placed_live
 from jackfield.bridge.requirements import requirements_of, skeleton
 from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import JackfieldError, PlanError, UsageError
-from jackfield.planning.placement import Asked, Placement, asked
+from jackfield.planning.device_map import Asked, asked
+from jackfield.planning.placing import first_device, place, too_large
 from jackfield.planning.planning import Plan, decide
 from jackfield.planning.solving import judge
 from jackfield.planning.stored import check_stored

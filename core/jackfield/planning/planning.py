@@ -14,7 +14,7 @@ from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
 from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
-from jackfield.planning.placement import Placement
+from jackfield.bridge.placement import Placement
 from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
 from jackfield.planning.wording import selected
