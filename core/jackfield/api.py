@@ -18,8 +18,8 @@ from jackfield.engine.reading import read_assistant, read_weights
 from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
 from jackfield.planning.deciding import Job, understand
-from jackfield.planning.memory import STEP_ROWS
 from jackfield.planning.device_map import DeviceMap
+from jackfield.planning.memory import STEP_ROWS
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.planning.strategies import Strategies

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import jackfield
 from jackfield.bridge import weights
 from jackfield.bridge.footprint import loaded_bytes
+from jackfield.bridge.placement import Placement, spell
 from jackfield.contracts import Requirements
 from jackfield.errors import CheckpointError, PlanError, UsageError
-from jackfield.bridge.placement import Placement, spell
 from jackfield.planning.device_map import asked
 from jackfield.planning.planning import decide
 from jackfield.registry.discovery import registry

@@ -26,7 +26,8 @@ from jackfield.contracts import (
     Sequence,
     Settings,
 )
-from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.checked import CheckedSchedule
+from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.errors import (

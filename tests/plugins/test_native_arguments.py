@@ -32,7 +32,7 @@ READERS = {
     "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/int4_cpu/files.py": "unmaps memory of files",
     "core/jackfield/registry/loading.py": "raises in a thread",
-    "core/jackfield/registry/trial_process.py": "ends a process with its parent",
+    "core/jackfield/registry/trial_child.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",
     "core/jackfield/sampling/structured.py": "hands over a tensor that it has just made",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.bridge.placement import DISK, Placement, spell
 from jackfield.bridge.source import quiet
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
-from jackfield.errors import ExecutionError, UsageError
 from jackfield.devices import free_bytes, input_device
-from jackfield.bridge.placement import DISK, Placement, spell
+from jackfield.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

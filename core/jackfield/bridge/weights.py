@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
-from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
+from jackfield.bridge.placement import Placement
 from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
+from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
 from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.contracts.checkpoint import Tensors
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
 from jackfield.foreign import named, read_json
-from jackfield.bridge.placement import Placement
 
 logger = logging.getLogger("jackfield")
 

@@ -12,7 +12,8 @@ from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel, plug_all
 from jackfield.engine.bounds import Bounds, shared
-from jackfield.engine.checked import CheckedSchedule, checked
+from jackfield.engine.checked import CheckedSchedule
+from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer

@@ -17,10 +17,8 @@ import torch
 from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
-from jackfield.engine.sequences import Feed, Sequence, Step
 from jackfield.engine.token_translation import TokenTranslator
 from jackfield.errors import ExecutionError, JackfieldError, told
-from jackfield.requests.settings import Settings
 from jackfield.sampling.sampler import Batch
 
 CHUNK = 512  # tokens of a prompt that a step of the draft model reads

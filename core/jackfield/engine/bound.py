@@ -14,7 +14,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.unchanged import Unchanged
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
-from jackfield.engine.checked_cache import checked_cache
+from jackfield.engine.checked_packed import checked_cache
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.errors import PlanError, UsageError

@@ -7,7 +7,7 @@ from itertools import islice
 from operator import attrgetter, is_, le
 from typing import TYPE_CHECKING
 
-from jackfield.contracts import Schedule, Search, Strategy
+from jackfield.contracts import Schedule, Strategy
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
@@ -164,12 +164,3 @@ class CheckedStrategy(Strategy):
         sequences = tuple(sequences)
         with guarded(self, "release"), unchanged(self, "release", sequences):
             self._inner.release(sequences)
-
-
-def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:
-    """`strategy` held to the contract that it has."""
-    if isinstance(strategy, Search):
-        from jackfield.engine.checked_search import CheckedSearch
-
-        return CheckedSearch(strategy, name, vocab_size)
-    return CheckedStrategy(strategy, name, vocab_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import CacheUsage, KVCache, ModelInputs, PackedKVCache
+from jackfield.contracts import CacheUsage, KVCache, ModelInputs
 from jackfield.engine.checked import unchanged
 from jackfield.engine.checked_inputs import flaw_of_tokens
 from jackfield.engine.checked_pages import Spots
@@ -242,12 +242,3 @@ def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:
     if named != len(step.feeds) or type(inputs.rows) is not int:
         return f"{named} rows for {len(step.feeds)} feeds"
     return ""
-
-
-def checked_cache(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> CheckedCache:
-    """`cache` held to the contract that it has, for layers with these `windows` (none: any)."""
-    if isinstance(cache, PackedKVCache):
-        from jackfield.engine.checked_packed import CheckedPackedCache
-
-        return CheckedPackedCache(cache, who, windows)
-    return CheckedCache(cache, who)

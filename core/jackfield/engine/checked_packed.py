@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts import ModelInputs, PackedKVCache, PackedLayer
+from jackfield.contracts import KVCache, ModelInputs, PackedKVCache, PackedLayer
 from jackfield.engine.checked_cache import CheckedCache
 from jackfield.engine.checked_inputs import flaw_of_first, flaw_of_step, flaw_of_tables
 from jackfield.engine.checked_pages import Contents, Owners, Prefixes
@@ -150,3 +150,10 @@ class CheckedPackedCache(CheckedCache, PackedKVCache):
             flaw = owners.look(tables, self._step.feeds, number, whole=self._spot)
         if flaw:
             raise fault(self, f"write has {flaw}")
+
+
+def checked_cache(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> CheckedCache:
+    """`cache` held to the contract that it has, for layers with these `windows` (none: any)."""
+    if isinstance(cache, PackedKVCache):
+        return CheckedPackedCache(cache, who, windows)
+    return CheckedCache(cache, who)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import Continuation, Decision, Hypothesis, Search, StepBlock
+from jackfield.contracts import Continuation, Decision, Hypothesis, Search, StepBlock, Strategy
 from jackfield.engine.checked import CheckedStrategy, unchanged
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
@@ -237,3 +237,10 @@ def _packed(marks: torch.Tensor) -> torch.Tensor:
     eights = torch.nn.functional.pad(marks, (0, -width % 8)).view(rows, -1, 8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=marks.device)
     return (eights * weights).sum(-1, dtype=torch.uint8)
+
+
+def checked(strategy: Strategy, name: str, vocab_size: int) -> CheckedStrategy:
+    """`strategy` held to the contract that it has."""
+    if isinstance(strategy, Search):
+        return CheckedSearch(strategy, name, vocab_size)
+    return CheckedStrategy(strategy, name, vocab_size)

@@ -104,7 +104,7 @@ class Intake:
         """What is asked of a chat's turn and for the rest, by which decoding, within what."""
         turn, asked = turns.taken(asked)
         wished = wishes(asked, self._model.generation_config)
-        decoding = pick(self._plan, wished)
+        decoding = pick(self._plan.decodings, wished)
         return turn, wished, decoding, self._limits(decoding)
 
     def _limits(self, decoding: str) -> Limits:
@@ -114,5 +114,5 @@ class Intake:
             honoured=self._plan.decodings[decoding].backend.capabilities.settings,
             decoding=decoding,
             has_tokenizer=self._text.tokenizer is not None,
-            elsewhere=partial(elsewhere, registry(), self._plan),
+            elsewhere=partial(elsewhere, registry(), self._plan.decodings),
         )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import load_adapter
 from jackfield.bridge.attention import decoder_configs
-from jackfield.bridge.spreading import folder_for
 from jackfield.bridge.read_back import check_read
+from jackfield.bridge.spreading import folder_for
 from jackfield.bridge.weights import load_model, tensors_in
 from jackfield.contracts import BindContext, Quantization
 from jackfield.errors import UsageError

@@ -13,9 +13,9 @@ from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import Placement
-from jackfield.bridge.spreading import placed_live
 from jackfield.bridge.requirements import requirements_of, skeleton
 from jackfield.bridge.source import ModelSource, blamed, find
+from jackfield.bridge.spreading import placed_live
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import JackfieldError, PlanError, UsageError

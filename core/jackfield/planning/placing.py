@@ -22,8 +22,8 @@ from jackfield.bridge.spreading import (
     tied,
 )
 from jackfield.contracts.requirements import Requirements
-from jackfield.errors import UsageError
 from jackfield.devices import free_bytes
+from jackfield.errors import UsageError
 from jackfield.planning.device_map import Asked
 from jackfield.spelling import AUTO, nearest
 from jackfield.units import in_units

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jackfield.bridge.adapter import Adapter
+from jackfield.bridge.placement import Placement
 from jackfield.contracts import Requirements
 from jackfield.devices import free_bytes
 from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
 from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
-from jackfield.bridge.placement import Placement
 from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
 from jackfield.planning.wording import selected
@@ -199,7 +199,7 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     plan = Plan(found.requirements, found.choices, found.refusals)
     plan = replace(
         plan,
-        decodings=offered(registry, plan, default, beside),
+        decodings=offered(registry, plan.requirements, plan["decoding"], default, beside),
         kernels=chosen_kernels(registry, plan.requirements, kernels),
     )
     for choice in plan.choices.values():

@@ -14,7 +14,6 @@ from jackfield.spelling import AUTO, Selectable, nearest
 
 if TYPE_CHECKING:
     from jackfield.contracts import Requirements
-    from jackfield.planning.planning import Plan
     from jackfield.registry.backends import Registry
     from jackfield.requests.wishes import Wishes
 
@@ -64,12 +63,18 @@ def implied(needs: Requirements, choices: Mapping[str, Choice]) -> Requirements:
 
 
 def offered(
-    registry: Registry, plan: Plan, default: str | None, others: Mapping[str, Choice]
+    registry: Registry,
+    needs: Requirements,
+    chosen: Choice,
+    default: str | None,
+    others: Mapping[str, Choice],
 ) -> dict[str, Choice]:
-    """All decodings by name, the default first; what "auto" takes is always among them."""
-    chosen = plan["decoding"]
+    """All decodings by name, the default first; what "auto" takes is always among them.
+
+    `chosen` is the default, called `default` (None: as its backend is).
+    """
     found = {default or chosen.registered.name: chosen, **others}
-    for plain in _plain(registry, plan.requirements):
+    for plain in _plain(registry, needs):
         name = plain.registered.name
         if found.setdefault(name, plain).registered is not plain.registered:
             raise SelectionError(
@@ -93,14 +98,14 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
 NAMING = ("num_beams", "prompt_lookup_num_tokens")
 
 
-def pick(plan: Plan, wishes: Wishes) -> str:
+def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
     """The name of the decoding that a request asks for, or the default. Raises SettingsError.
 
     One that names none and asks for beams, or whose model does, gets the first that has them, one
     for a single beam the first that has not, and one for looked up tokens the first that looks
     them up; where there is none of the kind, the default says so.
     """
-    names, given = list(plan.decodings), wishes.given
+    names, given = list(decodings), wishes.given
     asked = given.get("decoding")
     if asked is None:
         wanted = {
@@ -111,10 +116,10 @@ def pick(plan: Plan, wishes: Wishes) -> str:
         fitting = (
             offered
             for offered in names
-            if all((name in _honoured(plan, offered)) == has for name, has in wanted.items())
+            if all((name in _honoured(decodings[offered])) == has for name, has in wanted.items())
         )
         return next(fitting, names[0])
-    if not isinstance(asked, str) or asked not in plan.decodings:
+    if not isinstance(asked, str) or asked not in decodings:
         near = nearest(asked, names) if isinstance(asked, str) else ""
         raise SettingsError(
             f"decoding={quoted(asked)} is not offered by this engine, which has {', '.join(names)}"
@@ -130,20 +135,18 @@ def _is_default(wishes: Wishes, name: str) -> bool:
     )
 
 
-def _honoured(plan: Plan, name: str) -> frozenset[str]:
-    found: frozenset[str] = plan.decodings[name].backend.capabilities.settings
+def _honoured(decoding: Choice) -> frozenset[str]:
+    found: frozenset[str] = decoding.backend.capabilities.settings
     return found
 
 
-def elsewhere(registry: Registry, plan: Plan, setting: str) -> str:
+def elsewhere(registry: Registry, decodings: Mapping[str, Choice], setting: str) -> str:
     """Which decoding honours a setting, and how to have it."""
-    here = [repr(name) for name in plan.decodings if setting in _honoured(plan, name)]
+    here = [repr(name) for name, choice in decodings.items() if setting in _honoured(choice)]
     if here:
         return f": decoding={' or '.join(here)}"
     for registered in registry.of_kind("decoding"):
         if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
-            offers = ", ".join(
-                f"{n!r}: {n!r}" for n in (next(iter(plan.decodings)), registered.name)
-            )
+            offers = ", ".join(f"{n!r}: {n!r}" for n in (next(iter(decodings)), registered.name))
             return f": jackfield.load(decoding={{{offers}}}) offers one"
     return " (none that is installed)"

@@ -9,14 +9,12 @@ is harmless: the load tells of it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -28,7 +26,7 @@ _SLACK = 60.0
 _START = """
 import json, sys
 sys.path[:] = json.load(open(sys.argv[1] + "/request.json"))["path"]
-from jackfield.registry.trial_process import begin
+from jackfield.registry.trial_child import begin
 begin(sys.argv[1])
 """
 
@@ -99,31 +97,3 @@ def _reason(code: int | None, written: int | None, output: bytes, hung: float | 
         text = " ".join(output[written:].decode(errors="replace").split())
         return f"it writes to standard output after it was loaded: {text[:80]!r}"
     return None
-
-
-def begin(name: str) -> None:
-    """The other process: load what the request names, and leave it to end as it will."""
-    from jackfield.errors import PluginError
-    from jackfield.registry.contained import contained
-    from jackfield.registry.loading import Source, within
-
-    folder = Path(name)
-    request = json.loads((folder / "request.json").read_text())
-    entry_point = EntryPoint(request["name"], request["value"], request["group"])
-    hung = os.open(folder / "hung", os.O_WRONLY | os.O_CREAT)  # stays open to the end
-    (folder / "begun").touch()
-    faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
-    with contained() as seen, contextlib.suppress(PluginError):
-        within(threading.TIMEOUT_MAX, Source(entry_point, "", ""))
-    _flush()
-    written = os.lseek(1, 0, os.SEEK_END)
-    (folder / "answer").write_text(json.dumps([written, seen.changes]))
-    faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
-
-
-def _flush() -> None:
-    """What C code has printed is written when the process ends, or now."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,69 @@
+"""Imports of core go down only, lazy ones and those for types included, and none in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import jackfield
+
+ROOT = Path(jackfield.__file__).parent
+
+#: From the ground up; "" is the face, which nothing imports.
+FLOORS = (
+    "errors private_files quieting demo", "units spelling guarded foreign devices", "contracts",
+    "hookspecs", "requests", "registry", "sampling", "bridge", "planning", "engine", "api",
+    "estimates", "in_transformers", "cli", "__main__", "",
+)  # fmt: skip
+HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor.split(" ")}
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+FILES = {module(path): path for path in ROOT.rglob("*.py")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of core that a file names in any import; "" is `jackfield` itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            top, *rest = name.split(".")
+            while rest and ".".join(rest) not in FILES:
+                rest.pop()
+            found |= {".".join(rest)} if top == "jackfield" else set()
+    return found
+
+
+ARROWS = {(name, other) for name, path in FILES.items() for other in imports_of(path)}
+
+
+def height(name: str) -> int:
+    return HEIGHT[name.partition(".")[0]]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {name.partition(".")[0] for name in FILES} == HEIGHT.keys()
+
+
+def test_imports_go_down() -> None:
+    assert sorted((a, b) for a, b in ARROWS if height(a) < height(b)) == []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    files = TopologicalSorter[str]()
+    for name, other in ARROWS:
+        files.add(name, other)
+    try:
+        files.prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
