@@ -339,8 +339,8 @@ def test_pages_do_not_go_over_several_devices(folder: Path) -> None:
 
 def test_maps_over_gpus_that_are_not_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision alone, which needs no device: two GPUs, then the CPU, then disk."""
-    for module in ("placement", "devices"):
-        monkeypatch.setattr(f"jackfield.bridge.{module}.check_device", torch.device)
+    for module in ("planning.placing", "bridge.devices"):
+        monkeypatch.setattr(f"jackfield.{module}.check_device", torch.device)
     plan = jackfield.plan(folder, max_memory={0: "70kB", 1: "40kB", "cpu": "1MB"},
                           device_map="sequential")  # fmt: skip
     placement = plan.placement

@@ -218,14 +218,14 @@ def test_a_quantizer_whose_layer_is_spoilt_does_not_load(
 ) -> None:
     """The check is on the way of `load`, for those that quantize while they read."""
     pytest.importorskip("torchao" if name == "torchao" else "bitsandbytes")
-    from jackfield.engine import bound
+    from jackfield.engine import reading
 
     def spoilt(*arguments: Any) -> Any:
         model = load_model(*arguments)
         model.set_submodule(LAYER, nn.Linear(32, 32, bias=False, dtype=model.dtype))
         return model
 
-    load_model = bound.load_model
-    monkeypatch.setattr(bound, "load_model", spoilt)
+    load_model = reading.load_model
+    monkeypatch.setattr(reading, "load_model", spoilt)
     with pytest.raises(JackfieldError, match=f"'{name}' of .* did not store {LAYER}"):
         jackfield.load(folder, quantization=name)
