@@ -12,7 +12,7 @@ ROOT = Path(jackfield.__file__).parent
 
 #: From the ground up; "" is the face, which nothing imports.
 FLOORS = (
-    "errors private_files quieting demo", "units spelling guarded foreign devices", "contracts",
+    "errors quieting demo", "units spelling guarded foreign devices", "contracts",
     "hookspecs", "requests", "registry", "sampling", "bridge", "planning", "engine", "api",
     "estimates", "in_transformers", "cli", "__main__", "",
 )  # fmt: skip
