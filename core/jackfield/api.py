@@ -4,66 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_type_hints
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.weights import tokenizer_of
-from jackfield.engine.bounds import Bounds, bounds_for, check_seconds, check_sizes
+from jackfield.engine.bounds import Bounds, bounds_for, check_bounds
 from jackfield.engine.engine import Engine
 from jackfield.engine.reading import read_assistant, read_weights
 from jackfield.errors import UsageError
-from jackfield.planning.assistance import FoundAssistant, Model, check_vocabulary, find_assistant
-from jackfield.planning.deciding import Job, understand
-from jackfield.planning.device_map import DeviceMap
-from jackfield.planning.memory import STEP_ROWS
+from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
+from jackfield.planning.deciding import Job, resolve_job
 from jackfield.planning.planning import Plan
-from jackfield.planning.solving import ARGUMENTS
-from jackfield.planning.strategies import Strategies
+from jackfield.planning.spec import LoadSpec, PlanSpec
 from jackfield.planning.wording import in_our_words
 from jackfield.registry.discovery import registry
+from jackfield.requests.arguments import OF_A_PLAN, OF_LOADING, LoadArguments, PlanArguments
 from jackfield.requests.surroundings import refuse_autocast
-from jackfield.spelling import AUTO, Quantizable, Selectable
-
-
-class PlanArguments(TypedDict, total=False):
-    """What `jackfield.plan` takes beside the model; what is left out is "auto" or None."""
-
-    attn_implementation: Selectable
-    cache_implementation: Selectable
-    quantization: Quantizable
-    decoding: Strategies
-    assistant_model: Model | None
-    assistant: Mapping[str, Any] | None
-    scheduler: Selectable
-    compile: Selectable | bool
-    kernels: Selectable
-    dtype: Any
-    device_map: DeviceMap
-    max_memory: Mapping[str | int, str | int] | None
-    offload_folder: str | Path | None
-    adapter: str | Path | None
-    merge_adapter: bool
-    revision: str | None
-    deterministic: bool
-
-
-class LoadArguments(PlanArguments, total=False):
-    """What `jackfield.load` takes beside the model."""
-
-    tokenizer: Any
-    max_batch_size: int
-    max_batch_tokens: int | None
-    prefill_chunk_size: int | None
-    max_waiting: int | None
-    stall_after: float
-
-
-OF_A_PLAN = frozenset(get_type_hints(PlanArguments))
-_OF_LOADING = frozenset(get_type_hints(LoadArguments))
 
 
 def load(
@@ -118,7 +78,7 @@ def plan(
     `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
     `load` would raise.
     """
-    if later := [name for name in arguments if name in _OF_LOADING - OF_A_PLAN]:
+    if later := [name for name in arguments if name in OF_LOADING - OF_A_PLAN]:
         raise UsageError(
             f"jackfield.plan takes no {later[0]}, which chooses no backend; give it to "
             "jackfield.load"
@@ -134,8 +94,31 @@ def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None 
     """
     words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
     _check_given(model, "jackfield.plan")
-    _, plan, _ = _decided(model, **words, device_memory=device_memory)
+    spec = PlanSpec(**words, device_memory=device_memory)
+    job = resolve_job(model, spec)
+    plan, _ = with_assistant(job.decide(registry(), spec.selections), job, spec)
     return plan
+
+
+def prepare(model: Any, **arguments: Any) -> Prepared:
+    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
+    spec = LoadSpec(**in_our_words(arguments, OF_LOADING, "jackfield.load"))
+    _check_given(model, "jackfield.load")
+    if isinstance(model, PreTrainedConfig):
+        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
+    check_bounds(spec)
+    job = resolve_job(model, spec)
+    plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
+    bounds = bounds_for(plan, spec)
+    tokenizer = tokenizer_of(spec.tokenizer, job.source)
+    if helper is not None:
+        check_vocabulary(job.source, tokenizer, helper)
+    return Prepared(job, plan, helper, tokenizer, bounds, spec)
+
+
+def _check_given(model: Any, call: str) -> None:
+    if model is None:
+        raise UsageError(f"there is no model; write {call}('MODEL'), with a hub id or a folder")
 
 
 @dataclass(frozen=True)
@@ -147,8 +130,7 @@ class Prepared:
     assistant: FoundAssistant | None
     tokenizer: Any | None
     bounds: Bounds
-    max_waiting: int | None
-    stall_after: float
+    spec: LoadSpec
 
     def load(self) -> Engine:
         """Read the weights and bind. Raises UsageError inside of `torch.autocast`."""
@@ -161,69 +143,9 @@ class Prepared:
                 self.plan,
                 self.tokenizer,
                 self.bounds,
-                max_waiting=self.max_waiting,
-                stall_after=self.stall_after,
+                max_waiting=self.spec.max_waiting,
+                stall_after=self.spec.stall_after,
                 assistance=draft,
             )
             engine.when_closed(files.pop_all().close)
         return engine
-
-
-def prepare(model: Any, **arguments: Any) -> Prepared:
-    """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
-    words = in_our_words(arguments, _OF_LOADING, "jackfield.load")
-    _check_given(model, "jackfield.load")
-    return _prepared(model, **words)
-
-
-def _check_given(model: Any, call: str) -> None:
-    if model is None:
-        raise UsageError(f"there is no model; write {call}('MODEL'), with a hub id or a folder")
-
-
-def _prepared(
-    model: Any,
-    *,
-    tokenizer: Any | None = None,
-    max_batch_size: int = STEP_ROWS,
-    max_batch_tokens: int | None = None,
-    prefill_chunk_size: int | None = None,
-    max_waiting: int | None = None,
-    stall_after: float = 60.0,
-    **arguments: Any,
-) -> Prepared:
-    if isinstance(model, PreTrainedConfig):
-        raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    check_sizes(
-        max_batch_size=max_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        prefill_chunk_size=prefill_chunk_size,
-        max_waiting=max_waiting,
-    )
-    check_seconds(stall_after=stall_after)
-    job, plan, helper = _decided(model, **arguments)
-    if prefill_chunk_size is not None and (reason := job.needs.whole_prompt):
-        raise UsageError(
-            f"prefill_chunk_size={prefill_chunk_size}: {job.needs.architecture} reads a prompt in "
-            f"one piece ({reason}); drop prefill_chunk_size"
-        )
-    bounds = bounds_for(plan, max_batch_size, max_batch_tokens, prefill_chunk_size)
-    tokenizer = tokenizer_of(tokenizer, job.source)
-    if helper is not None:
-        check_vocabulary(job.source, tokenizer, helper)
-    return Prepared(job, plan, helper, tokenizer, bounds, max_waiting, stall_after)
-
-
-def _decided(
-    model: Any,
-    *,
-    assistant_model: Model | None = None,
-    assistant: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> tuple[Job, Plan, FoundAssistant | None]:
-    """The job, its plan, and the draft model of that."""
-    selections = {kind: arguments.pop(name, AUTO) for kind, name in ARGUMENTS.items()}
-    job = understand(model, **arguments)
-    plan = job.decide(registry(), selections)
-    helper = find_assistant(plan, assistant_model, assistant, job.asked.device_map)
-    return job, plan if helper is None else replace(plan, assistant=helper.plan), helper

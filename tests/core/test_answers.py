@@ -18,7 +18,8 @@ import jackfield
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.contracts import Sequence
 from jackfield.errors import JackfieldError, PromptError, UsageError
-from jackfield.requests.habits import KEYWORDS, OF_LOADING, PROMPTS
+from jackfield.requests.arguments import OF_LOADING
+from jackfield.requests.habits import KEYWORDS, PROMPTS
 from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import resolve
 from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED

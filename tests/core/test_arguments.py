@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import jackfield
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import JackfieldError, UsageError
+from jackfield.planning.spec import LoadSpec, PlanSpec
+from jackfield.requests.arguments import OF_A_PLAN, OF_LOADING
 
 ARGUMENTS = set(PlanArguments.__annotations__) | set(LoadArguments.__annotations__)
 HONOURED = "is honoured, which tests of its own hold"
@@ -78,6 +81,11 @@ def outcome(act: Callable[..., Any], model: Any, arguments: Mapping[str, Any]) -
 
 def test_every_argument_is_walked() -> None:
     assert set(GIVEN) == ARGUMENTS
+
+
+def test_what_is_handed_on_has_every_argument() -> None:
+    assert {f.name for f in fields(PlanSpec)} - {"device_memory"} == OF_A_PLAN
+    assert {f.name for f in fields(LoadSpec)} - {"device_memory"} == OF_LOADING == ARGUMENTS
 
 
 @pytest.mark.parametrize("name", GIVEN)

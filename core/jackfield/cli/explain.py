@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import Backends, JsonOption, ModelArgument
 from jackfield.cli.output import console, listing, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from jackfield.contracts import Requirements
-    from jackfield.errors import PlanError
-    from jackfield.planning.deciding import Job
-    from jackfield.planning.planning import Plan
-    from jackfield.registry.backends import Choice, Registered, Registry
-    from jackfield.spelling import Selectable
+    from jackfield.planning.verdicts import Explanation, Verdict
 
 COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One backend: chosen, possible with the rest of the command line as it is, or refused."""
-
-    kind: str
-    name: str
-    distribution: str
-    version: str
-    verdict: str
-    how: str | None = None
-    reasons: tuple[str, ...] = ()
 
 
 def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption = False) -> None:
@@ -43,109 +25,35 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
 
     Example: jackfield explain demo --attention eager
     """
-    from jackfield.api import OF_A_PLAN
-    from jackfield.errors import PlanError
-    from jackfield.planning.assistance import find_assistant
-    from jackfield.planning.deciding import spread_over, understand
-    from jackfield.planning.solving import ARGUMENTS
+    from jackfield.planning import verdicts
+    from jackfield.planning.spec import PlanSpec
     from jackfield.planning.wording import in_our_words
-    from jackfield.registry.discovery import registry
-    from jackfield.spelling import AUTO
+    from jackfield.requests.arguments import OF_A_PLAN
 
     words = in_our_words(backends.arguments(), OF_A_PLAN, "jackfield explain")
-    selections = {kind: words.get(name, AUTO) for kind, name in ARGUMENTS.items()}
-    job = understand(model, **backends.job())
-    needs = job.needs
-    plan, error = None, None
-    try:
-        plan = job.decide(registry(), selections)
-        draft = find_assistant(plan, words.get("assistant_model"), None, job.asked.device_map)
-        plan = plan if draft is None else replace(plan, assistant=draft.plan)
-        if plan.placement and plan.placement.spread:
-            needs = spread_over(needs, plan.placement)
-    except PlanError as refused:
-        error = refused
-    verdicts = list(_Judge(registry(), job, selections, plan).verdicts(needs))
+    found = verdicts.explain(model, PlanSpec(**words))
     if json:
-        _print_json(plan, error, verdicts)
+        _print_json(found)
     else:
-        _print(plan.requirements if plan else needs, plan, verdicts)
-    if error is not None:
-        raise error
+        _print(found)
+    if found.error is not None:
+        raise found.error
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Answers for one backend after another what the plan says, or would say."""
-
-    registry: Registry
-    job: Job
-    selections: dict[str, Selectable]
-    plan: Plan | None
-
-    def verdicts(self, needs: Requirements) -> Iterator[Verdict]:
-        """Every backend of every kind, against what the kinds decided before it imply."""
-        from jackfield.planning.solving import ORDER
-
-        for kind in (*ORDER, "kernel"):
-            for registered in self.registry.of_kind(kind):
-                yield self._verdict(registered, needs)
-            if self.plan is not None and kind in ORDER:
-                choice = self.plan[kind]
-                needs = choice.registered.ask("imply", needs, choice.options)
-
-    def _verdict(self, registered: Registered, needs: Requirements) -> Verdict:
-        kind = registered.kind
-        origin = (kind, registered.name, registered.distribution, registered.version)
-        for choice in self._chosen(kind):
-            if choice.registered is registered:
-                return Verdict(*origin, "chosen", choice.how)
-        reasons = tuple(self._reasons(registered, needs))
-        return Verdict(*origin, "refused" if reasons else "possible", None, reasons)
-
-    def _chosen(self, kind: str) -> Sequence[Choice]:
-        if self.plan is None:
-            return ()
-        return self.plan.kernels if kind == "kernel" else (self.plan[kind],)
-
-    def _reasons(self, registered: Registered, needs: Requirements) -> Sequence[str]:
-        """Why it cannot stand in: its own reasons, or that nothing fits with it."""
-        from jackfield.errors import JackfieldError, PlanError
-        from jackfield.planning.planning import decide
-        from jackfield.planning.solving import judge
-
-        for refusal in self.plan.refusals if self.plan is not None else ():
-            if refusal.registered is registered:
-                return refusal.reasons
-        try:
-            options = registered.options()
-        except JackfieldError as error:
-            return [str(error)]
-        if reasons := judge(registered, needs, options):
-            return reasons
-        named = f"plugin:{registered.distribution}/{registered.name}"
-        try:
-            plan = decide(self.registry, needs, {**self.selections, registered.kind: named})
-            self.job.check_layers(plan)
-        except PlanError as error:
-            return [str(error)]
-        return []
-
-
-def _print_json(plan: Plan | None, error: PlanError | None, verdicts: list[Verdict]) -> None:
+def _print_json(found: Explanation) -> None:
     print_json(
         {
-            "plan": plan.to_dict() if plan else None,
-            "error": str(error) if error else None,
-            "backends": [asdict(verdict) for verdict in verdicts],
+            "plan": found.plan.to_dict() if found.plan else None,
+            "error": str(found.error) if found.error else None,
+            "backends": [asdict(verdict) for verdict in found.verdicts],
         }
     )
 
 
-def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> None:
+def _print(found: Explanation) -> None:
     from rich.text import Text
 
-    out = console()
+    out, needs, plan, verdicts = console(), found.requirements, found.plan, found.verdicts
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
@@ -182,7 +90,7 @@ def _print(needs: Requirements, plan: Plan | None, verdicts: list[Verdict]) -> N
         out.print(f"assistant: {plan.assistant}")
 
 
-def _reasons(verdicts: list[Verdict]) -> list[str]:
+def _reasons(verdicts: Sequence[Verdict]) -> list[str]:
     """Each reason once, in the order in which they come."""
     return list(dict.fromkeys(reason for v in verdicts for reason in v.reasons))
 

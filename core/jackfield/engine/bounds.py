@@ -9,6 +9,7 @@ from jackfield.errors import UsageError
 from jackfield.planning.memory import STEP_TOKENS as PACKED_TOKENS
 from jackfield.planning.memory import step_bytes
 from jackfield.planning.planning import Plan
+from jackfield.planning.spec import LoadSpec
 
 UNLIMITED = 1 << 62
 WHOLE_CHUNK = 64  # tokens of a prompt that a deterministic step feeds, where nothing else is asked
@@ -73,18 +74,34 @@ def check_seconds(**times: object) -> None:
             raise UsageError(f"{name} must be a number of seconds, more than 0, not {time!r}")
 
 
-def bounds_for(
-    plan: Plan, max_batch_size: int, max_batch_tokens: int | None, prefill_chunk_size: int | None
-) -> Bounds:
+def check_bounds(spec: LoadSpec) -> None:
+    """Raise UsageError for what is no size, whatever the model."""
+    check_sizes(
+        max_batch_size=spec.max_batch_size,
+        max_batch_tokens=spec.max_batch_tokens,
+        prefill_chunk_size=spec.prefill_chunk_size,
+        max_waiting=spec.max_waiting,
+    )
+    check_seconds(stall_after=spec.stall_after)
+
+
+def bounds_for(plan: Plan, spec: LoadSpec) -> Bounds:
     """The bounds of an engine with this plan. Raises UsageError where they contradict each other.
 
     A step must have room for a token of every sequence and, in the end, for a prompt beside them.
     """
-    whole = plan.requirements.batch_invariant
+    needs = plan.requirements
+    max_batch_size, max_batch_tokens = spec.max_batch_size, spec.max_batch_tokens
+    prefill_chunk_size, whole = spec.prefill_chunk_size, needs.batch_invariant
+    if prefill_chunk_size is not None and needs.whole_prompt:
+        raise UsageError(
+            f"prefill_chunk_size={prefill_chunk_size}: {needs.architecture} reads a prompt in one "
+            f"piece ({needs.whole_prompt}); drop prefill_chunk_size"
+        )
     if whole and prefill_chunk_size is None:
         prefill_chunk_size = WHOLE_CHUNK
     least = max_batch_size + (prefill_chunk_size or 1 if whole else 0)
-    if plan.requirements.layout == "packed":
+    if needs.layout == "packed":
         if max_batch_tokens is None:
             max_batch_tokens = max(PACKED_TOKENS, least)
         if max_batch_tokens < least:

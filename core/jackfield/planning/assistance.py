@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,23 +13,20 @@ from jackfield.bridge.source import ModelSource
 from jackfield.bridge.tokenizer import Text, same_tokens
 from jackfield.bridge.weights import tokenizer_of
 from jackfield.errors import JackfieldError, UsageError
-from jackfield.planning.deciding import Job, understand
-from jackfield.planning.device_map import STRATEGIES, DeviceMap
+from jackfield.planning.deciding import Job, resolve_job
+from jackfield.planning.device_map import STRATEGIES
 from jackfield.planning.planning import Plan
+from jackfield.planning.spec import PlanSpec
 from jackfield.registry.discovery import registry
 from jackfield.spelling import AUTO, nearest
 
 logger = logging.getLogger("jackfield")
 
-Model = str | Path | PreTrainedModel
-
 #: What `assistant={…}` may hold: arguments of `jackfield.load` that are the draft model's own.
-KINDS = {
-    "attn_implementation": "attention",
-    "cache_implementation": "cache",
-    "quantization": "quantizer",
-}
-KEYS = (*KINDS, "device_map", "dtype", "revision", "tokenizer")
+KEYS = (
+    "attn_implementation", "cache_implementation", "quantization", "device_map", "dtype",
+    "revision", "tokenizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,18 @@ class FoundAssistant:
     tokenizer: Any | None
 
 
-def find_assistant(
-    plan: Plan, model: Model | None, how: Mapping[str, Any] | None, device_map: DeviceMap
-) -> FoundAssistant | None:
+def with_assistant(plan: Plan, job: Job, spec: PlanSpec) -> tuple[Plan, FoundAssistant | None]:
+    """`plan` with that of its draft model, and this. Raises what `jackfield.plan` raises."""
+    helper = _find(plan, spec, job.asked.device_map)
+    return plan if helper is None else replace(plan, assistant=helper.plan), helper
+
+
+def _find(plan: Plan, spec: PlanSpec, where: str | Mapping[str, str]) -> FoundAssistant | None:
     """Plan the draft model that the decodings of `plan` need. None: they need none.
 
     Raises UsageError where one is missing or nobody asks for it, and what `jackfield.plan` raises.
     """
+    model, how = spec.assistant_model, spec.assistant
     needing = [n for n, c in plan.decodings.items() if c.backend.capabilities.assistant]
     if not needing:
         if model is not None or how is not None:
@@ -66,17 +67,14 @@ def find_assistant(
     how = _checked(how or {})
     try:
         live = isinstance(model, PreTrainedModel)
-        one = not live and isinstance(device_map, str) and device_map not in STRATEGIES
-        job = understand(
-            model,
-            dtype=how.get("dtype", AUTO),
-            device_map=how.get("device_map", device_map if one else AUTO),
-            revision=how.get("revision"),
-        )
+        one = not live and isinstance(where, str) and where not in STRATEGIES
+        own = {"device_map": where if one else AUTO} | dict(how)
+        tokenizer = own.pop("tokenizer", None)
+        helper = PlanSpec(**own)
+        job = resolve_job(model, helper)
         job = replace(job, needs=replace(job.needs, rollback=True))
-        chosen = {kind: how[key] for key, kind in KINDS.items() if key in how}
-        found = job.decide(registry(), chosen)
-        return FoundAssistant(job, found, tokenizer_of(how.get("tokenizer"), job.source))
+        found = job.decide(registry(), helper.selections)
+        return FoundAssistant(job, found, tokenizer_of(tokenizer, job.source))
     except JackfieldError as error:
         raise type(error)(f"assistant_model: {error}") from error
 

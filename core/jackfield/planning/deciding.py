@@ -23,6 +23,7 @@ from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.placing import first_device, place, too_large
 from jackfield.planning.planning import Plan, decide
 from jackfield.planning.solving import judge
+from jackfield.planning.spec import PlanSpec
 from jackfield.planning.stored import check_stored
 from jackfield.registry.backends import Registered, Registry
 from jackfield.spelling import AUTO, Quantizable
@@ -169,38 +170,30 @@ def _size_with(registered: Registered, plan: Plan) -> int | None:
     return registered.size("weight_bytes", plan.requirements, options)
 
 
-def understand(
-    model: str | Path | PreTrainedModel | PreTrainedConfig,
-    *,
-    dtype: str = AUTO,
-    device_map: Any = AUTO,
-    max_memory: Any = None,
-    offload_folder: Any = None,
-    adapter: str | Path | None = None,
-    merge_adapter: bool = False,
-    revision: str | None = None,
-    deterministic: bool = False,
-    device_memory: int | None = None,
-) -> Job:
+def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: PlanSpec) -> Job:
     """Find a model and derive what it needs. Raises a UsageError; reads no weight."""
     if sys.flags.optimize > 1:
         raise UsageError(
             "Python runs with -OO, which takes away docstrings, and transformers reads them to "
             "define its models; run it with -O, or without"
         )
-    said = replace(asked(device_map, max_memory, offload_folder), device_memory=device_memory)
-    source = find(model, revision)
+    said = asked(spec.device_map, spec.max_memory, spec.offload_folder)
+    said = replace(said, device_memory=spec.device_memory)
+    source = find(model, spec.revision)
     first = first_device(said, source)
     device = AUTO if source.live is not None else first
     with blamed(source):
-        needs = requirements_of(source, dtype=dtype, device=device, deterministic=deterministic)
-        needs = replace(needs, elsewhere=device_memory is not None and not is_here(first))
+        needs = requirements_of(
+            source, dtype=spec.dtype, device=device, deterministic=spec.deterministic
+        )
+        elsewhere = spec.device_memory is not None and not is_here(first)
+        needs = replace(needs, elsewhere=elsewhere)
     if isinstance(said.device_map, Mapping):
         where = Placement(str(first), said.device_map, {})
         needs = spread_over(needs, where) if where.spread else needs
-    if merge_adapter and adapter is None:
+    if spec.merge_adapter and spec.adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
-    if adapter is None:
+    if spec.adapter is None:
         own = live_adapter(source)
         return Job(source, said, replace(needs, adapter=own.peft_type if own else None))
     if source.live is not None:
@@ -208,13 +201,13 @@ def understand(
             "a live model is used as it is: put the adapter on it yourself with "
             "model.load_adapter(…), or give the model's folder"
         )
-    found = find_adapter(adapter, skeleton(source.config), merge=merge_adapter)
+    found = find_adapter(spec.adapter, skeleton(source.config), merge=spec.merge_adapter)
     weights = (*needs.weights, *found.weights)
     size = sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights)
     needs = replace(
         needs,
         adapter=found.adapter.peft_type,
-        merge_adapter=merge_adapter,
+        merge_adapter=spec.merge_adapter,
         weights=weights,
         weight_bytes=size,
     )

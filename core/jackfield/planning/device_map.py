@@ -12,9 +12,6 @@ from jackfield.errors import UsageError
 from jackfield.spelling import AUTO
 from jackfield.units import parse_bytes
 
-#: A strategy, a device, or the name of a module -> a device or "disk". A number is a CUDA device.
-DeviceMap = str | int | Mapping[str, str | int]
-
 #: Ways to spread weights, in accelerate's words; "auto" does so only where no device holds all.
 STRATEGIES = (AUTO, "balanced", "balanced_low_0", "sequential")
 

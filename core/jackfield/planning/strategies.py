@@ -9,6 +9,7 @@ from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.solving import judge
 from jackfield.registry.backends import Choice
+from jackfield.requests.arguments import Strategies
 from jackfield.requests.vocabulary import DRAFTING, asks_for_nothing
 from jackfield.spelling import AUTO, Selectable, nearest
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from jackfield.contracts import Requirements
     from jackfield.registry.backends import Registry
     from jackfield.requests.wishes import Wishes
-
-#: What `decoding` may be: one selection, or those offered by name, the first one being the default.
-Strategies = Selectable | Mapping[str, Selectable]
 
 
 def split(value: Strategies) -> tuple[str | None, Selectable, dict[str, Selectable]]:

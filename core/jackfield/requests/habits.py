@@ -177,16 +177,6 @@ KEYWORDS: Mapping[str, Habit] = {
     "use_model_defaults": Habit("a model's generation_config.json counts; drop it", inert=(True,)),
 }
 
-#: Arguments of `jackfield.load`, which a call answers.
-OF_LOADING = frozenset(
-    {
-        "adapter", "assistant", "assistant_model", "attn_implementation", "cache_implementation",
-        "compile", "decoding", "deterministic", "device_map", "dtype", "kernels", "max_batch_size",
-        "max_batch_tokens", "max_memory", "max_waiting", "merge_adapter", "offload_folder",
-        "prefill_chunk_size", "quantization", "revision", "scheduler", "stall_after", "tokenizer",
-    }
-)  # fmt: skip
-
 #: Settings of `generate` that name a decoding: what they say becomes its options.
 DECODINGS: Mapping[str, str] = {
     "num_beams": "beam",
