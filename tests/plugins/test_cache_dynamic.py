@@ -12,7 +12,7 @@ from families import build, config_of, prompts, references
 import jackfield
 from jackfield.contracts import Accepted, Sequence, Step, Strategy
 from jackfield.engine.decoder import Decoder
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse
 
@@ -103,6 +103,6 @@ def test_sliding_windows_take_drafts_back_in_pages(family: str, cache: str, step
 def test_rollback_is_declared_where_it_holds(family: str, cache: str, says: str | None) -> None:
     found = registry().find("cache", parse(cache))
     needs = replace(jackfield.plan(config_of(family)).requirements, rollback=True, dtype="float32")
-    reasons = judge(found, needs, found.backend.options())
+    reasons = reasons_against(found, needs, found.backend.options())
     assert len(reasons) == (says is not None)
     assert all(str(says) in reason for reason in reasons)

@@ -9,7 +9,7 @@ from typing import Any
 from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError
 from jackfield.planning.planning import Plan
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Registered
 
 
@@ -88,6 +88,6 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
             found.append((registered, None, False, [str(error)]))
             continue
         needs = planned.requirements
-        reasons = judge(registered, needs, options, here=not needs.elsewhere)
+        reasons = reasons_against(registered, needs, options)
         found.append((registered, options, False, reasons))
     return found

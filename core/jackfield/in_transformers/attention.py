@@ -18,7 +18,7 @@ from jackfield.contracts import BindContext
 from jackfield.devices import input_device
 from jackfield.engine.report import Report, observe
 from jackfield.errors import CheckpointError, PlanError, UsageError, first_line
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.discovery import registry
 from jackfield.spelling import PREFIX, parse
 
@@ -183,7 +183,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
         raise PlanError(
             f"attn_implementation={name!r}: {error}; transformers' own names are for it"
         ) from None
-    if reasons := judge(registered, needs, options):
+    if reasons := reasons_against(registered, needs, options):
         raise PlanError(
             f"attn_implementation={name!r} cannot run {needs.architecture}: {'; '.join(reasons)}; "
             "choose another, e.g. 'eager'"

@@ -9,7 +9,7 @@ from jackfield.contracts import BindContext, TransformersCache
 from jackfield.devices import input_device
 from jackfield.errors import PlanError, UsageError, quoted
 from jackfield.guarded import fault
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse
 
@@ -36,7 +36,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
         )
     dtype = str(model.dtype).removeprefix("torch.")
     needs = with_trial(model, describe(model, dtype=dtype, device=input_device(model).type))
-    if reasons := judge(registered, needs, options):
+    if reasons := reasons_against(registered, needs, options):
         raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)
     made = registered.ask("make", context, None)

@@ -22,7 +22,7 @@ from jackfield.errors import JackfieldError, PlanError, UsageError
 from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.placing import first_device, place, too_large
 from jackfield.planning.planning import Plan, decide
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.planning.spec import PlanSpec
 from jackfield.planning.stored import check_stored
 from jackfield.registry.backends import Registered, Registry
@@ -165,7 +165,7 @@ def _size_with(registered: Registered, plan: Plan) -> int | None:
         options = registered.options()
     except JackfieldError:  # it needs an option, which we cannot know
         return None
-    if judge(registered, plan.requirements, options):
+    if reasons_against(registered, plan.requirements, options):
         return None
     return registered.size("weight_bytes", plan.requirements, options)
 

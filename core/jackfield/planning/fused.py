@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO, Selectable, Selection, parse_all
 
@@ -28,7 +28,7 @@ def chosen_kernels(
             raise SelectionError("kernels='auto' is none, and goes with no other; name the kernels")
         registered = registry.find("kernel", item)
         options = registered.options(item.arguments)
-        if reasons := judge(registered, needs, options, here=not needs.elsewhere):
+        if reasons := reasons_against(registered, needs, options):
             raise PlanError(
                 f"kernels={str(item)!r} cannot run {needs.architecture} here: "
                 f"{'; '.join(reasons)}; drop it"

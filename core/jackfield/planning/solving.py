@@ -92,7 +92,7 @@ def solve(
 def _implied(candidate: Candidate, needs: Requirements) -> Requirements | list[str]:
     """What a backend demands of the kinds decided later, or the reasons against it."""
     registered, options = candidate.registered, candidate.options
-    if reasons := judge(registered, needs, options, here=not needs.elsewhere):
+    if reasons := reasons_against(registered, needs, options):
         return reasons
     try:
         implied = registered.ask("imply", needs, options)
@@ -103,15 +103,13 @@ def _implied(candidate: Candidate, needs: Requirements) -> Requirements | list[s
     return [f"{registered}: imply must return Requirements, got {quoted(implied)}"]
 
 
-def judge(
-    registered: Registered, needs: Requirements, options: Any, *, here: bool = True
-) -> list[str]:
+def reasons_against(registered: Registered, needs: Requirements, options: Any) -> list[str]:
     """Every reason against a backend for this job. One whose check breaks is refused with it.
 
-    Not `here`: the job is another machine's, and what this one lacks is no reason.
+    What this machine lacks is no reason where the job is another's (`needs.elsewhere`).
     """
     reasons = (
-        *(_reasons(registered, "available") if here else ()),
+        *(() if needs.elsewhere else _reasons(registered, "available")),
         *_reasons(registered, "refuse", needs, options),
         *_reasons(registered, "impossible", needs),
     )

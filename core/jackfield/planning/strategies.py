@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
 from jackfield.planning.candidates import Candidates
-from jackfield.planning.solving import judge
+from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.requests.arguments import Strategies
 from jackfield.requests.vocabulary import DRAFTING, asks_for_nothing
@@ -42,8 +42,7 @@ def chosen_beside(
 def _first(registry: Registry, needs: Requirements, value: Selectable, name: str) -> Choice:
     reasons = []
     for candidate in Candidates(registry, "decoding", value, needs).of(needs):
-        here = not needs.elsewhere
-        against = judge(candidate.registered, needs, candidate.options, here=here)
+        against = reasons_against(candidate.registered, needs, candidate.options)
         if not against:
             return Choice(candidate.registered, candidate.options, candidate.how)
         reasons.append(f"{candidate.registered.name} ({'; '.join(against)})")
@@ -87,7 +86,7 @@ def _plain(registry: Registry, needs: Requirements) -> Iterator[Choice]:
     for candidate in Candidates(registry, "decoding", AUTO, needs).of(needs):
         backend = candidate.registered.backend
         drafts = backend.capabilities.rollback  # type: ignore[attr-defined]
-        if not drafts and not judge(candidate.registered, needs, candidate.options):
+        if not drafts and not reasons_against(candidate.registered, needs, candidate.options):
             yield Choice(candidate.registered, candidate.options, "always offered")
             return
 

@@ -12,7 +12,7 @@ from jackfield.errors import JackfieldError, PlanError
 from jackfield.planning.assistance import with_assistant
 from jackfield.planning.deciding import Job, resolve_job, spread_over
 from jackfield.planning.planning import Plan, decide
-from jackfield.planning.solving import ORDER, judge
+from jackfield.planning.solving import ORDER, reasons_against
 from jackfield.planning.spec import PlanSpec
 from jackfield.registry.backends import Choice, Registered, Registry
 from jackfield.registry.discovery import registry
@@ -100,7 +100,7 @@ class _Verdicts:
             options = registered.options()
         except JackfieldError as error:
             return [str(error)]
-        if reasons := judge(registered, needs, options):
+        if reasons := reasons_against(registered, needs, options):
             return reasons
         named = f"plugin:{registered.distribution}/{registered.name}"
         selections = {**self.spec.selections, registered.kind: named}
