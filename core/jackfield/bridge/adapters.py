@@ -1,4 +1,4 @@
-"""Adapters of PEFT: checked on a skeleton before weights are read, loaded, merged, switched."""
+"""Adapters of PEFT: checked on a meta model before weights are read, loaded, merged, switched."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def has_peft() -> bool:
 def find_adapter(
     location: str | Path, model: PreTrainedModel, *, merge: bool = False
 ) -> FoundAdapter:
-    """Check an adapter against a skeleton, which is changed. Raises CheckpointError, UsageError."""
+    """Check an adapter against a meta model and change it. Raises CheckpointError, UsageError."""
     given: Any = location
     if not isinstance(given, str | Path) or not str(given):
         raise UsageError(f"adapter must be a folder or a hub id, not {given!r}")

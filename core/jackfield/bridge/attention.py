@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from jackfield.bridge.rehearsal import FEATURE_KWARGS
+from jackfield.bridge.probe import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules, replaceable
 from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
@@ -46,7 +46,7 @@ _serial = itertools.count(1)
 class AttentionPort:
     """One binding of one attention backend: its key in transformers, and what was observed.
 
-    `like` is the model that is bound, or a skeleton of it while it is loading.
+    `like` is the model that is bound, or a meta model of it while it is loading.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class AttentionPort:
     def check_called(self, by: object = "the model") -> None:
         """Raise where a layer was not called in the step, or `by` its caller more than once.
 
-        Several calls are right only where the rehearsal saw them, or could not see anything.
+        Several calls are right only where the probe saw them, or could not see anything.
         """
         called = list(self._called)
         if called == self._planned:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from jackfield.bridge.rehearsal import Call
+    from jackfield.bridge.probe import Call
 
 _NUMBERED = re.compile(r"Position(al)?Embedding")
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from jackfield.bridge.requirements import skeleton
+from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.source import config_tree, quiet
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
 from jackfield.contracts.requirements import BYTES, Requirements
@@ -107,7 +107,7 @@ class DryRun:
             part.dtype = getattr(torch, needs.dtype)
         self._needs = needs
         self._scores = whole_scores
-        self._model = skeleton(config).eval()
+        self._model = meta_model(config).eval()
         self._keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         standing = (*self._model.parameters(), *self._model.buffers())
         self._standing = {_key(tensor): tensor for tensor in standing}

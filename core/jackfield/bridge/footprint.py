@@ -1,4 +1,4 @@
-"""What the weights of a model are: planned, from a skeleton, and measured, once they are there."""
+"""What the weights of a model are: planned by a meta model, and measured, once they are there."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def joined_weights(skeleton: PreTrainedModel) -> str | None:
+def joined_weights(meta_model: PreTrainedModel) -> str | None:
     """The name of a tensor in checkpoints that is several weights of the model; None: all match."""
-    for conversion in get_model_conversion_mapping(skeleton):
+    for conversion in get_model_conversion_mapping(meta_model):
         if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
             return str(conversion.source_patterns[0])
     return None
 
 
-def weights_of(skeleton: PreTrainedModel) -> tuple[Weight, ...]:
+def weights_of(meta_model: PreTrainedModel) -> tuple[Weight, ...]:
     """Every weight of a model on the meta device, each once, however often it is used.
 
     Which linear layers stay as they are (the output head, what is tied) is transformers' own
     choice, which the quantizers in it follow.
     """
-    kept = tuple(get_keys_to_not_convert(skeleton))
-    wide = tuple(getattr(skeleton, "_keep_in_fp32_modules_strict", None) or ())
+    kept = tuple(get_keys_to_not_convert(meta_model))
+    wide = tuple(getattr(meta_model, "_keep_in_fp32_modules_strict", None) or ())
     found = []
-    for name, parameter in skeleton.named_parameters():
+    for name, parameter in meta_model.named_parameters():
         path, _, own = name.rpartition(".")
-        module = skeleton.get_submodule(path)
+        module = meta_model.get_submodule(path)
         quantizable = own == "weight" and not _is_kept(path, kept)
         linear = _linear_shape(module) if quantizable else None
         dtype = "float32" if any(part in name for part in wide) else None
         transposed = isinstance(module, Conv1D)
         found.append(Weight(name, parameter.numel(), linear, dtype, transposed))
-    for name, buffer in _saved_buffers(skeleton):
+    for name, buffer in _saved_buffers(meta_model):
         dtype = "float32" if any(part in name for part in wide) else None
         found.append(Weight(name, buffer.numel(), None, dtype))
     return tuple(found)

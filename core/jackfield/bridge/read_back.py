@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from jackfield.bridge.footprint import tensors_of
-from jackfield.bridge.requirements import skeleton
+from jackfield.bridge.requirements import meta_model
 from jackfield.contracts import Requirements, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes
@@ -41,7 +41,7 @@ def check_shapes(config: PreTrainedConfig, tensors: Tensors) -> None:
     Which are packed is a quantizer's business: those that other tensors stand beside.
     """
     packed = {path for name in tensors if (path := _packed(name))}
-    for name, parameter in skeleton(config).named_parameters():
+    for name, parameter in meta_model(config).named_parameters():
         found = tensors.get(name)
         if found is None or name.rpartition(".")[0] in packed or found.dtype.startswith("F8"):
             continue

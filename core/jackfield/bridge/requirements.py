@@ -2,7 +2,7 @@
 
 A config does not say whether its attention has sinks, or is code that cannot be replaced. So the
 model is built on torch's meta device, where it has modules and shapes but no memory; the attention
-modules themselves are asked, and one step is rehearsed.
+modules themselves are asked, and one step is probed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jackfield.bridge.footprint import (
     stored_quantization,
     weights_of,
 )
-from jackfield.bridge.rehearsal import Call, Rehearsal, irregular, rehearse, seen_features
+from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
 from jackfield.bridge.source import ModelSource, config_tree, quiet
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.devices import input_device
@@ -63,7 +63,7 @@ def requirements_of(
     """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
     if source.live is None:
         check_decoder(source.config)
-    model = source.live if source.live is not None else skeleton(source.config)
+    model = source.live if source.live is not None else meta_model(source.config)
     name = dtype_name(dtype, source)
     check_generates(model)
     place = pick_device(device, source).type
@@ -114,7 +114,7 @@ def describe(
     batch_invariant: bool = False,
     dtype_named: bool = True,
 ) -> Requirements:
-    """The requirements of a model that is there, if only as a skeleton."""
+    """The requirements of a model that is there, if only as a meta_model."""
     config = model.config
     live = input_device(model).type != "meta"
     weights = () if live else weights_of(model)
@@ -122,7 +122,7 @@ def describe(
     layers = list(attention_modules(model))
     types = layer_types(config)
     check_drivable(model, text, [module for _, module in layers], types)
-    seen = _rehearsed(model)
+    seen = _probed(model)
     calls = seen.calls
     numbers = {call.layer: call.kv_numbers for call in calls}
     shapes = {call.layer: call.kv_shapes for call in calls}
@@ -160,12 +160,12 @@ def describe(
     )
 
 
-def _rehearsed(model: PreTrainedModel) -> Rehearsal:
+def _probed(model: PreTrainedModel) -> Probe:
     """How a step of `model` calls its attention; nothing where no copy of it can be made."""
     try:
-        return rehearse(skeleton(model.config, type(model)))
+        return probe(meta_model(model.config, type(model)))
     except JackfieldError:
-        return Rehearsal()
+        return Probe()
 
 
 def _context_length(text: PreTrainedConfig) -> int | None:
@@ -181,7 +181,9 @@ def _context_length(text: PreTrainedConfig) -> int | None:
     return limit if limit is not None and limit > 0 else None
 
 
-def skeleton(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+def meta_model(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """The model of `config` on the meta device; neither `config` nor memory is touched.
 
     `cls` is the class to build, by default the one for text generation.

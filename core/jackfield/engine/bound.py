@@ -70,7 +70,7 @@ class BoundModel:
         """Logits `[rows, k, vocab]` of one step.
 
         Raises ExecutionError or PluginError where the step did not run what was chosen: every
-        layer's attention once, or as often as it did in the rehearsal; and where the model was cast
+        layer's attention once, or as often as it did in the probe; and where the model was cast
         or moved.
         """
         port, compiled = self.port, self.compiled

@@ -56,7 +56,7 @@ class StepBytes:
 class Estimate:
     """What a plan takes of a device of `device_memory` bytes. Numbers are bytes.
 
-    `dtypes` is what weights take that are not quantized. `steps` were rehearsed, those of `lengths`
+    `dtypes` is what weights take that are not quantized. `steps` were probed, those of `lengths`
     among them; there are none where the model's code does not run without numbers, and `reads` is
     then None.
     `weights_known` is false where the chosen quantizer does not say what its weights take; they
@@ -100,7 +100,7 @@ class Estimate:
         """The peak of a step while that many requests of `tokens` tokens are read.
 
         Padded rows are read together; otherwise a step feeds `step_limit` tokens of all of them.
-        Between two rehearsed lengths, a straight line, which never says too little.
+        Between two probed lengths, a straight line, which never says too little.
         """
         one = _on_line([(s.tokens, max(s.prefill, s.decode)) for s in self.steps], tokens)
         fed = min(tokens, self.step_limit or tokens)
@@ -288,7 +288,7 @@ def estimate(
         dtypes={name: plain_bytes(replace(needs, dtype=name)) for name in DTYPES},
         weights=tuple(weights_by_quantizer(planned)),
         caches=tuple(requests_by_cache(planned, tokens)),
-        steps=_rehearse(dry, tokens, limit),
+        steps=_probe(dry, tokens, limit),
         reads=_with_own_head(dry.reads(), needs, quantizer),
         weights_known=sized is not None,
         checkpoint_bytes=_checkpoint_bytes(config, needs),
@@ -384,7 +384,7 @@ def _lengths(asked: Sequence[int] | None, context: int | None) -> tuple[int, ...
     return tuple(sorted(set(asked)))
 
 
-def _rehearse(dry: DryRun, lengths: Sequence[int], limit: int | None) -> tuple[StepBytes, ...]:
+def _probe(dry: DryRun, lengths: Sequence[int], limit: int | None) -> tuple[StepBytes, ...]:
     """The steps of each length, of one token, and of as many as a step feeds at most."""
     most = lengths[-1] if limit is None else min(limit, lengths[-1])
     steps = []

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import KEY, AttentionPort
-from jackfield.bridge.requirements import describe, replaceable, skeleton
+from jackfield.bridge.requirements import describe, meta_model, replaceable
 from jackfield.contracts import BindContext
 from jackfield.devices import input_device
 from jackfield.engine.report import Report, observe
@@ -171,7 +171,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
     registered = registry().find("attention", selection)
     options = registered.options(selection.arguments)
     if loading:
-        # `model` is in the middle of its own __init__: ask a finished skeleton of the same class.
+        # `model` is in the middle of its own __init__: ask a finished meta model of the same class.
         _check_part(model, name, given or name)
         shape = _shape(model, name)
         dtype, device = torch.get_default_dtype(), None
@@ -222,9 +222,9 @@ def selected(model: PreTrainedModel) -> str:
 
 
 def _shape(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """A finished skeleton of a model that is in the middle of its own __init__."""
+    """A finished meta model of a model that is in the middle of its own __init__."""
     try:
-        return skeleton(model.config, type(model))
+        return meta_model(model.config, type(model))
     except CheckpointError as error:
         raise PlanError(
             f"attn_implementation={name!r}: {error}; transformers' own names are for it"

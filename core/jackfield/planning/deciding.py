@@ -13,7 +13,7 @@ from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import Placement
-from jackfield.bridge.requirements import requirements_of, skeleton
+from jackfield.bridge.requirements import meta_model, requirements_of
 from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.bridge.spreading import placed_live
 from jackfield.contracts.quantizing import plain_bytes
@@ -73,7 +73,7 @@ class Job:
         if plan.kernels and live is not None:
             layers_for(plan.kernels, live)
         elif plan.kernels and self.found is None and _as_it_is(plan):
-            layers_for(plan.kernels, skeleton(self.source.config))
+            layers_for(plan.kernels, meta_model(self.source.config))
 
     def _adapter(self) -> Any:
         return self.found.adapter if self.found else live_adapter(self.source)
@@ -201,7 +201,7 @@ def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: Pl
             "a live model is used as it is: put the adapter on it yourself with "
             "model.load_adapter(…), or give the model's folder"
         )
-    found = find_adapter(spec.adapter, skeleton(source.config), merge=spec.merge_adapter)
+    found = find_adapter(spec.adapter, meta_model(source.config), merge=spec.merge_adapter)
     weights = (*needs.weights, *found.weights)
     size = sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights)
     needs = replace(

@@ -1,4 +1,4 @@
-"""Where the weights of a model go: decided on a skeleton, before any of them is read."""
+"""Where the weights of a model go: decided on a meta model, before any of them is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from jackfield.bridge.devices import check_device, named_device, pick_device
 from jackfield.bridge.placement import DISK, Placement, spell
-from jackfield.bridge.requirements import skeleton
+from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.source import ModelSource
 from jackfield.bridge.spreading import (
     Weigh,
@@ -65,7 +65,7 @@ def place(asked: Asked, source: ModelSource, needs: Requirements, weigh: Weigh) 
     """
     device = str(first_device(asked, source))
     if isinstance(asked.device_map, Mapping):
-        model = skeleton(source.config)
+        model = meta_model(source.config)
         made = laid_out(model, _resolved(asked.device_map, model), needs, weigh)
         if made.spread:
             _need_accelerate(asked, "it names several places, or disk")
@@ -79,7 +79,7 @@ def place(asked: Asked, source: ModelSource, needs: Requirements, weigh: Weigh) 
     if asked.device_map == AUTO and (found := _single(device, total, asked)):
         return Placement(found, {"": found}, {found: total})
     _need_accelerate(asked, f"{in_units(total)} of weights do not fit on {device} alone")
-    model = skeleton(source.config)
+    model = meta_model(source.config)
     modules = spread(model, str(asked.device_map), asked.max_memory, needs, weigh)
     made = laid_out(model, modules, needs, weigh)
     _check_room(made, model, asked, needs, weigh)

@@ -129,7 +129,7 @@ class GroupwiseLinear(nn.Module):
         )
 
     def _without_values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The shape alone, for a model that is rehearsed on empty tensors; all else is refused."""
+        """The shape alone, for a model that is probed on empty tensors; all else is refused."""
         wrong = []
         if hidden.dtype is not torch.bfloat16:
             wrong.append(f"takes bfloat16, not {hidden.dtype}: load with dtype='bfloat16'")

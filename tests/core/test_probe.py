@@ -1,4 +1,4 @@
-"""What a model needs shows when its skeleton takes one step, before a weight is loaded."""
+"""What a model needs shows in one step on the meta device, before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import jackfield
-from jackfield.bridge.rehearsal import Rehearsal, rehearse
-from jackfield.bridge.requirements import skeleton
+from jackfield.bridge.probe import Probe, probe
+from jackfield.bridge.requirements import meta_model
 from jackfield.errors import CheckpointError, PlanError
 
 GATED = FAMILIES["llama"].arguments
@@ -26,9 +26,9 @@ def irregular(config: Any) -> str | None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_the_table_of_families_is_rehearsed_and_nothing_stays(family: str) -> None:
+def test_the_table_of_families_is_probed_and_nothing_stays(family: str) -> None:
     before = [dict(table._global_mapping) for table in TABLES]
-    calls = rehearse(skeleton(config_of(family))).calls
+    calls = probe(meta_model(config_of(family))).calls
     attends_itself = family in ("bloom", "falcon-alibi")
     assert bool(calls) != attends_itself
     assert not any(call.own_mask for call in calls)
@@ -122,14 +122,14 @@ def test_a_text_model_beside_a_vision_model_has_attention_of_its_own() -> None:
         jackfield.plan(transformers.MiniMaxConfig(**GATED))
 
 
-def test_a_model_that_cannot_be_rehearsed_is_planned_all_the_same(
+def test_a_model_that_cannot_be_probed_is_planned_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("needs numbers")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
-    assert rehearse(skeleton(config_of("llama"))) == Rehearsal()
+    assert probe(meta_model(config_of("llama"))) == Probe()
 
 
 def test_experts_in_float64(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,8 @@
-"""One forward call of a model's skeleton, to see how it calls its attention.
+"""One forward call of a model on the meta device, to see how it calls its attention.
 
 What a config and its modules do not say shows in a call: a bias or a mask of the model's own, an
-attention called several times a layer, a mask without the window that the cache keeps. The skeleton
-is on torch's meta device, so nothing is computed: every attention returns an empty tensor, and so
+attention called several times a layer, a mask without the window that the cache keeps. The model
+has shapes and no numbers, so nothing is computed: every attention returns an empty tensor, and so
 do experts, whose routing needs numbers.
 """
 
@@ -73,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Probe:
     """What one step does: the calls of its attention, and what its cache then holds.
 
     `cached` says for each layer of transformers' cache how many numbers it keeps of a token; 0
@@ -84,25 +84,25 @@ class Rehearsal:
     cached: tuple[int, ...] = ()
 
 
-def rehearse(skeleton: PreTrainedModel) -> Rehearsal:
-    """One step of a skeleton; nothing is seen where its code needs numbers to run.
+def probe(meta_model: PreTrainedModel) -> Probe:
+    """One step of a meta model; nothing is seen where its code needs numbers to run.
 
-    `skeleton` is on the meta device. It is changed, and of no use afterwards.
+    `meta_model` is on the meta device. It is changed, and of no use afterwards.
     """
     calls: list[Call] = []
-    cache = DynamicCache(config=skeleton.config)
+    cache = DynamicCache(config=meta_model.config)
     try:
-        with quiet(), torch.no_grad(), torch.device("meta"), _listening(skeleton, calls):
-            skeleton.eval()(
+        with quiet(), torch.no_grad(), torch.device("meta"), _listening(meta_model, calls):
+            meta_model.eval()(
                 input_ids=torch.zeros(1, _TOKENS, dtype=torch.long),
                 attention_mask=None,  # models ask one whether all of it is valid
                 past_key_values=cache,
                 use_cache=True,
             )
     except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
-        logger.debug("no rehearsal of %s: %s", type(skeleton).__name__, first_line(error))
-        return Rehearsal()
-    return Rehearsal(tuple(calls), tuple(map(_numbers, cache.layers)))
+        logger.debug("no probe of %s: %s", type(meta_model).__name__, first_line(error))
+        return Probe()
+    return Probe(tuple(calls), tuple(map(_numbers, cache.layers)))
 
 
 def _numbers(layer: Any) -> int:
@@ -112,9 +112,9 @@ def _numbers(layer: Any) -> int:
 
 
 @contextlib.contextmanager
-def _listening(skeleton: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
-    """Have `skeleton` call stand-ins that note their arguments in `calls`."""
-    key = f"jackfield-rehearsal-{next(_serial)}"
+def _listening(meta_model: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
+    """Have `meta_model` call stand-ins that note their arguments in `calls`."""
+    key = f"jackfield-probe-{next(_serial)}"
     masks: list[tuple[torch.Tensor, MaskFunction]] = []
 
     def mask(
@@ -144,7 +144,7 @@ def _listening(skeleton: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
         (AttentionMaskInterface, mask),
         (ExpertsInterface, experts),
     )
-    for config in config_tree(skeleton.config):
+    for config in config_tree(meta_model.config):
         config._attn_implementation_internal = key
         config._experts_implementation_internal = key
     for table, function in tables:
