@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def height(name: str) -> int:
 
 def test_every_room_has_a_floor() -> None:
     assert {name.partition(".")[0] for name in FILES} == HEIGHT.keys()
+
+
+def test_the_page_of_the_architecture_has_the_floors_in_their_order() -> None:
+    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    table = page.partition("## The floors")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.M)
+    told = [[name.strip("/") for name in re.findall(r"`(.*?)(?:\.py)?`", row)] for row in rows]
+    listed = [floor.split(" ") for floor in FLOORS if floor != "__main__"]
+    assert [sorted(row) for row in told[::-1]] == [
+        sorted(f or "__init__" for f in floor) for floor in listed
+    ]
 
 
 def test_imports_go_down() -> None:
