@@ -263,7 +263,7 @@ def _streams(seen: Seen, known: bool) -> Iterator[None]:
     """
     own = {name: getattr(sys, name) for name in STREAMS}
     there = {thread.ident for thread in threading.enumerate()} if known else None
-    kept = {n: Kept(s, there, sys.stderr) for n, s in own.items() if s is not None}
+    kept = {n: KeptStream(s, there, sys.stderr) for n, s in own.items() if s is not None}
     for name, stream in kept.items():
         setattr(sys, name, stream)
     try:
@@ -288,7 +288,7 @@ class _Bytes(io.BytesIO):
         """Never: others print here, too."""
 
 
-class Kept(io.TextIOWrapper):
+class KeptStream(io.TextIOWrapper):
     """Stands for a standard stream; what threads `there` before write goes to it as ever.
 
     None: only what the thread that loads writes is kept. The plugin may hold on to it: what it

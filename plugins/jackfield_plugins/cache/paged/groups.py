@@ -28,7 +28,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SwappedPages:
     """What the pages of one sequence held, in host memory: keys and values by layer."""
 
     count: int
@@ -36,7 +36,7 @@ class Saved:
     layers: dict[int, HostPages]
 
 
-class Kept:
+class CachedTensor:
     """A small int32 tensor that is made anew only where its numbers are not those of last time.
 
     While all sequences decode, most of a step's tables are the ones of the step before.
@@ -71,7 +71,7 @@ class LayerGroup:
         self._unseen: set[int] = set()  # layers whose pools were made before anything was written
         self._now: PageTables  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
-        self._block_table, self._first = Kept(), Kept()
+        self._block_table, self._first = CachedTensor(), CachedTensor()
         self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
@@ -155,17 +155,17 @@ class LayerGroup:
         for at in range(max(begin, before), len(keys)):
             self.allocator.publish(table.pages[at - before], keys[at])
 
-    def save(self, sequence: int) -> Saved:
+    def save(self, sequence: int) -> SwappedPages:
         """A copy of a sequence's pages in host memory, on its way there maybe."""
         table = self.tables[sequence]
         if not table.pages or not self.layers:
-            return Saved(len(table.pages), table.first, {})
+            return SwappedPages(len(table.pages), table.first, {})
         if self._swap is None:
             self._swap = swap_on(next(iter(self.layers.values())).keys.device)
         layers = self._swap.out(table.pages, self.layers)
-        return Saved(len(table.pages), table.first, layers)
+        return SwappedPages(len(table.pages), table.first, layers)
 
-    def restore(self, sequence: int, saved: Saved) -> None:
+    def restore(self, sequence: int, saved: SwappedPages) -> None:
         """Take pages and put back what was saved."""
         table = self.tables[sequence] = Table([], saved.first)
         for _ in range(saved.count):
@@ -292,7 +292,7 @@ class LayerGroup:
             layer.tables = _NONE
         self.layers.clear()
         self._now = _NONE
-        self._block_table, self._first = Kept(), Kept()
+        self._block_table, self._first = CachedTensor(), CachedTensor()
         self._swap = None
         self.targets = torch.empty(0)
 

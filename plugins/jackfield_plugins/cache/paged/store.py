@@ -16,7 +16,7 @@ from jackfield.contracts import (
     StepBlock,
 )
 from jackfield.errors import CacheFullError, ExecutionError
-from jackfield_plugins.cache.paged.groups import Kept, LayerGroup, Saved
+from jackfield_plugins.cache.paged.groups import CachedTensor, LayerGroup, SwappedPages
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
 from jackfield_plugins.cache.paged.prefixes import PrefixKeys
 
@@ -59,14 +59,16 @@ class PagedKVCache(PackedKVCache):
             for window in dict.fromkeys(windows)
         }
         self._group_of = [self.groups[window] for window in windows]
-        self._starts = Kept()
+        self._starts = CachedTensor()
         self._expected = 0  # tokens of the step between `prepare` and `commit`
         self._running: dict[int, Sequence] = {}
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
         self._published: dict[int, int] = {}  # how many full pages of a sequence can be found
         self._swap = swap
         self._forgets = forgets
-        self._swapped: dict[int, tuple[int, list[Saved]]] = {}  # (tokens, what each group holds)
+        self._swapped: dict[
+            int, tuple[int, list[SwappedPages]]
+        ] = {}  # (tokens, what each group holds)
         self._prompt_tokens = self._prefix_tokens = 0
 
     @property
@@ -87,7 +89,7 @@ class PagedKVCache(PackedKVCache):
     def close(self) -> None:
         """Let go of the pools and of what was swapped out."""
         self._swapped.clear()
-        self._block, self._starts = StepBlock(self._block.device), Kept()
+        self._block, self._starts = StepBlock(self._block.device), CachedTensor()
         for group in self.groups.values():
             group.close()
 
