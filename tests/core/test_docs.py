@@ -54,3 +54,16 @@ def test_every_hook_and_contract_is_documented() -> None:
     methods = members.union(*(c.__abstractmethods__ for c in contracts), {"refuse", "portions"})
     wanted = {f"`{name}" for name in methods | set(FEATURES)} | {f"## {h}" for h in HOOKS.values()}
     assert {name for name in wanted if name not in text} == set()
+
+
+def test_the_files_and_names_that_the_architecture_tells_of_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    core = ROOT / "core/jackfield"
+    there = {str(path.relative_to(core)) for path in core.rglob("*.py")}
+    names = {path.rpartition("/")[2] for path in there}
+    told = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page))
+    gone = {path for path in told if path not in (there if "/" in path else names)}
+    assert gone == {"tests/core/test_floors.py"} & told
+    code = "".join((core / path).read_text() for path in there)
+    classes = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)*`", page))
+    assert {name for name in classes if not re.search(rf"\b{name}\b", code)} == set()
