@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from families import character_tokenizer
 from poison import GREEDY
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jackfield
 from jackfield.bridge import chat_templates
@@ -236,6 +237,128 @@ def test_a_message_that_a_template_drops_is_named(what: str) -> None:
 def test_a_key_that_a_template_does_not_read_is_named(more: dict[str, Any], key: str) -> None:
     with pytest.raises(PromptError, match=rf"message 1 \(role 'assistant'\): .* read '{key}'"):
         asked(PLAIN, [USER, {"role": "assistant", "content": "a", **more}])
+
+
+def called(*names: str) -> dict[str, Any]:
+    calls = [{"id": f"i{n}", "function": {"name": name}} for n, name in enumerate(names)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+CALLS = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+IDS = "{% for m in messages %}{{ m.tool_call_id }}{% endfor %}"
+
+
+@pytest.mark.parametrize("link", [{"name": "f"}, {"tool_call_id": "i0"}, {"tool_call_id": "x9"}])
+def test_a_result_may_say_which_call_it_answers(link: dict[str, Any]) -> None:
+    """Where it says what its place says: templates go by that."""
+    result = {"role": "tool", "content": "b"}
+    chat = [USER, called("f", "g"), {**result, **link}, {**result, "name": "g"}]
+    plain = [USER, called("f", "g"), result, result]
+    assert asked(PLAIN + CALLS, chat) == asked(PLAIN + CALLS, plain)
+
+
+@pytest.mark.parametrize(
+    ("link", "key"), [({"name": "g"}, "name"), ({"tool_call_id": "i1"}, "tool_call_id")]
+)
+@pytest.mark.parametrize("role", ["tool", "function", "ipython"])
+def test_a_link_to_another_call_is_not_dropped(role: str, link: dict[str, Any], key: str) -> None:
+    result = {"role": role, "content": "b", **link}
+    with pytest.raises(PromptError, match=rf"message 2 \(role '{role}'\): .* read '{key}'"):
+        asked(PLAIN + CALLS, [USER, called("f", "g"), result])
+    if key == "tool_call_id":
+        assert "i1" in asked(PLAIN + CALLS + IDS, [USER, called("f", "g"), result])
+
+
+def test_a_name_without_a_call_is_not_dropped() -> None:
+    for before in ([], [USER], [USER, {"role": "assistant", "content": "f"}]):
+        with pytest.raises(PromptError, match="does not read 'name'"):
+            asked(PLAIN, [*before, {"role": "tool", "content": "b", "name": "f"}])
+
+
+class Own(PreTrainedTokenizerFast):
+    """Renders by itself, as classes of other libraries do."""
+
+    def apply_chat_template(self, conversation: Any, **how: Any) -> Any:
+        return self.rendered(conversation, how)
+
+
+def own(rendered: Callable[[Any, Any], Any], messages: list[Any], **how: bool) -> str:
+    made = Own(tokenizer_object=character_tokenizer().backend_tokenizer)
+    made.rendered = rendered
+    return text_of(messages, ChatTemplate(made, **how))
+
+
+def said(*keys: str) -> Callable[[Any, Any], str]:
+    """Writes the roles and contents, and these keys."""
+
+    def rendered(messages: Any, how: Any) -> str:
+        texts = [f"<{m['role']}>{[m.get(k) for k in ('content', *keys)]}" for m in messages]
+        return "".join(texts) + "<assistant>" * how["add_generation_prompt"]
+
+    return rendered
+
+
+def test_a_tokenizer_that_renders_by_itself_is_asked() -> None:
+    assert own(said(), [USER]) == f"<user>[{USER['content']!r}]<assistant>"
+    assert own(said(), [USER], begins=False) == f"<user>[{USER['content']!r}]"
+
+
+@pytest.mark.parametrize("key", ["name", "reasoning_content", "thinking", "tool_calls"])
+def test_a_key_that_a_tokenizer_of_its_own_does_not_read_is_named(key: str) -> None:
+    chat = [USER, {"role": "assistant", "content": "a", key: "hm"}, USER]
+    assert "hm" in own(said(key), chat)
+    with pytest.raises(PromptError, match=f"does not read '{key}'"):
+        own(said(), chat)
+
+
+def test_thoughts_that_are_over_may_be_left_out_by_a_tokenizer_of_its_own() -> None:
+    def rendered(messages: Any, how: Any) -> str:
+        return said()(messages[:-1], how) + said("thinking")(messages[-1:], how)
+
+    own(rendered, [USER, {"role": "assistant", "content": "a", "thinking": "hm"}, USER])
+
+
+def test_a_tokenizer_that_writes_into_the_chat_changes_nothing() -> None:
+    def rendered(messages: Any, how: Any) -> str:
+        found = said()(messages, how)
+        for message in messages:
+            message["content"] = "gone"
+        return found
+
+    chat = [dict(USER), {"role": "assistant", "content": "a"}, dict(USER)]
+    before = copy.deepcopy(chat)
+    assert own(rendered, chat) == own(said(), chat)
+    assert chat == before
+
+
+def forever(messages: Any, how: Any) -> str:
+    while True:
+        messages = list(messages)
+
+
+def by_a_template(messages: Any, how: Any) -> Any:
+    """As a class does that only adds something to the model's own template."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}"
+    return character_tokenizer().apply_chat_template(messages, chat_template=loop, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("rendered", "why"),
+    [
+        (lambda messages, how: [1, 2, 3], "made a list and no text"),
+        (lambda messages, how: None, "made a NoneType and no text"),
+        (lambda messages, how: "a" * 17_000_000, "far more text"),
+        (forever, "does not end within"),
+        (by_a_template, "does not end within"),
+        (lambda messages, how: {}["x"], "refuses these messages: 'x'"),
+    ],
+)
+def test_what_a_tokenizer_of_its_own_makes_is_bounded(
+    rendered: Callable[[Any, Any], Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jackfield.bridge.chat_templates.SECONDS", 0.3)
+    with pytest.raises(PromptError, match=why):
+        own(rendered, [USER])
 
 
 def test_keys_that_say_nothing_harm_nobody() -> None:

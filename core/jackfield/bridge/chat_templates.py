@@ -9,6 +9,7 @@ the template runs looks at the clock. No process of its own is needed, and no lo
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import sys
@@ -34,6 +35,7 @@ MOST = 16_000_000  # characters and items that a template may make in all, and â
 _TIMES = 32  # â€¦ as many times what the chat has
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: templates strip the space, or do not
+_PROBE = "Zr0rZ"
 _TEMPLATE = "<template>"  # what jinja calls the file of a template that comes as a string
 _LARGEST_INT = 4096  # bits
 _METHODS = frozenset(
@@ -218,8 +220,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 @contextlib.contextmanager
-def _until(end: float) -> Iterator[None]:
-    """Every line of a template, and every function that is called, looks at the clock.
+def _until(end: float, file: str) -> Iterator[None]:
+    """Every line of `file` or a template, and every function that is called, looks at the clock.
 
     The functions themselves end: what they are handed was measured.
     """
@@ -227,7 +229,7 @@ def _until(end: float) -> Iterator[None]:
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if time.thread_time() > end:
             raise _Exceeded(f"does not end within {SECONDS:g} s of computing")
-        return look if frame.f_code.co_filename == _TEMPLATE else None
+        return look if frame.f_code.co_filename in (file, _TEMPLATE) else None
 
     before = sys.gettrace()
     sys.settrace(look)
@@ -272,7 +274,8 @@ class ChatTemplate:
     It `begins` a turn of the assistant's after the last message, or `continues` that: the text
     ends where the message does, as `continue_final_message` of transformers has it.
     `reads(key)`: whether the template speaks of a key at all. A tokenizer of a kind of its own,
-    which renders by itself, is called instead.
+    which renders by itself, is called instead, within the same time; what it makes is weighed when
+    it is done.
     """
 
     def __init__(self, tokenizer: Any, *, begins: bool = True, continues: bool = False) -> None:
@@ -283,21 +286,27 @@ class ChatTemplate:
         own = getattr(type(tokenizer), "apply_chat_template", None)
         self._by_template = own is PreTrainedTokenizerBase.apply_chat_template
         self._source = str(tokenizer.get_chat_template()) if self._by_template else ""
+        self._file = getattr(getattr(own, "__code__", None), "co_filename", _TEMPLATE)
 
     def reads(self, key: str) -> bool:
-        return not self._by_template or key in self._source
+        if self._by_template:
+            return key in self._source
+        said = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", key: _PROBE},
+        ]
+        try:
+            with _until(self._end, self._file):
+                return _PROBE in self._asked(said, begins=False, continues=False)
+        except (Exception, _Exceeded):  # noqa: BLE001 - as it will do with the chat
+            return False
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of `messages`, which are plain JSON. Raises PromptError where there is none."""
         try:
-            if not self._by_template:
-                how = {"continue_final_message": True} if self.continues else {}
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        list(messages), tokenize=False, add_generation_prompt=self._begins, **how
-                    )
-                )
-            with _until(self._end):
+            with _until(self._end, self._file):
+                if not self._by_template:
+                    return self._asked(messages, begins=self._begins, continues=self.continues)
                 if self.continues:
                     return _open_ended(self._rendered(_marked(messages)), messages)
                 return self._rendered(messages)
@@ -306,6 +315,22 @@ class ChatTemplate:
         except Exception as error:
             said = " ".join(str(error).split())[:500]
             raise PromptError(f"the chat template refuses these messages: {said}") from error
+
+    def _asked(
+        self, messages: Sequence[Mapping[str, Any]], *, begins: bool, continues: bool
+    ) -> str:
+        """What a tokenizer makes of a chat by itself."""
+        fresh = copy.deepcopy(list(messages))  # which it may write into
+        how = {"continue_final_message": True} if continues else {}
+        found = self._tokenizer.apply_chat_template(
+            fresh, tokenize=False, add_generation_prompt=begins, **how
+        )
+        if not isinstance(found, str):
+            kind, whole = type(found).__name__, type(self._tokenizer).__name__
+            raise TypeError(f"apply_chat_template of {whole} made a {kind} and no text")
+        if len(found) > MOST + _TIMES * _size(messages, sys.maxsize):
+            raise _Exceeded("makes far more text than the messages have")
+        return found
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         template = _compiled(self._source)

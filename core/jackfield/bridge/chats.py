@@ -13,8 +13,10 @@ _Message = dict[str, Any]
 
 #: Templates may leave out what an assistant thought in turns that are over.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: What says which call a result answers, which the order of the messages says too.
-_LINKS = ("tool_call_id",)
+#: Who says what came of a call.
+_RESULTS = ("tool", "function", "ipython")
+#: What to do about a key that is not read, where dropping it would say something else.
+_INSTEAD = {"tool_call_id": "give the results in the order of their calls"}
 
 
 def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
@@ -85,7 +87,7 @@ def _plain(at: int, message: Any) -> _Message:
 def _may_be_silent(message: _Message) -> bool:
     """Whether a message may have no content: a call, what came of it, or a thought."""
     role = message["role"]
-    if role in ("tool", "function", "ipython"):
+    if role in _RESULTS:
         return True
     said = ("tool_calls", "function_call", *_REASONING)
     return role == "assistant" and any(message.get(key) for key in said)
@@ -158,7 +160,7 @@ def _like(content: Any, probe: str | None) -> Any:
 
 def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> None:
     """Raise PromptError where a message has a key that makes no difference."""
-    own = [(at, key) for at, message in enumerate(chat) for key in _more(message, template)]
+    own = [(at, key) for at in range(len(chat)) for key in _more(chat, at, template)]
     for at, key in _unseen(chat, own, template) if own else ():
         without = {k: v for k, v in chat[at].items() if k != key}
         try:
@@ -168,18 +170,44 @@ def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> Non
         if dropped:
             raise PromptError(
                 f"message {at} (role {quoted(chat[at]['role'])}): the chat template does not read "
-                f"{quoted(key)}; drop it"
+                f"{quoted(key)}; {_INSTEAD.get(key, 'drop it')}"
             )
 
 
-def _more(message: _Message, template: ChatTemplate) -> list[str]:
-    """The keys that say something beside who says what."""
+def _more(chat: list[_Message], at: int, template: ChatTemplate) -> list[str]:
+    """The keys of a message that say something beside who says what."""
     return [
         key
-        for key, value in message.items()
-        if key not in ("role", "content", *_LINKS)
+        for key, value in chat[at].items()
+        if key not in ("role", "content")
         and value not in (None, "", [], {}, False)
         and not (key in _REASONING and template.reads(key))
+        and not (key in ("name", "tool_call_id") and _told_by_order(chat, at, key))
+    ]
+
+
+def _told_by_order(chat: list[_Message], at: int, key: str) -> bool:
+    """Whether `key` of a result only says what its place says: the n-th answers the n-th call."""
+    if chat[at]["role"] not in _RESULTS:
+        return False
+    start, value = at, chat[at][key]
+    while start and chat[start - 1]["role"] in _RESULTS:
+        start -= 1
+    calls = _calls(chat[start - 1]) if start else []
+    if key == "tool_call_id":
+        ids = [number for number, _ in calls]
+        return value not in ids or ids[at - start : at - start + 1] == [value]
+    return [name for _, name in calls[at - start : at - start + 1]] == [value]
+
+
+def _calls(message: _Message) -> list[tuple[Any, Any]]:
+    """The id and the function's name of each call in a message, as far as it has them."""
+    calls = message.get("tool_calls") or [{"function": message.get("function_call")}]
+    found = [call if isinstance(call, dict) else {} for call in calls]
+    whole = [call.get("function") or call for call in found]
+    return [
+        (call.get("id"), function.get("name") if isinstance(function, dict) else None)
+        for call, function in zip(found, whole, strict=True)
     ]
 
 
