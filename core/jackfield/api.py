@@ -1,4 +1,4 @@
-"""The front door: `plan` decides, `load` decides and then reads the weights."""
+"""`plan` decides what would run; `load` decides, then reads the weights and binds."""
 
 from __future__ import annotations
 

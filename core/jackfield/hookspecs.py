@@ -1,4 +1,4 @@
-"""The menu: one hook a kind. A plugin module implements those it has something to offer for.
+"""One hook for each kind. A plugin module implements those it has something to offer for.
 
 Hooks are called once, when backends are collected, never while tokens are made. Implementations
 return instances, so that a module is imported in milliseconds and heavy libraries come in with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,3 +80,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         files.prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_the_picture_is_drawn_from_these_imports() -> None:
+    root = Path(__file__).parents[2]
+    tool = runpy.run_path(str(root / "tools/floors_picture.py"))
+    assert (root / "docs/floors.svg").read_text() == tool["draw"](), "run tools/floors_picture.py"

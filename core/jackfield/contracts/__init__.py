@@ -1,4 +1,4 @@
-"""The ground that backends stand on: what each kind must be, and all that one is handed.
+"""What a backend of each kind must be, and every type that one is handed.
 
 One file a kind; `sequences`, `settings`, `packed`, `requirements` are what they are handed. A
 backend needs nothing else of jackfield. Importable without torch.

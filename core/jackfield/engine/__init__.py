@@ -1,1 +1,1 @@
-"""A plan at work: the engine, its loop, and what it keeps a record of."""
+"""Runs a plan: engine, worker, loop, sequences, reports."""

@@ -1,1 +1,1 @@
-"""What a request may say: prompts, settings, texts."""
+"""What a caller may say, prompts, settings, keywords, checked."""

@@ -1,1 +1,1 @@
-"""Which tokens come next: sampled, searched, drafted, confined."""
+"""Chooses the tokens that come next, verifies drafts, keeps to structures."""
