@@ -41,12 +41,11 @@ def baseline(given: Sequence[str] | None, model: str, backends: Backends) -> dic
     names = {**ARGUMENTS, "quantization": ARGUMENTS["quantizer"], "model": "model"}
     names |= {"dtype": "dtype", "device": "device_map", "revision": "revision"}
     names |= {"adapter": "adapter"}
-    quantizer = backends.selections()["quantizer"]
+    before = backends.arguments() | {"model": model}
     if not given:
-        if quantizer in ("auto", "none", "plugin:none"):
+        if before["quantization"] in ("auto", "none", "plugin:none"):
             return None
         given = ["quantization=none"]
-    before = backends.arguments() | {"model": model}
     for text in given:
         kind, mark, name = text.partition("=")
         if kind not in names or not mark or not name:

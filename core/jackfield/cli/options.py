@@ -87,30 +87,18 @@ class Backends:
         str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
 
-    def selections(self) -> dict[str, str | list[str]]:
-        """What was selected for each kind."""
-        from jackfield.planning.solving import ARGUMENTS
-
-        given = {kind: getattr(self, kind) for kind in ARGUMENTS}
-        return {kind: _selectable(names) for kind, names in given.items()}
-
     def arguments(self) -> dict[str, Any]:
         """The arguments of `jackfield.load` and `jackfield.plan`."""
         from jackfield.planning.solving import ARGUMENTS
 
-        chosen = {ARGUMENTS[kind]: value for kind, value in self.selections().items()}
-        return chosen | {"assistant_model": self.assistant_model} | self.job()
-
-    def job(self) -> dict[str, Any]:
-        """What says which model, and where: arguments that select no backend."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {name: _selectable(given.pop(kind)) for kind, name in ARGUMENTS.items()}
+        device, sizes = given.pop("device"), given.pop("max_memory")
         return {
-            "dtype": self.dtype,
-            "device_map": _device_map(self.device),
-            "max_memory": _pairs("--max-memory", self.max_memory) if self.max_memory else None,
-            "offload_folder": self.offload_folder,
-            "adapter": self.adapter,
-            "merge_adapter": self.merge_adapter,
-            "revision": self.revision,
+            **found,
+            **given,
+            "device_map": _device_map(device),
+            "max_memory": _pairs("--max-memory", sizes) if sizes else None,
         }
 
 
