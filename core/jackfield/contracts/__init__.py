@@ -12,16 +12,7 @@ from jackfield.contracts.attention import (
     ModelAttention,
 )
 from jackfield.contracts.backend import Backend, BindContext, NoOptions
-from jackfield.contracts.cache import (
-    Cache,
-    CacheCapabilities,
-    CacheUsage,
-    KVCache,
-    ModelInputs,
-    PackedKVCache,
-    PaddedCache,
-    TransformersCache,
-)
+from jackfield.contracts.cache import Cache, CacheCapabilities, TransformersCache
 from jackfield.contracts.checkpoint import StoredTensor
 from jackfield.contracts.compiling import Compilation, Compiler, CompilerCapabilities, Uncompiled
 from jackfield.contracts.decoding import (
@@ -36,6 +27,13 @@ from jackfield.contracts.decoding import (
     TokenLogprob,
 )
 from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
+from jackfield.contracts.kv_cache import (
+    CacheUsage,
+    KVCache,
+    ModelInputs,
+    PackedKVCache,
+    PaddedCache,
+)
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,

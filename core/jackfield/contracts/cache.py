@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.packed import PACKED_LAYER_TYPES, PackedLayer, not_packed
+from jackfield.contracts.kv_cache import KVCache, PaddedCache
+from jackfield.contracts.packed import PACKED_LAYER_TYPES, not_packed
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
-from jackfield.contracts.sequences import Sequence, Step
 from jackfield.contracts.sizes import known, kv_bytes
 
 if TYPE_CHECKING:
-    import torch
     import transformers
 
 
@@ -26,11 +23,23 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "line
 class CacheCapabilities:
     """What a cache backend declares it can do. What is not declared is not had.
 
-    `rollback`: the layer types whose tokens can be taken back once they were fed (rejected drafts).
-    `static_shapes`: buffers keep their address and shape from step to step. `compiles`: keys and
-    values may be given to it by a compiled step, outside of the model's code: in the packed layout
-    through `write`, in the padded one through the `update` of the `past_key_values` it prepared.
-    `forks`: a sequence can go on as a copy of another (`KVCache.fork`).
+    When it lies: the methods that it then lacks fail, or their results do; see `KVCache`.
+
+    Attributes:
+        layout: "padded" (batch × time) or "packed" (all tokens of a step in one row).
+        layer_types: Those that it holds: "full_attention", "sliding_attention" and, padded only,
+            "chunked_attention" and "linear_attention".
+        dtypes: Those of keys and values.
+        rollback: The layer types whose tokens can be taken back once they were fed (rejected
+            drafts).
+        static_shapes: Buffers keep their address and shape from step to step.
+        compiles: A compiled step may hand it keys and values from outside of the model's code: in
+            the packed layout through `write`, in the padded one through the `update` of the
+            `past_key_values` that it prepared.
+        forks: A sequence can go on as a copy of another (`KVCache.fork`).
+
+    Raises:
+        ValueError: A name is unknown, or a set is empty that must not be.
     """
 
     layout: str
@@ -52,7 +61,7 @@ class CacheCapabilities:
             raise ValueError("a cache needs at least one layer type and one dtype")
 
     def lacks(self, requirements: Requirements) -> list[str]:
-        """Each requirement that is not met, as a reason."""
+        """Each of `requirements` that is not met, as a reason."""
         reasons = [
             f"does not hold {layer_type} layers"
             for layer_type in sorted(set(requirements.layer_types) - self.layer_types)
@@ -87,215 +96,78 @@ class CacheCapabilities:
         return None
 
 
-@dataclass(frozen=True)
-class ModelInputs:
-    """The keyword arguments of one forward call; valid until the next `prepare`.
-
-    The model's logits become `[rows, k, vocab]`, one row per feed of the step, where the last `k`
-    positions of row i line up with the last `k` tokens of feed i. Where some rows are nobody's,
-    `feeds` (int64 `[feeds]`) says which row is that of feed i. `decode`: every sequence feeds one
-    token and its drafts.
-    """
-
-    kwargs: dict[str, Any]
-    rows: int
-    feeds: torch.Tensor | None = None
-    decode: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheUsage:
-    """What a cache holds now, and what it has done since it was made.
-
-    `pages_used` are held by running sequences, `pages_kept` only by the hope that a later prompt
-    begins alike; the rest of `pages` is free. `prefix_tokens` of all `prompt_tokens` that entered
-    were there already. `swapped`: sequences that were evicted and wait in host memory. `num_bytes`
-    is the memory of the pools.
-    """
-
-    pages: int
-    pages_used: int
-    pages_kept: int
-    page_size: int
-    prompt_tokens: int
-    prefix_tokens: int
-    swapped: int
-    num_bytes: int
-
-
-class KVCache(ABC):
-    """The keys and values of the running sequences, bound to one model.
-
-    A sequence enters with `admit`. Then, once a step: `portions`, `fits`, `prepare`, `commit`;
-    `evict` and `release` in between.
-
-    `joins`: sequences enter and are left out of steps at any time; otherwise they enter together
-    and each takes part in every step. `max_portion` is how many tokens of a sequence a step feeds
-    at most, None: all; the loop sets it.
-    """
-
-    joins: ClassVar[bool] = False
-    max_portion: int | None = None
-
-    @abstractmethod
-    def admit(self, sequence: Sequence) -> bool:
-        """Take in a sequence, if what it has so far fits beside the others; it does where none are.
-
-        Sets `num_cached` to how many of its tokens are there already.
-        """
-
-    @abstractmethod
-    def prepare(self, step: Step) -> ModelInputs:
-        """Lay out the tokens of `step` for one forward call that stores their keys and values."""
-
-    @abstractmethod
-    def commit(self, step: Step, kept: Seq[int]) -> None:
-        """Keep the first `kept[i]` tokens of feed i, give back the rest.
-
-        Sets `num_cached` of every sequence in `step`.
-        """
-
-    @abstractmethod
-    def release(self, sequences: Seq[Sequence]) -> None:
-        """Forget these sequences and give their memory back. Unknown ones are ignored."""
-
-    def fits(self, step: Step) -> bool:
-        """Whether there is memory for `step`; where there is not, the loop evicts."""
-        del step
-        return True
-
-    def evict(self, sequence: Sequence) -> None:
-        """Give a running sequence's memory back; `admit` may take it in again later."""
-        self.release([sequence])
-        sequence.num_cached = 0
-
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
-        """Take back all but the first `tokens` cached tokens, in whatever steps they were fed.
-
-        Sets `num_cached`, to 0 where it forgets the whole sequence, as it does by default; then it
-        has to be admitted again. Asked for where the cache belongs to a draft model.
-        """
-        del tokens
-        self.evict(sequence)
-
-    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
-        """Forget `dropped`; then the second of each pair begins with what is cached of the first.
-
-        Sets `num_cached` of those. A sequence may be dropped and be the second of a pair, which
-        none is that goes on. In a cache that does not `joins`, rows that stay keep their order,
-        and the new ones come behind them in the order of `copies`. Called after `commit`, where
-        the backend declares `forks`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not fork")
-
-    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
-        """Why a request of this size can never be held, and which option would; None: it can be.
-
-        Asked when a request is made, before anything is computed. The last new token is not fed,
-        so `prompt_length + max_new_tokens - 1` tokens are cached, of each of its `copies` (more
-        than 1 only where the backend declares `forks`).
-        """
-        del prompt_length, max_new_tokens, copies
-        return None
-
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
-        """How many tokens each of the running `sequences` feeds, at most `max(wanted)`.
-
-        0 only where a sequence waits for others; a cache that `joins` takes what is wanted.
-        """
-        del sequences
-        return wanted
-
-    def held_bytes(self) -> int | None:
-        """The memory of the keys and values of running sequences, as it is allocated.
-
-        None where nobody can tell. Pages count whole; pages that nobody holds do not.
-        """
-        return None
-
-    def forget(self) -> None:
-        """Drop what is kept of sequences that have left: the model computes something else now.
-
-        Called while it holds no sequence (an adapter is switched on or off).
-        """
-        return
-
-    def usage(self) -> CacheUsage | None:
-        """What it holds; None where that has no meaning of its own."""
-        return None
-
-    def close(self) -> None:
-        """Let go of all memory: the engine is closed, and somebody may still have it.
-
-        Called once, after its last sequence was released; afterwards only `usage`.
-        """
-        return
-
-
-class PackedKVCache(KVCache):
-    """A cache of the packed layout: it stores keys and values itself, for the attention to read.
-
-    `page_size` is in tokens; None: not known before the first step.
-    """
-
-    joins: ClassVar[bool] = True
-    page_size: int | None = None
-
-    @abstractmethod
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
-        """Store this step's `[tokens, kv_heads, head_dim]` of one layer; returns what to read.
-
-        Called once a layer, between `prepare` and `commit`.
-        """
-
-
-@dataclass(frozen=True)
-class PaddedCache:
-    """One of transformers' caches for each batch of rows; the engine lays the rows out.
-
-    `make(length)` returns an empty cache for a batch that has at most `length` columns; None: not
-    known. No batch has more than `max_cache_len` columns. `static_shapes`: buffers keep their
-    address and shape while a batch runs.
-    """
-
-    make: Callable[[int | None], transformers.Cache]
-    max_cache_len: int | None = None
-    static_shapes: bool = False
-
-
 class Cache(Backend):
-    """Where K and V live. `bind` is called once per model."""
+    """Where keys and values live, and which layout a step has because of it.
+
+    A cache that is a class of transformers derives from `TransformersCache`.
+    """
 
     kind: ClassVar[str] = "cache"
     bound: ClassVar[tuple[type, ...]] = (KVCache, PaddedCache)
     capabilities: ClassVar[CacheCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Compare `requirements` with `capabilities`; extend it for what those cannot express."""
+        """Compare `requirements` with `capabilities`; extend it for what those cannot express.
+
+        Args:
+            requirements: The job, with what compiler, quantizer and decoding imply.
+            options: An instance of `options`.
+
+        Returns:
+            Reasons against it; an empty list accepts.
+        """
         del options
         return self.capabilities.lacks(requirements)
 
     def impossible(self, requirements: Requirements) -> list[str]:
+        """Why no cache of this layout can have this model, whatever `refuse` says.
+
+        Packed caches get no model with an attention or a mask of its own, a prefix that is read in
+        both directions, chunked or linear layers, layers that share keys and values, or layers on
+        several devices. A backend has nothing to write for it.
+
+        Args:
+            requirements: The job.
+        """
         packed = self.capabilities.layout == "packed"
         if packed:
             return not_packed(requirements)
         return not_fixed(requirements) if self.capabilities.static_shapes else []
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
-        """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell."""
+        """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell.
 
+        `jackfield.plan` tells from this, and the three below, how much fits. None of them is
+        checked against what is held: a wrong number is a wrong forecast.
+
+        Args:
+            requirements: The job.
+            options: An instance of `options`.
+            tokens: Prompt and new ones.
+
+        Returns:
+            By default the keys and values of the layers, without padding.
+        """
         del options
         return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
 
     def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
-        """The memory that requests share, where `options` fix it; None: what is free."""
+        """The memory that requests share, in bytes, where `options` fix it; None: what is free.
+
+        Args:
+            requirements: The job.
+            options: An instance of `options`.
+        """
         del requirements, options
         return None
 
     def pool_of(self, requirements: Requirements, options: Any, left: int) -> int | None:
-        """What `bind` allocates where `left` bytes are free beside weights and a step, in bytes.
+        """What `bind` allocates, in bytes; None: it takes memory as it is needed.
 
-        None: it takes memory as it is needed.
+        Args:
+            requirements: The job.
+            options: An instance of `options`.
+            left: Bytes that are free beside the weights and a step.
         """
         del left
         return self.pool_bytes(requirements, options)
@@ -303,9 +175,18 @@ class Cache(Backend):
     def allocated_bytes(
         self, requirements: Requirements, options: Any, tokens: int, requests: int
     ) -> int | None:
-        """What is allocated once `requests` requests of `tokens` tokens run; None: unknown.
+        """What is allocated once `requests` requests of `tokens` tokens run, in bytes.
 
         More than they hold, where there is a pool or memory is taken in large pieces.
+
+        Args:
+            requirements: The job.
+            options: An instance of `options`.
+            tokens: Prompt and new ones of each.
+            requests: How many run.
+
+        Returns:
+            By default `pool_bytes`, or what they hold; None: nobody can tell.
         """
         if (pool := self.pool_bytes(requirements, options)) is not None:
             return pool
@@ -313,12 +194,32 @@ class Cache(Backend):
         return None if held is None else requests * held
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        """The layout, which the attention must serve.
+
+        Args:
+            requirements: The job.
+            options: An instance of `options`.
+        """
         del options
         return replace(requirements, layout=self.capabilities.layout)
 
     @abstractmethod
     def bind(self, context: BindContext) -> KVCache | PaddedCache:
-        """Return an empty cache for `context.model`."""
+        """Return an empty cache for one model. Called once a model, when its weights are there.
+
+        It may allocate its pools now, and leaves `context.step_bytes` free for what steps take.
+
+        Args:
+            context: `model` on its devices; `requirements.windows` and `packed_shapes` say what
+                each layer keeps.
+
+        Returns:
+            A `KVCache` of the layout that `capabilities` name (`PackedKVCache` for "packed"), or a
+            `PaddedCache`, whose rows the engine lays out.
+
+        Raises:
+            CacheFullError: There is too little memory; say how much, and which option helps.
+        """
 
     def flaws(self) -> list[str]:
         found = super().flaws()
@@ -337,26 +238,44 @@ def not_fixed(requirements: Requirements) -> list[str]:
 class TransformersCache(Cache):
     """A cache of the padded layout that is one of transformers' own classes.
 
-    A backend is its capabilities and `make`. `jackfield.cache` hands the same object to plain
-    transformers code. Where `capabilities.static_shapes`, rows that finish stay where they are
-    and idle; otherwise they are taken out with `transformers.Cache.reorder_cache`.
+    A backend is its capabilities and `make`; the engine lays the rows out. `jackfield.cache` hands
+    the same object to plain transformers code. Rows that finish are taken out with the object's
+    `reorder_cache`; where `capabilities.static_shapes`, they stay where they are and idle. Rejected
+    drafts are taken back with `crop`.
     """
 
     bound: ClassVar[tuple[type, ...]] = (PaddedCache,)
 
     @abstractmethod
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
-        """An empty cache for one batch that has at most `length` columns.
+        """Make an empty cache for one batch. Called when the first step of a batch is laid out.
 
-        `length` is None in plain transformers code, where nobody knows it yet.
+        Lives: until the last row of the batch has ended; then it is dropped.
+
+        When it lies: PluginError for anything but a `transformers.Cache`. In caches that are not
+        jackfield's own, what `update` returns is held to shape, dtype, device and length.
+
+        Args:
+            context: As for `bind`.
+            length: How many columns the batch has at most. None in plain transformers code, where
+                nobody knows it yet; a cache that needs it raises UsageError.
         """
 
     def max_cache_len(self, options: Any) -> int | None:
-        """How many columns every batch has at most, because of `options`; None: any number."""
+        """How many columns every batch has at most; None: any number.
+
+        Args:
+            options: An instance of `options`.
+        """
         del options
         return None
 
     def bind(self, context: BindContext) -> PaddedCache:
+        """What `make` and `max_cache_len` say; there is nothing to override.
+
+        Args:
+            context: As for every cache.
+        """
         return PaddedCache(
             lambda length: self.make(context, length),
             max_cache_len=self.max_cache_len(context.options),

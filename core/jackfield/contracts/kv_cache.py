@@ -1,0 +1,364 @@
+"""A cache that is bound to a model: what the loop calls in every step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jackfield.contracts.packed import PackedLayer
+from jackfield.contracts.sequences import Sequence, Step
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The keyword arguments of one forward call.
+
+    The model's logits become `[rows, k, vocab]`. The last `k` positions of row i line up with the
+    last `k` tokens of the feed that the row is for; `k` is at least 1 + the most drafts of a feed.
+
+    Lives: until the next `prepare`. The engine changes nothing in it.
+
+    Attributes:
+        kwargs: What the model is called with. Of these, `position_ids` and `logits_to_keep` are
+            left out for models that do not take them.
+        rows: How many rows the logits have.
+        feeds: int64 `[feeds]` on the model's device: which row is that of feed i. None: row i is
+            that of feed i.
+        decode: Whether every sequence feeds one token and its drafts: `step.decode`.
+    """
+
+    kwargs: dict[str, Any]
+    rows: int
+    feeds: torch.Tensor | None = None
+    decode: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUsage:
+    """What a cache holds now, and what it has done since it was made.
+
+    Attributes:
+        pages: How many pages there are.
+        pages_used: Those that running sequences hold.
+        pages_kept: Those that nobody holds, kept for a later prompt that begins alike. The rest of
+            `pages` is free.
+        page_size: Tokens of a page.
+        prompt_tokens: Prompt tokens of all sequences that entered.
+        prefix_tokens: How many of these were there already.
+        swapped: Sequences that were evicted and wait in host memory.
+        num_bytes: Memory of the pools, in bytes.
+    """
+
+    pages: int
+    pages_used: int
+    pages_kept: int
+    page_size: int
+    prompt_tokens: int
+    prefix_tokens: int
+    swapped: int
+    num_bytes: int
+
+
+class KVCache(ABC):
+    """The keys and values of the running sequences, bound to one model.
+
+    A sequence enters with `admit`. Then, once a step: `portions`, `fits`, `prepare`, the model's
+    forward call, `commit`. Between two steps: `fork`, `evict`, `release`. All of it runs in the
+    loop's thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends
+    without `commit`; all sequences are then released.
+
+    Changes: `num_cached` of sequences, as each method says. All else of a sequence is for reading.
+
+    When it lies: what a method returns, and `num_cached` after it, is checked in every step. What
+    is wrong is a PluginError that names the cache and ends every open request. In caches that are
+    not jackfield's own, sequences that were changed and the numbers in `input_ids` and
+    `position_ids` are looked at too. Keys and values of the padded layout are not: wrong ones are
+    a wrong text.
+
+    Attributes:
+        joins: Whether sequences enter and are left out of steps at any time. Otherwise they enter
+            together, and each takes part in every step until it is released.
+        max_portion: How many tokens of a sequence a step feeds at most, drafts aside; None: any
+            number. The loop sets it before the first sequence enters.
+    """
+
+    joins: ClassVar[bool] = False
+    max_portion: int | None = None
+
+    @abstractmethod
+    def admit(self, sequence: Sequence) -> bool:
+        """Take in a sequence, if what it has so far fits beside the others.
+
+        Called for the next in line, before a step; again later where it said no, and where the
+        sequence was evicted. Its `tokens` are then the prompt and what it had generated.
+
+        Changes: sets `num_cached` to how many of its tokens, from the first on, are there already:
+        0 to `len(tokens) - 1` where the cache `joins`, for the last token is always fed; else 0.
+
+        When it lies: PluginError for another number, for a no while nothing else is held, and, in
+        the packed layout, for tokens that no sequence with the same `cache_salt` has fed.
+
+        Args:
+            sequence: One that the cache does not hold.
+
+        Returns:
+            Whether it is in.
+        """
+
+    @abstractmethod
+    def prepare(self, step: Step) -> ModelInputs:
+        """Lay out the tokens of `step` for one forward call that stores their keys and values.
+
+        The padded layout is batch × time. The width is that of the longest feed, and rows are
+        aligned at the right: the last columns of a row are the feed's tokens, those before them are
+        padding. Rows keep their order from step to step. `kwargs` are
+
+        - `input_ids`: int64 `[rows, width]`, with any token id as padding;
+        - `position_ids`: int64 `[rows, width]`. A token's position is its place in its sequence,
+          `feed.start` and up, whatever its column;
+        - `attention_mask`: int64 `[rows, columns]` with 1 for every valid column, those of the
+          steps before and this one; None where all are valid;
+        - `past_key_values`: the transformers cache, which the model updates; `use_cache` True;
+        - `logits_to_keep`: int, 1 + the most drafts of a feed.
+
+        The packed layout has the tokens of all feeds in one row, one after the other, and no
+        padding. `kwargs` are
+
+        - `input_ids`: int64 `[1, tokens]`;
+        - `position_ids`: int64 `[1, tokens]`, each token's place in its sequence;
+        - `use_cache`: False, since `PackedKVCache.write` is the cache; no mask;
+        - `logits_to_keep`: which of the tokens: equally many of each feed, in the order of feeds,
+          ending with its last token; at least 1 + its drafts where `feed.samples`. int64
+          `[feeds * k]`, or an int where these are the last tokens of the step. `rows` is the
+          number of feeds.
+
+        Called once a step, after `fits` said yes to the same step.
+
+        When it lies: PluginError for wrong types, shapes, `rows` or `decode`. In caches that are
+        not jackfield's own, also for other tokens or positions (on a GPU in some steps only), for
+        too few logits, and for an `update` of `past_key_values` that returns fewer tokens, other
+        rows or another dtype than were stored.
+
+        Args:
+            step: The feeds, each of a sequence that was admitted; `feed.start` is its
+                `num_cached`. In a cache that does not `joins` there is a feed for every row, of 0
+                tokens where it waits.
+
+        Returns:
+            The inputs; valid until the next `prepare`.
+
+        Raises:
+            CacheFullError: There is no room after all; it ends every open request.
+        """
+
+    @abstractmethod
+    def commit(self, step: Step, kept: Seq[int]) -> None:
+        """Keep the first `kept[i]` tokens of feed i, take back the rest.
+
+        Called once, after the forward call. `sequence.tokens` does not have the accepted drafts
+        yet: they are appended afterwards.
+
+        Changes: sets `num_cached` of every sequence in `step` to `feed.start + kept[i]`; anything
+        else is a PluginError.
+
+        Args:
+            step: The step that was prepared.
+            kept: One number a feed, from `feed.count` to `feed.count + len(feed.drafts)`. Less than
+                that only where the backend declares `rollback`.
+        """
+
+    @abstractmethod
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Forget these sequences and give their memory back.
+
+        Called when they end, also after a step that failed between `prepare` and `commit`.
+
+        Args:
+            sequences: Running, evicted, or never admitted; unknown ones are ignored.
+        """
+
+    def fits(self, step: Step) -> bool:
+        """Whether there is memory for `step`; it takes none yet.
+
+        Where there is not, the loop asks again without drafts, then with one request less: it
+        evicts the youngest of the lowest priority. Where one request is left, it ends all with a
+        CacheFullError.
+
+        Args:
+            step: As for `prepare`.
+
+        Returns:
+            By default True.
+        """
+        del step
+        return True
+
+    def evict(self, sequence: Sequence) -> None:
+        """Give a running sequence's memory back for now; `admit` is called again later.
+
+        Changes: sets `num_cached` to 0; anything else is a PluginError.
+
+        Args:
+            sequence: One that was admitted. By default it is released.
+        """
+        self.release([sequence])
+        sequence.num_cached = 0
+
+    def rewind(self, sequence: Sequence, tokens: int) -> None:
+        """Take back all but the first `tokens` cached tokens, in whatever steps they were fed.
+
+        Called between steps, where the cache belongs to a draft model, and only there.
+
+        Changes: sets `num_cached` to `tokens`, or to 0 where it forgets the whole sequence, as it
+        does by default; anything else is a PluginError.
+
+        Args:
+            sequence: One that was admitted.
+            tokens: From 0 to less than `num_cached`.
+        """
+        del tokens
+        self.evict(sequence)
+
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        """Forget `dropped`; then the second of each pair begins with what is cached of the first.
+
+        Called after `commit`, where the backend declares `forks`. In a cache that does not
+        `joins`, rows that stay keep their order, and the new ones come behind them in the order of
+        `copies`.
+
+        Changes: sets `num_cached` of each second to that of its first; anything else is a
+        PluginError.
+
+        Args:
+            copies: Pairs (goes on, its copy). The copy holds nothing: it is new, or in `dropped`.
+            dropped: Sequences that nobody goes on with; none of them is a first.
+
+        Raises:
+            NotImplementedError: By default.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not fork")
+
+    def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
+        """Why a request of this size can never be held, and which option would; None: it can be.
+
+        Asked when a request is made, in the thread that makes it, while steps may run. The last new
+        token is not fed, so `prompt_length + max_new_tokens - 1` tokens are cached, of each copy.
+
+        Args:
+            prompt_length: In tokens.
+            max_new_tokens: In tokens.
+            copies: How many beams; more than 1 only where the backend declares `forks`.
+
+        Returns:
+            One line; the request then ends with a CacheFullError that says it. By default None.
+        """
+        del prompt_length, max_new_tokens, copies
+        return None
+
+    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        """How many tokens each of the running sequences feeds in this step.
+
+        For a cache whose rows move together: it evens them out. A cache that `joins` returns
+        `wanted`, as it does by default.
+
+        When it lies: PluginError for anything but whole numbers in these bounds, not all 0.
+
+        Args:
+            sequences: All that run, in the order of the loop.
+            wanted: One number each, from the scheduler; 0: it waits.
+
+        Returns:
+            One number each, at most `max(wanted)` and at most what is not cached of it.
+        """
+        del sequences
+        return wanted
+
+    def held_bytes(self) -> int | None:
+        """The memory of the keys and values of running sequences, as it is allocated, in bytes.
+
+        Pages count whole; pages that nobody holds do not. None: nobody can tell.
+        """
+        return None
+
+    def forget(self) -> None:
+        """Drop what is kept of sequences that have left: the model computes something else now.
+
+        Called while it holds no sequence, when an adapter is switched on or off.
+        """
+        return
+
+    def usage(self) -> CacheUsage | None:
+        """What it holds, for statistics; None where that has no meaning of its own."""
+        return None
+
+    def close(self) -> None:
+        """Let go of all memory: the engine is closed, and somebody may still have it.
+
+        Called once, after its last sequence was released; afterwards only `usage`.
+        """
+        return
+
+
+class PackedKVCache(KVCache):
+    """A cache of the packed layout: it stores keys and values itself, for the attention to read.
+
+    Attributes:
+        page_size: Tokens of a page; None: not known before the first step. It is what
+            `BoundAttention.warm` is called with.
+    """
+
+    joins: ClassVar[bool] = True
+    page_size: int | None = None
+
+    @abstractmethod
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        """Store this step's keys and values of one layer, and return what its attention reads.
+
+        Called once a layer, between `prepare` and `commit`.
+
+        Changes: the pages. `keys` and `values` are the model's: copy them, leave them as they are.
+
+        Lives: the returned layer until the attention has returned. It may be the same object in
+        every step, with other tables.
+
+        When it lies: PluginError, in every step, for spans, lengths, page numbers, first tokens,
+        window and shapes that are not those of the step. In some steps (the first ones, those with
+        new sequences, and the 2ⁿth) all page tables are compared, no page may belong to two
+        sequences whose tokens differ, and what was stored is read back: a cache may round the keys
+        or values of a token by a quarter of their length at most.
+
+        Args:
+            layer: Its index, from 0 on, as in `requirements.windows`.
+            keys: `[tokens, kv_heads, head_dim]`, the step's tokens in the order of its feeds, on
+                the model's device; strided views.
+            values: `[tokens, kv_heads, head_dim]`, where values may have a `head_dim` of their own.
+
+        Returns:
+            Pages with these tokens and all earlier ones that a query sees; `window` is that of the
+            layer in `requirements.windows`.
+        """
+
+
+@dataclass(frozen=True)
+class PaddedCache:
+    """One of transformers' caches for each batch of rows; the engine lays the rows out.
+
+    Attributes:
+        make: `make(length)` returns an empty `transformers.Cache` for a batch of at most `length`
+            columns (None: not known). Called once a batch; anything else returned is a PluginError.
+        max_cache_len: No batch has more columns than that; None: any number. A request that needs
+            more is refused.
+        static_shapes: Buffers keep their address and shape while a batch runs. Rows that finish
+            then idle; otherwise they are taken out with `transformers.Cache.reorder_cache`.
+    """
+
+    make: Callable[[int | None], transformers.Cache]
+    max_cache_len: int | None = None
+    static_shapes: bool = False
