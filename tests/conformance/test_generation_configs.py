@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import jackfield
-from jackfield.contracts import Settings
+from jackfield.contracts import Settings, StepBlock
 from jackfield.engine.sequences import RunningSequence
 from jackfield.errors import PromptError, SettingsError
 from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import resolve
 from jackfield.requests.wishes import wishes
-from jackfield.sampling.sampler import Batch
+from jackfield.sampling.pipeline import Pipeline
+from jackfield.sampling.rows import RowMap
 from jackfield_plugins.decoding.sample import Sample
 
 PROMPT = [5, 6, 7, 8, 5, 9]
@@ -137,11 +138,13 @@ def test_both_draw_from_one_distribution(
     expected = processors(torch.tensor([ids]), logits.clone())
     sequence = RunningSequence(0, PROMPT, found)
     sequence.tokens = [*sequence.tokens, *ids[len(PROMPT) :]]
-    batch = Batch([sequence], logits)
-    scores = batch.processed(logits)
+    pipeline = Pipeline.of(RowMap.verifying([sequence]), VOCAB, StepBlock(logits.device))
+    scores, _ = pipeline.processed(logits)
     if found.do_sample:
         event("sampled")
-        expected, scores = expected.softmax(-1), batch.warped(scores).softmax(-1)
+        assert pipeline.settled.sampled is not None
+        scores = pipeline.settled.sampled.warpers(scores).softmax(-1)
+        expected = expected.softmax(-1)
     else:
         event("greedy")
     assert torch.equal(expected > -torch.inf, scores > -torch.inf)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 import jackfield
 from jackfield.api import LoadArguments, PlanArguments
-from jackfield.contracts import Sequence
+from jackfield.contracts import Sequence, StepBlock
 from jackfield.errors import JackfieldError, PromptError, UsageError
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import KEYWORDS, PROMPTS
@@ -24,7 +24,8 @@ from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import resolve
 from jackfield.requests.vocabulary import ALIASES, ARGUMENTS, CODE, OWN, REFUSED
 from jackfield.requests.wishes import VOCABULARY, wishes
-from jackfield.sampling.sampler import Batch
+from jackfield.sampling.pipeline import Pipeline
+from jackfield.sampling.rows import RowMap
 
 STRANGE = object()  # a value that nothing takes
 SHORT: dict[str, Any] = {"max_new_tokens": 2}
@@ -207,8 +208,9 @@ def test_the_advice_about_a_warper_gives_the_distribution_of_transformers(
     settings = resolve(wishes(given, own), 1, Limits(32, 64, honoured, "sample", False))
 
     logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) * 2
-    batch = Batch([Sequence(0, [1], settings)], logits)
-    found = batch.warped(batch.processed(logits.clone()))
+    rows = RowMap.verifying([Sequence(0, [1], settings)])
+    pipeline = Pipeline.of(rows, 32, StepBlock(logits.device))
+    found = pipeline.settled.sampled.warpers(pipeline.processed(logits)[0])
     wanted = expected(torch.tensor([[1]]), logits.clone())
     torch.testing.assert_close(found.softmax(-1), wanted.softmax(-1), rtol=1e-5, atol=1e-7)
     assert (wanted.softmax(-1) == 0).any() or name == "renormalize_logits"

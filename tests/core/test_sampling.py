@@ -13,9 +13,12 @@ import transformers
 from random_settings import random_fields
 from scipy import stats
 
-from jackfield.contracts import Accepted, Settings
+from jackfield.contracts import Accepted, Settings, StepBlock
 from jackfield.engine.sequences import RunningSequence
-from jackfield.sampling.sampler import Batch, Sampler, uniform
+from jackfield.sampling.counter_rng import uniform
+from jackfield.sampling.pipeline import Pipeline
+from jackfield.sampling.rows import RowMap
+from jackfield.sampling.sampler import Sampler
 
 ROWS = 4000
 LOGITS = torch.tensor([1.5, 0.3, -0.7, 2.0, 0.0, -2.5, 0.9, 1.1], dtype=torch.float64)
@@ -137,10 +140,15 @@ PROCESSORS = {
 }
 
 
+def pipeline(sequences: list[RunningSequence], logits: torch.Tensor) -> Pipeline:
+    return Pipeline.of(RowMap.verifying(sequences), logits.shape[-1], StepBlock(logits.device))
+
+
 def processed(sequences: list[RunningSequence], logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of what each row draws from."""
-    batch = Batch(sequences, logits)
-    return batch.warped(batch.processed(logits)).log_softmax(-1)
+    found = pipeline(sequences, logits)
+    assert found.settled.sampled is not None
+    return found.settled.sampled.warpers(found.processed(logits)[0]).log_softmax(-1)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -196,7 +204,7 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
     expected = logits.clone()
     expected[0] -= 0.25 * counts[0] + 0.5 * (counts[0] > 0)
     expected[1] += 1.0 * (counts[1] > 0)
-    assert torch.allclose(Batch(rows, logits).processed(logits), expected)
+    assert torch.allclose(pipeline(rows, logits).processed(logits)[0], expected)
 
 
 def fields_of(rng: random.Random) -> dict[str, Any]:
@@ -246,7 +254,7 @@ def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, f
 def test_the_ends_of_the_unit_interval_draw_no_forbidden_token(
     number: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jackfield.sampling.sampler.uniform", lambda *key: number)
+    monkeypatch.setattr("jackfield.sampling.draw.uniform", lambda *key: number)
     never = {(i,): -math.inf for i in (0, 1, 6, 7)}
     row = sequence(do_sample=True, sequence_bias=never)
     assert token(sample([row], LOGITS[None])[0]) == expected

@@ -19,7 +19,8 @@ from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
 from jackfield.engine.token_translation import TokenTranslator
 from jackfield.errors import ExecutionError, JackfieldError, told
-from jackfield.sampling.sampler import Batch
+from jackfield.sampling.pipeline import Pipeline
+from jackfield.sampling.rows import RowMap
 
 CHUNK = 512  # tokens of a prompt that a step of the draft model reads
 ENDLESS = 1 << 40
@@ -178,12 +179,14 @@ class DraftModel:
             ) from error
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:
-        batch = Batch([guess.copy for guess in guesses], logits, self._block)
-        batch.spread([g.drafts for g in guesses], [[len(g.drafts)] for g in guesses])
-        tokens, _ = batch.choose(logits)
-        likely = logits.float().softmax(-1).gather(1, tokens[:, None])[:, 0]
-        rows = torch.stack([tokens.to(likely.dtype), likely], 1).tolist()
-        for guess, (token, probability) in zip(guesses, rows, strict=True):
+        assert self._block is not None
+        rows = RowMap.drafting([guess.copy for guess in guesses], [g.drafts for g in guesses])
+        pipeline = Pipeline.of(rows, logits.shape[-1], self._block)
+        probabilities = logits.float().softmax(-1)  # before `choose` may change the logits
+        tokens, _, _ = pipeline.choose(logits)
+        likely = probabilities.gather(1, tokens[:, None])[:, 0]
+        chosen = torch.stack([tokens.to(likely.dtype), likely], 1).tolist()
+        for guess, (token, probability) in zip(guesses, chosen, strict=True):
             guess.drafts.append(int(token))
             if not probability >= guess.sure:  # also where it is not a number
                 guess.room = len(guess.drafts)

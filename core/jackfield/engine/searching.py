@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,8 @@ from jackfield.contracts import Decision, StepBlock
 from jackfield.engine.checked_search import CheckedSearch
 from jackfield.engine.sequences import RunningGroup
 from jackfield.engine.steps import RunningFeed
-from jackfield.sampling.sampler import NEVER, Batch
+from jackfield.sampling.pipeline import Pipeline
+from jackfield.sampling.rows import RowMap
 
 _COLDEST = 1e-30
 
@@ -42,43 +44,50 @@ class Searcher:
         """
         groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
         at = {feed.sequence.id: row for row, feed in enumerate(feeds)}
-        batch = Batch([feed.sequence for feed in feeds], logits, block)
-        batch.confine(allowed)
-        scores = batch.processed(torch.log_softmax(logits.float(), -1))
-        if batch.forbidden is not None:
-            scores = scores.masked_fill(batch.forbidden, NEVER)
-        scores = _warped(batch, scores)
+        rows = RowMap.verifying([feed.sequence for feed in feeds])
+        pipeline = Pipeline.of(rows, logits.shape[-1], block).masked(allowed)
+        scores, outcome = pipeline.processed(torch.log_softmax(logits.float(), -1))
+        if pipeline.choosing.mask is not None:
+            scores = pipeline.choosing.mask(scores)
+        scores = _warped(pipeline, scores)
         found: list[tuple[RunningGroup, Decision]] = []
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]
             if own:
-                rows = [[at[beam.id] for beam in group.beams] for group in own]
-                every = block.put([i for row in rows for i in row])
+                beams = [[at[beam.id] for beam in group.beams] for group in own]
+                every = block.put([row for of_group in beams for row in of_group])
                 block.send()
-                parts = scores.index_select(0, every).split([len(row) for row in rows])
+                parts = scores.index_select(0, every).split([len(one) for one in beams])
                 found += zip(own, strategy.decide(own, parts), strict=True)
-        failed = {feeds[row].sequence.group: why for row, why in batch.failures.items()}
+        failed = {feeds[row].sequence.group: why for row, why in outcome.failures.items()}
         return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
 
 
-def _warped(batch: Batch, scores: torch.Tensor) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p, in the rows of requests that sample.
+def _warped(pipeline: Pipeline, scores: torch.Tensor) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, in the rows of requests that sample. Changes `scores`.
 
     Of each beam as many tokens stay as end a text, and one more (`_get_logits_processor` of
     transformers), so that a search can go on.
     """
-    if not batch.samples or batch.do_sample is None:
+    sampled = pipeline.settled.sampled
+    if sampled is None:
         return scores
-    cooled = scores
-    if batch.temperature is not None:  # so that sums of scores stay in the range of float32
-        cooled = scores / batch.temperature.clamp(min=_COLDEST)
-    ends = [len(s.settings.eos_token_ids) for s in batch.sequences]
-    least = [min(max(2, 1 + n), batch.vocab_size) for n in ends]
-    last = batch.block.put([[n - 1] for n in least])
-    batch.block.send()
+    cooled = sampled.pick(scores)
+    if sampled.warpers.temperature is not None:
+        cooled = replace(sampled.warpers.temperature, act=_divide)(cooled)
+    owners = [pipeline.rows.sequences[pipeline.rows.owners[row]] for row in sampled.asked]
+    ends = [len(s.settings.eos_token_ids) for s in owners]
+    least = [min(max(2, 1 + n), pipeline.vocab_size) for n in ends]
+    last = pipeline.block.put([[n - 1] for n in least])
+    pipeline.block.send()
     floor = cooled.topk(max(least)).values.gather(1, last)
-    warped = torch.where(cooled >= floor, cooled, batch.narrowed(cooled))
-    return torch.where(batch.do_sample, warped, scores)
+    narrowed = sampled.warpers.narrowed(cooled.clone())
+    return sampled.put(scores, torch.where(cooled >= floor, cooled, narrowed))
+
+
+def _divide(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """So that sums of scores stay in the range of float32."""
+    return scores / temperatures.clamp(min=_COLDEST)
 
 
 def _unless(error: str | None, decision: Decision) -> Decision:

@@ -1,0 +1,50 @@
+"""Verification: what each sequence gains by the tokens that were chosen at its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+from jackfield.contracts import Accepted, TokenLogprob
+from jackfield.sampling import logprobs
+from jackfield.sampling.precision import NEVER
+from jackfield.sampling.processors import Outcome
+from jackfield.sampling.rows import RowMap
+
+
+def gains(rows: RowMap, chosen: Seq[Seq[float]], outcome: Outcome) -> list[Accepted]:
+    """The next token of each sequence, and after each draft that was right, another.
+
+    `chosen[r]` is, of row r, the token, the best score, and where any request asks for them the
+    log-probabilities (`logprobs.columns`).
+    """
+    return [_gain(rows, i, chosen, outcome) for i in range(len(rows.sequences))]
+
+
+def _gain(rows: RowMap, i: int, chosen: Seq[Seq[float]], outcome: Outcome) -> Accepted:
+    """A failure after a draft is met again where the token before it is the last one, in the next
+    step, and counts there.
+    """
+    drafts, wanted = rows.drafts[i], rows.sequences[i].settings.logprobs
+    last = outcome.reached.get(i, len(drafts))
+    tokens: list[int] = []
+    found: list[TokenLogprob] = []
+    for row in rows.of(i):
+        depth = rows.depths[row]
+        error = outcome.failures.get(row) or _impossible(chosen[row][1])
+        if error is not None:
+            return Accepted(tuple(tokens), tuple(found), None if depth else error)
+        tokens.append(int(chosen[row][0]))
+        if wanted is not None:
+            found.append(logprobs.entry(tokens[-1], chosen[row][2:], wanted))
+        if depth >= last or drafts[depth] != tokens[-1]:
+            break
+    return Accepted(tuple(tokens), tuple(found))
+
+
+def _impossible(best: float) -> str | None:
+    """Why no token can be chosen from a row with this best score; None: one can."""
+    if math.isfinite(best):
+        return None
+    what = "its settings forbid every token" if best == NEVER else "the logits are not numbers"
+    return f"no token can be chosen: {what}"
