@@ -14,8 +14,8 @@ from random_settings import random_fields
 from scipy import stats
 
 from jackfield.contracts import Accepted, Settings, StepBlock
+from jackfield.contracts.counter_rng import uniform
 from jackfield.engine.sequences import RunningSequence
-from jackfield.sampling.counter_rng import uniform
 from jackfield.sampling.pipeline import Pipeline
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.sampler import Sampler
