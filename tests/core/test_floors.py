@@ -36,6 +36,8 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant):  # for importlib, or for a process of its own
+            names = [node.value] if str(node.value).removeprefix("jackfield.") in FILES else []
         else:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         for name in names:
@@ -43,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
             while rest and ".".join(rest) not in FILES:
                 rest.pop()
             found |= {".".join(rest)} if top == "jackfield" else set()
-    return found
+    return found - {module(path)}
 
 
 ARROWS = {(name, other) for name, path in FILES.items() for other in imports_of(path)}
