@@ -1,6 +1,6 @@
-"""The arguments of `jackfield.plan` and `jackfield.load`, checked names with their defaults.
+"""The arguments of `jackfield.plan` and `jackfield.load` with their defaults.
 
-They are made once, where a call begins, and handed on whole.
+One record is made where a call begins, and handed on whole.
 """
 
 from __future__ import annotations
