@@ -15,13 +15,24 @@ class Assistant(Protocol):
     context_length: int | None
 
     def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
-        """Go on with copies of `sequences`: drafts for each, at most `most[i]`.
+        """Go on with copies of sequences, in batches; drawn by the random numbers of the sampler.
 
-        A draft that its own model gives less than the probability `sure[i]` is the last. Drawn by
-        the random numbers that the sampler will use at the same positions.
+        Called in the loop's thread, from `Strategy.propose` alone.
+
+        Args:
+            sequences: As `propose` was handed them.
+            most: One number each: how many drafts at most.
+            sure: One probability each: a draft that the draft model gives less is the last.
+
+        Returns:
+            One list of token ids of the main model each, fewer or none where the draft model's
+            context ends or its cache is full.
+
+        Raises:
+            ExecutionError: The draft model's own code failed.
         """
         ...
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Forget these sequences; unknown ones are ignored."""
+        """Forget these `sequences`; unknown ones are ignored. Call it from `Strategy.release`."""
         ...

@@ -15,9 +15,19 @@ from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS,
 class AttentionCapabilities:
     """What an attention backend declares it can do. What is not declared is not had.
 
-    `features` are keys of `FEATURES`. `head_sizes` None means any size. `batch_invariant`: in the
-    packed layout, the bits of one sequence's output do not depend on the others in the step.
-    `whole_scores`: it makes the whole matrix of scores, queries by keys, which takes memory.
+    Attributes:
+        layouts: "padded" (`forward` and `mask`), "packed" (`packed`), or both.
+        dtypes: Those of query, keys and values.
+        devices: torch device types.
+        features: Keys of `FEATURES`. A model that needs another one is refused; one that hands the
+            keyword argument of another one over while it runs ends with an ExecutionError.
+        head_sizes: The sizes of heads that there are kernels for; None: any.
+        batch_invariant: In the packed layout, the bits of one sequence's output do not depend on
+            the others in the step.
+        whole_scores: It makes the whole matrix of scores, queries by keys, which takes memory.
+
+    Raises:
+        ValueError: A name is unknown, or a set is empty that must not be.
     """
 
     layouts: frozenset[str] = frozenset({"padded"})
@@ -42,7 +52,7 @@ class AttentionCapabilities:
             raise ValueError(f"head_sizes must be a frozenset of positive ints, not {sizes!r}")
 
     def lacks(self, requirements: Requirements) -> list[str]:
-        """Each requirement that is not met, as a reason that names it and its evidence."""
+        """Each of `requirements` that is not met, as a reason that names it and its evidence."""
         r = requirements
         reasons = [
             f"does not support {feature} ({evidence})"
@@ -72,29 +82,63 @@ def _names(values: frozenset[Any]) -> str:
 class BoundAttention:
     """An attention function and the mask it understands, which are one thing.
 
-    `forward(module, query, key, value, attention_mask, **kwargs) -> (output, weights | None)`:
-    query `[batch, heads, q_len, head_dim]`, key and value `[batch, kv_heads, kv_len, head_dim]`
-    (not repeated for GQA), output `[batch, q_len, heads, head_dim]`, contiguous; inputs are not
-    to be modified. `attention_mask` is whatever `mask` returned. kwargs carry `scaling` (float),
-    `dropout` (0.0 while generating), `is_causal`, and, only for the features that the backend
-    declares, `sliding_window` (int | None), `softcap` (float | None), `s_aux` (sinks, `[heads]`)
-    and `position_bias`.
+    `forward(module, query, key, value, attention_mask, **kwargs) -> (output, weights)` serves the
+    padded layout. It is called once a layer in every step.
 
-    `mask` has the signature of transformers' mask functions (`transformers.masking_utils`,
-    e.g. `sdpa_mask`, `eager_mask`): it must honour `mask_function` (causality, window, chunks)
-    and `attention_mask` (`[batch, kv_len]` bool, padding). It may return None only where
-    `forward` then does the right thing by itself.
+    - `module`: the layer's own attention module; `module.layer_idx` is its index from 0 on.
+    - `query`: `[batch, heads, q_len, head_dim]`.
+    - `key`, `value`: `[batch, kv_heads, kv_len, head_dim]`, not repeated for GQA, with what is
+      cached and this step's. Values may have a `head_dim` of their own (`mixed_head_sizes`).
+    - `attention_mask`: what `mask` returned; some models cut its last dimension to `kv_len`.
+    - `output`: `[batch, q_len, heads, head_dim]`, that of the values, contiguous, in the dtype of
+      the query or the values and on the device of the query.
+    - `weights`: None, or `[batch, heads, q_len, kv_len]`, which nobody reads here.
 
-    `packed(module, query, layer, **kwargs) -> output` serves the packed layout: query and output
-    `[tokens, heads, head_dim]`, `layer` a `PackedLayer` that holds this step's keys and values
-    already, kwargs as above. Window and causality are in `layer`.
+    `kwargs` carry `scaling` (float), `is_causal` (bool; None or absent: as `module.is_causal`),
+    `dropout` (0.0; anything else is refused before the call), and, for the features that the
+    backend declares, `sliding_window` (int | None, tokens), `softcap` (float | None), `s_aux`
+    (sinks, `[heads]`) and `position_bias` (added to the scores). Others, such as `position_ids`,
+    are for nobody: take `**kwargs`.
 
-    `warm(page_size)` compiles what `packed` will need for pages of so many tokens, so that no
-    request has to wait for it. It is called once, before the first step.
+    `mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+    dtype, device, **kwargs)` is called with keywords, by transformers, once a forward call for
+    each kind of layer; see `sdpa_mask` and `eager_mask` in `transformers.masking_utils`. It must
+    honour `mask_function(batch, head, query, key) -> bool` (causality, window, chunks; positions
+    are columns, counted from `q_offset` and `kv_offset`) and `attention_mask` (bool
+    `[batch, columns]`, False is padding, or None). It may return None only where `forward` then
+    does the right thing by itself. A row that is all padding must not become NaN where other rows
+    read it. It is not called in the packed layout.
 
-    `close()` puts back what was changed outside of the model; it is called once, at the end.
+    `packed(module, query, layer, **kwargs) -> output` serves the packed layout; it is needed where
+    `layouts` names that.
 
-    `source` says whose kernel it is, where a backend can run on several; it goes into reports.
+    - `query`: `[tokens, heads, head_dim]`, strided; row by row the step's sequences, as
+      `layer.step.spans` say.
+    - `layer`: a `PackedLayer` that holds this step's keys and values already. Causality and the
+      window are in it: its `window` counts, not `sliding_window`.
+    - `output`: `[tokens, heads, head_dim]`, that of the values; dtype and device as above.
+
+    Changes: nothing. Query, keys, values, masks and pages are not to be modified.
+
+    Lives: inputs until the function returns, `layer` until then too; its `tables` are shared by the
+    layers of a step, so that what is worked out from them can be kept for the step. The output
+    belongs to the model.
+
+    When it lies: PluginError for an output of another shape, dtype or device, and for whatever is
+    raised; ExecutionError where a layer never calls it. Nobody notices wrong numbers while it runs.
+
+    Attributes:
+        forward: As above.
+        mask: As above.
+        packed: As above; None: it serves the padded layout only.
+        source: Whose kernel it is, where a backend can run on several; it goes into reports.
+        warm: `warm(page_size)` compiles what `packed` will need for pages of so many tokens, so
+            that no request has to wait for it. Called once, before the first step, where the cache
+            knows its page size.
+        close: `close()` puts back what was changed outside of the model. Called once, at the end.
+
+    Raises:
+        TypeError: `forward` or `mask` is no function.
     """
 
     forward: Callable[..., Any]
@@ -115,26 +159,48 @@ class BoundAttention:
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """The attention in the model's own code, by the name transformers gives it ("eager")."""
+    """The attention in the model's own code.
+
+    Attributes:
+        implementation: The name that transformers gives it: "eager".
+    """
 
     implementation: str
 
 
 class Attention(Backend):
-    """How a layer attends. `bind` is called once per model; imports of torch belong there."""
+    """How a layer attends."""
 
     kind: ClassVar[str] = "attention"
     bound: ClassVar[tuple[type, ...]] = (BoundAttention, ModelAttention)
     capabilities: ClassVar[AttentionCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Compare `requirements` with `capabilities`; extend it for what those cannot express."""
+        """Compare `requirements` with `capabilities`; extend it for what those cannot express.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+
+        Returns:
+            Reasons against it; an empty list accepts.
+        """
         del options
         return self.capabilities.lacks(requirements)
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundAttention | ModelAttention:
-        """Return the function pair that every layer of `context.model` will call."""
+        """Return what every layer of the model will call. Called once a model.
+
+        Imports of torch and of the library that does the work belong here.
+
+        Args:
+            context: `model` is None where transformers itself is still loading it;
+                `requirements.windows` has the window of each layer.
+
+        Returns:
+            The functions; or a `ModelAttention`, which leaves the model's own code in its place.
+        """
 
     def flaws(self) -> list[str]:
         found = super().flaws()

@@ -29,13 +29,23 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BindContext:
-    """What a backend is bound to. `options` is an instance of the backend's own `options` class.
+    """What a backend is bound to.
 
-    `model` is None where transformers itself is still loading it (attention), and where it is
-    loaded with what is bound (quantizer). `assistant` is the draft model of a decoding that
-    declares one, `tokenizer` what a quantizer may measure texts with, where the model has one.
-    A cache leaves `step_bytes` free on its device for what steps take, and may have `memory_share`
-    of the rest: the same engine may have another model there.
+    Lives: as long as the backend keeps it; nothing of it is to be changed, the model included
+    (`FusedLayer.make`, `BoundAttention` and `Quantization.finish` say what may be).
+
+    Attributes:
+        model: The model with its weights, on its devices, in eval mode once it runs. None where
+            transformers itself is still loading it (attention), and where it is loaded with what is
+            bound (quantizer).
+        config: The model's config.
+        requirements: The job, with what all kinds imply.
+        options: An instance of the backend's own `options` class.
+        assistant: The draft model, of a decoding that declares one.
+        tokenizer: What a quantizer may measure texts with; None where the model has none.
+        step_bytes: What a cache leaves free on its device for what steps take, in bytes.
+        memory_share: The share of the rest that a cache may have: the same engine may have another
+            model there.
     """
 
     model: PreTrainedModel | None
@@ -49,10 +59,7 @@ class BindContext:
 
     @property
     def device(self) -> torch.device:
-        """Where a step's inputs belong; a model that is spread may have its first weight on disk.
-
-        Other layers may compute elsewhere: `requirements.execution_devices`.
-        """
+        """Where a step's inputs belong; other layers may be in `requirements.execution_devices`."""
         assert self.model is not None
         return input_device(self.model)
 
@@ -60,11 +67,23 @@ class BindContext:
 class Backend(ABC):
     """One named implementation of a kind. Instances are made at import: keep `__init__` trivial.
 
-    `options` is a frozen dataclass whose fields are the keys of ``plugin:name?key=value``; field
-    types int, float, bool, str, Literal and ``T | None`` are checked when a selection is parsed.
-    `auto_rank` lets ``auto`` choose the backend: the highest accepted rank wins, None means that
-    it runs only when it is named. A backend with a rank needs a default for every option.
-    `auto_notice` is what a user must be told, as a warning, where ``auto`` chose the backend.
+    A plan asks every candidate `rank`, `available`, `refuse`, `impossible` and `imply`, maybe often
+    and in any thread: they are quick, change nothing and load no weights. `bind` does the work.
+
+    When it lies: a definition with `flaws` fails to load, and its plugin is reported. What raises
+    while a plan is made counts as a reason against the backend; what raises in `bind` or later is a
+    PluginError that names it. Errors of `jackfield.errors` keep their type.
+
+    Attributes:
+        kind: Set by the base class of the kind.
+        bound: What `bind` may return; set by the base class of the kind.
+        name: Lower-case words joined by '-', '_' or '.'.
+        options: A frozen dataclass whose fields are the keys of ``plugin:name?key=value``; field
+            types int, float, bool, str, Literal and ``T | None`` are checked when a selection is
+            parsed. A ValueError of its `__post_init__` is told as the user's mistake.
+        auto_rank: Lets ``auto`` choose the backend: the highest accepted rank wins, None means that
+            it runs only when it is named. A backend with a rank needs a default for every option.
+        auto_notice: What a user must be told, as a warning, where ``auto`` chose the backend.
     """
 
     kind: ClassVar[str]
@@ -75,7 +94,11 @@ class Backend(ABC):
     auto_notice: ClassVar[str | None] = None
 
     def rank(self, requirements: Requirements) -> int | None:
-        """`auto_rank` for this job; override it where that depends on the job."""
+        """`auto_rank`; override it where that depends on the job.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+        """
         del requirements
         return self.auto_rank
 
@@ -84,7 +107,11 @@ class Backend(ABC):
         return self.options()
 
     def notice(self, requirements: Requirements) -> str | None:
-        """`auto_notice` for this job; override it where that depends on the job."""
+        """`auto_notice`; override it where that depends on the job.
+
+        Args:
+            requirements: The job, as it was planned.
+        """
         del requirements
         return self.auto_notice
 
@@ -96,22 +123,52 @@ class Backend(ABC):
         return []
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job cannot be done by the backend (an empty list accepts it)."""
+        """Why this job cannot be done by the backend.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+
+        Returns:
+            Each reason as the rest of a sentence that begins with the backend's name ("does not run
+            on cuda"); an empty list accepts.
+        """
         del requirements, options
         return []
 
     def impossible(self, requirements: Requirements) -> list[str]:
-        """Why no backend of this shape can do this job, whatever `refuse` says; for contracts."""
+        """Why no backend of this shape can do this job, whatever `refuse` says; for contracts.
+
+        Args:
+            requirements: The job.
+        """
         del requirements
         return []
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
-        """What the kinds that are decided later must meet, once this backend is chosen."""
+        """What the kinds that are decided later must meet, once this backend is chosen.
+
+        The order is compiler, quantizer, scheduler, decoding, cache, attention.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+
+        Returns:
+            `requirements`, or a copy with more (`dataclasses.replace`); extend what the base class
+            of the kind returns. Anything else counts as a reason against the backend.
+        """
         del options
         return requirements
 
     def bind(self, context: BindContext) -> Any:
-        """Return the object that the engine calls: an instance of one of `bound`."""
+        """Return the object that the engine calls: an instance of one of `bound`.
+
+        Heavy imports belong here. Another object is a PluginError.
+
+        Args:
+            context: What it is bound to.
+        """
         raise NotImplementedError
 
     def flaws(self) -> list[str]:

@@ -10,7 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, by the file's header. `dtype` is safetensors' name of it ("BF16")."""
+    """A tensor in a file, by the file's header.
+
+    Attributes:
+        dtype: safetensors' name of it ("BF16").
+        shape: Its sizes; of a matrix of a linear layer mostly out × in.
+        file: Where it is.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +67,13 @@ def first(reasons: Iterable[list[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a checkpoint's quantization config: whether a value can be, and what can."""
+    """A field of a checkpoint's quantization config: which values can be.
+
+    Attributes:
+        allows: `allows(value)` says whether a value can be; it must stand any value.
+        words: What can be, as an error says it after "has to be".
+        needed: Whether the field has to be there.
+    """
 
     allows: Callable[[Any], bool]
     words: str

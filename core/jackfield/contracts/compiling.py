@@ -29,7 +29,13 @@ _NOT_COMPILED = {
 class CompilerCapabilities:
     """What a compiler declares. What is not declared is not had.
 
-    `batch_invariant`: the bits of a token's logits do not depend on the other tokens of the step.
+    Attributes:
+        dtypes: Those of weights and activations.
+        devices: torch device types.
+        batch_invariant: The bits of a token's logits do not depend on the other tokens of the step.
+
+    Raises:
+        ValueError: A name is unknown, or a set is empty.
     """
 
     dtypes: frozenset[str] = frozenset(DTYPES)
@@ -46,9 +52,16 @@ class CompilerCapabilities:
 class Compilation(ABC):
     """A compiler bound to a model: compiles its step for one shape after another.
 
-    `graphs` counts what was compiled, `seconds` is the time that took, from the first call of a
-    shape to its first computation; `source` says by what. With `prefill`, steps that read prompts
-    are compiled as well; otherwise only those in which every sequence decodes.
+    When it lies: PluginError where `compile` returns the step itself or no function, the compiled
+    step returns other shapes, a layer does not call its attention or calls it twice, `fill` returns
+    less than it was given, or nothing is counted in `graphs`. Nobody notices wrong numbers.
+
+    Attributes:
+        prefill: Steps that read prompts are compiled as well; otherwise only those in which every
+            sequence decodes.
+        source: By what it compiles; goes into reports.
+        graphs: How many were compiled so far; the backend counts.
+        seconds: The time that took, from the first call of a shape to its first computation.
     """
 
     prefill: bool = False
@@ -57,18 +70,36 @@ class Compilation(ABC):
     seconds: float = 0.0
 
     def fill(self, count: int) -> int:
-        """To how many tokens or rows, at least `count`, a step is filled up."""
+        """To how many a step is filled up, so that few shapes are compiled; `count` by default.
+
+        Asked for rows, for tokens a row, and for columns whose logits are wanted, each by itself.
+
+        Args:
+            count: How many there are, at least 1.
+
+        Returns:
+            `count` or more.
+        """
         return count
 
     @abstractmethod
     def compile(self, step: ModelStep) -> ModelStep:
-        """A function that returns what `step` does, compiled for each shape when it first comes.
+        """Make a function that does what `step` does. Called once a model; compiles nothing yet.
 
-        `step(input_ids, position_ids, keep)` takes two int64 `[rows, tokens]`, whose sizes are
-        values of `fill`, and the columns whose logits are wanted, int64 `[columns]`, None: all of
-        them; it returns logits `[rows, columns, vocab]`. It reads and writes keys and values
-        through a call of the attention that must be made exactly once a layer and in order.
-        Raises ExecutionError where it cannot be compiled; must never run it uncompiled.
+        The function compiles for each shape when it first comes. It must never run the step as it
+        is.
+
+        Args:
+            step: `step(input_ids, position_ids, keep)` takes two int64 `[rows, tokens]`, whose
+                sizes are values of `fill`, and the columns whose logits are wanted, int64
+                `[columns]`, None: all of them. It returns logits `[rows, columns, vocab]`. It is
+                the model without its attention: every attention is one call of the operator
+                `jackfield::attend`, which must be kept, once a layer and in order, and which runs
+                in plain Python. So a compiler need not know caches, lengths or attentions.
+
+        Returns:
+            A function of the same arguments, which raises ExecutionError where the step cannot be
+            compiled. Its logits are read before it is called again.
         """
 
 
@@ -78,9 +109,12 @@ class Uncompiled:
 
 
 class Compiler(Backend):
-    """How a step is executed. `bind` is called once per model, after its attention is plugged in.
+    """How a step is executed.
 
-    `compiles` is False for the one that leaves steps as they are.
+    One that is chosen asks the quantizer and the cache for `compiles` in their own capabilities.
+
+    Attributes:
+        compiles: False for the one that leaves steps as they are.
     """
 
     kind: ClassVar[str] = "compiler"
@@ -89,7 +123,19 @@ class Compiler(Backend):
     capabilities: ClassVar[CompilerCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Compare the job with `capabilities`; extend it for what those cannot express."""
+        """Compare the job with `capabilities`; extend it for what those cannot express.
+
+        What cannot be taken apart is refused for every compiler: a model's own attention, masks or
+        biases, linear-attention layers, layers that share keys and values, experts that are
+        computed one by one, and models on several devices.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+
+        Returns:
+            Reasons against it; an empty list accepts.
+        """
         del options
         return self._lacks(requirements) if self.compiles else []
 
@@ -117,12 +163,22 @@ class Compiler(Backend):
         return reasons
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        """That steps are compiled (`compiled`).
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+        """
         del options
         return replace(requirements, compiled=True) if self.compiles else requirements
 
     @abstractmethod
     def bind(self, context: BindContext) -> Compilation | Uncompiled:
-        """Return what compiles the steps of `context.model`. Compiles nothing yet."""
+        """Return what compiles the steps of one model. Called once a model; compiles nothing yet.
+
+        Args:
+            context: `model` with its weights, before its attention is plugged in.
+        """
 
     def flaws(self) -> list[str]:
         found = super().flaws()

@@ -17,14 +17,21 @@ _MIXED = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) from a key, each word of which is mixed in."""
+    """A number in [0, 1) from a key: `seed`, `sample` and `position`, each of which is mixed in."""
     return (_state(seed, sample, position) >> 11) * 2.0**-53
 
 
 def gumbel(seed: int, position: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` numbers from the standard Gumbel distribution; the first ones of a longer row.
+    """Numbers from the standard Gumbel distribution.
 
-    float64, or float32 on a device that has no other.
+    Args:
+        seed: The request's.
+        position: The place in the text for which they are drawn.
+        count: How many. Fewer are the first ones of more.
+        device: Where they are made.
+
+    Returns:
+        float64 `[count]`, or float32 on a device that has no other.
     """
     import torch
 

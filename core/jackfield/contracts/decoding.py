@@ -41,11 +41,16 @@ BEAM_SETTINGS = frozenset(
 class DecodingCapabilities:
     """What a strategy declares.
 
-    `settings` are the names of the generation settings that it honours, beyond those that the
-    loop itself honours (lengths, stops); any other setting in a request is refused by name.
-    `rollback`: it proposes drafts, tokens that may be taken back; without it nobody asks it to.
-    `assistant`: it needs a draft model. `forks`: it is a `Search`, which goes on with copies of a
-    sequence.
+    Attributes:
+        settings: The names of the generation settings that it honours, beyond those that the loop
+            itself honours (lengths, stops); any other setting in a request is refused by name.
+            `SAMPLER_SETTINGS` are those of the sampler.
+        rollback: It proposes drafts, tokens that may be taken back; without it nobody asks it to.
+        assistant: It needs a draft model, which is then `BindContext.assistant`.
+        forks: It is a `Search`, which goes on with copies of a sequence.
+
+    Raises:
+        ValueError: `settings` is no set.
     """
 
     settings: frozenset[str] = field(default_factory=frozenset)
@@ -61,7 +66,10 @@ class DecodingCapabilities:
 class TokenLogprob:
     """The log-probability of a token under the model itself, before any setting is applied.
 
-    `top` holds (token id, log-probability) of the likeliest tokens, as many as were asked for.
+    Attributes:
+        token_id: The token.
+        logprob: Its natural logarithm.
+        top: (token id, log-probability) of the likeliest tokens, as many as were asked for.
     """
 
     token_id: int
@@ -73,7 +81,11 @@ class TokenLogprob:
 class Accepted:
     """The tokens that one sequence gained in a step (none while its prompt is still being fed).
 
-    `error` ends this request, and only this one. `ends`: nothing may follow these tokens.
+    Attributes:
+        tokens: Token ids, in order.
+        logprobs: One for each, where the request asked for them.
+        error: Ends this request, and only this one.
+        ends: Nothing may follow these tokens.
     """
 
     tokens: Seq[int] = ()
@@ -89,37 +101,57 @@ class Strategy(ABC):
     what plain decoding would say there. Drafts are kept for as long as they are the same, so a
     wrong guess costs time and never changes a text.
 
-    `worth` is the share of its drafts that must be kept for them to pay; a request where they do
-    not is left alone for a while.
+    When it lies: what it returns is checked in every call. Anything but token ids, more drafts
+    than there is room for, and a sequence that was changed are a PluginError, which ends every
+    open request. Wrong guesses are no lie.
+
+    Attributes:
+        worth: The share of its drafts that must be kept for them to pay, 0 to 1, read once when it
+            is bound. A request where they do not is left alone for a while.
     """
 
     worth: float = 0.0
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        """Draft tokens to verify, one list per sequence (empty: none), at most `most[i]` (>= 1).
+        """Guess what comes next. Called in the loop's thread, once a step at most.
 
-        `sequences` are those that decode now and chose this strategy. Nothing of them may be
-        changed. Called in the loop's thread, once a step at most.
+        Asked only where the backend declares `rollback`.
+
+        Args:
+            sequences: Those that decode now, chose this strategy and are not left alone. For
+                reading.
+            most: One number each, at least 1: how many drafts there is room for.
+
+        Returns:
+            One list of token ids each, in the order of `sequences`, at most `most[i]` long; empty:
+            no guess. They are copied at once.
         """
 
     def refuse(self, prompt_length: int) -> str | None:
         """Why it can never propose anything for a request; None: it can.
 
-        Asked of requests that name the strategy; one that has it by default goes without drafts.
+        Asked in the thread that makes a request, while steps may run, where the request names the
+        strategy; it then ends with a SettingsError. One that has it by default goes without drafts.
+
+        Args:
+            prompt_length: In tokens.
         """
         del prompt_length
         return None
 
     def release(self, sequences: Seq[Sequence]) -> None:  # noqa: B027 - optional
-        """Forget what is kept for these sequences; unknown ones are ignored."""
+        """Forget what is kept for these `sequences`, which end; unknown ones are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A text goes on: with what beam number `parent` of its group has, then `token`.
 
-    `score` is what the next scores of this beam are added to.
+    Attributes:
+        parent: A place in `BeamGroup.beams`.
+        token: A token id that is not forbidden there and ends no text.
+        score: A finite number, to which the next scores of this beam are added.
     """
 
     parent: int
@@ -131,9 +163,14 @@ class Continuation:
 class Decision:
     """What a group does next: it goes on with `beams`; where there are none, it has ended.
 
-    `beams` are at most as many as the group has members, and may have parents in common; the first
-    are told of a search that is cut off. `hypotheses` are all that are worth keeping, best first.
-    `error` ends the request.
+    Attributes:
+        beams: At most as many as the group has members. They may have parents in common. The first
+            are the texts of a search that is cut off. None goes behind `max_new_tokens`, and no two
+            are the same, unless the request has several `num_beam_groups`.
+        hypotheses: All complete texts that are worth keeping, best first, those of the steps before
+            too: the best one must stay. A new one is what a beam has and a token for which
+            `BeamGroup.ends` says yes.
+        error: Ends the request, and only this one.
     """
 
     beams: Seq[Continuation] = ()
@@ -147,33 +184,50 @@ class Search(Strategy):
     A request begins as one beam that reads the prompt. Each step feeds every beam of a group its
     last token; then `decide` says which continuations the group goes on with. The loop copies
     what is cached for those that have a parent in common, and drops what nobody goes on with.
+
+    When it lies: a decision that breaks what `Decision`, `Continuation` and `Hypothesis` say, or
+    that ends a request without a text while a token was allowed, is a PluginError, which ends every
+    open request. That a better text was passed over is not noticed.
     """
 
     @abstractmethod
     def width(self, settings: Settings) -> int:
-        """How many beams a request has at most (>= 1); its group has as many members.
+        """How many beams a request has at most, at least 1; its group has as many members.
 
-        Raises SettingsError where its settings do not fit together.
+        Called in the thread that makes the request, while steps may run.
+
+        Args:
+            settings: What the request asked for; `settings.beams` has None where it said nothing.
+
+        Raises:
+            SettingsError: Its settings do not fit together.
         """
 
     @abstractmethod
     def decide(self, groups: Seq[BeamGroup], scores: Seq[torch.Tensor]) -> list[Decision]:
-        """One decision a group. Nothing of a group may be changed.
+        """Decide how groups go on. Called in the loop's thread, once a step at most.
 
-        `scores[i]` is float32 `[beams, vocab]`, which may be modified: for each beam of group i,
-        the log-probabilities of what may follow, after the request's own bias, penalties and
-        processors, and where it samples its temperature, top-k, top-p and min-p (-inf: forbidden),
-        plus the score of the beam itself. Called in the loop's thread, once a step at most; one
-        device-to-host copy is what it should cost.
+        One copy from device to host is what it should cost.
+
+        Args:
+            groups: Those whose beams have all been fed up to their last token. For reading.
+            scores: One float32 tensor a group, `[beams, vocab]` on the model's device, which may be
+                modified: for each beam its own score, plus the log-probabilities of what may
+                follow, after the request's own bias, penalties, processors and structure, and where
+                it samples its temperature, top-k, top-p and min-p. -inf: forbidden.
+
+        Returns:
+            One decision a group, in the order of `groups`.
         """
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+        """None: a search has no drafts for `sequences`, whatever `most` there is room for."""
         del most
         return [[] for _ in sequences]
 
 
 class Decoding(Backend):
-    """Which tokens come next. `bind` is called once per model."""
+    """Which tokens come next."""
 
     kind: ClassVar[str] = "decoding"
     bound: ClassVar[tuple[type, ...]] = (Strategy,)
@@ -183,6 +237,10 @@ class Decoding(Backend):
         """Drafts go against bits that do not depend on the batch: they are fed as space allows.
 
         So do beams, which are fed in other pieces once they were evicted.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
         """
         del options
         if not requirements.batch_invariant:
@@ -195,6 +253,12 @@ class Decoding(Backend):
         return [f"{why}, so bits depend on what else runs (deterministic=True)" for why in found]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        """That the cache can take tokens back (`rollback`), or copy sequences (`forks`).
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+        """
         del options
         own = self.capabilities
         return replace(
@@ -205,7 +269,14 @@ class Decoding(Backend):
 
     @abstractmethod
     def bind(self, context: BindContext) -> Strategy:
-        """Return the strategy for `context.model`; `context.assistant` is the draft model."""
+        """Return the strategy for one engine. Called once a model.
+
+        Args:
+            context: `assistant` is the draft model, where `capabilities` ask for one.
+
+        Returns:
+            A `Strategy`; a `Search` where `capabilities.forks`.
+        """
 
     def flaws(self) -> list[str]:
         found = super().flaws()

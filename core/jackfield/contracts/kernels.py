@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 class KernelCapabilities:
     """What a kernel declares. What is not declared is not had.
 
-    `batch_invariant`: the bits of a row of its output do not depend on the other rows.
+    Attributes:
+        devices: torch device types.
+        dtypes: Those of the layer's parameters and inputs.
+        batch_invariant: The bits of a row of its output do not depend on the other rows.
+
+    Raises:
+        ValueError: A name is unknown, or a set is empty.
     """
 
     devices: frozenset[str]
@@ -36,9 +42,12 @@ class KernelCapabilities:
 class FusedLayer:
     """What takes the place of the `forward` of the layers that a kernel `fits`.
 
-    `make` returns the function that is called in place of a layer's `forward`, with the same
-    arguments; it reads the module's own parameters and must not change them. `source` says in
-    reports whose kernel it is.
+    Attributes:
+        make: `make(module)` returns the function that is called in place of the layer's `forward`,
+            with the same arguments and result. It is called once a layer, when the weights are on
+            their device. The function reads the module's own parameters and changes neither them
+            nor its inputs.
+        source: Says in reports whose kernel it is.
     """
 
     make: Callable[[nn.Module], Callable[..., Any]]
@@ -46,10 +55,15 @@ class FusedLayer:
 
 
 class Kernel(Backend):
-    """A fused layer. `bind` is called once per model, when its weights are there.
+    """A fused layer in the place of the model's own.
 
-    The engine compares it with the layer that it replaces, on random numbers, and refuses one that
-    does something else.
+    Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
+    the first parameter.
+
+    When it lies: the first layer of each class and shape is compared with the kernel, on 5 random
+    rows. An output of another shape, or one that is further from the layer's own in float64 than
+    twice the layer's rounding and a little, is an ExecutionError when the model is loaded. What
+    only shows with other inputs is not noticed. Calls are counted.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -57,7 +71,15 @@ class Kernel(Backend):
     capabilities: ClassVar[KernelCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Compare the job with `capabilities`; extend it for what those cannot express."""
+        """Compare the job with `capabilities`; extend it for what those cannot express.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`.
+
+        Returns:
+            Reasons against it; an empty list accepts.
+        """
         del options
         r, can, reasons = requirements, self.capabilities, []
         if r.device is not None and r.device not in can.devices:
@@ -77,15 +99,23 @@ class Kernel(Backend):
 
     @abstractmethod
     def fits(self, module: nn.Module, options: Any) -> bool:
-        """Whether `module` is a layer that it replaces: by its class, attributes and shapes.
+        """Whether a module is a layer that it replaces: by its class, attributes and shapes.
 
         Asked before weights are read, when there are no numbers (torch's meta device), and again
-        when they are there.
+        when they are there; both answers must agree. A model in which it fits nothing is refused.
+
+        Args:
+            module: Any module of a model; for reading.
+            options: An instance of `options`.
         """
 
     @abstractmethod
     def bind(self, context: BindContext) -> FusedLayer:
-        """Return what takes the place of layers of `context.model`."""
+        """Return what takes the place of layers. Called once a model, when its weights are there.
+
+        Args:
+            context: `model` on its device. The engine puts the functions in, not `bind`.
+        """
 
     def flaws(self) -> list[str]:
         found = super().flaws()

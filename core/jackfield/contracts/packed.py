@@ -59,7 +59,11 @@ def not_packed(requirements: Requirements) -> list[str]:
 class Span(NamedTuple):
     """One sequence's part of a packed step.
 
-    Its queries are rows `start : start + length`; they are the last of its `end` tokens.
+    Attributes:
+        start: Its first row: its queries are rows `start : start + length` of the step.
+        length: How many tokens it feeds.
+        end: How many tokens it has then. Its queries are the last of these, at positions
+            `end - length` to `end - 1`.
     """
 
     start: int
@@ -69,10 +73,21 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class PackedStep:
-    """How the tokens of one step lie. Valid until the cache's next `prepare`.
+    """How the tokens of one step lie. The cache makes it in `prepare`; tensors are on its device.
 
-    `cu_seqlens_q` is int32 `[sequences + 1]`, `seq_lens` (tokens cached, these ones included) is
-    int32 `[sequences]`.
+    Lives: until the cache's next `prepare`. Nothing of it is to be changed.
+
+    When it lies: PluginError, whose numbers are read on a CPU in every step, on a GPU in some.
+
+    Attributes:
+        spans: One a sequence, in the order of feeds.
+        cu_seqlens_q: int32 `[sequences + 1]`, the first row of each sequence, then that behind the
+            last.
+        seq_lens: int32 `[sequences]`, how many tokens each has, those of this step included.
+        max_query_length: The longest `length` of `spans`, exactly.
+        max_seq_length: The longest `end` of `spans`, or more.
+        query_lengths: Made here, for counting calls: the longest length, and 1 where some decode
+            beside prefill.
     """
 
     spans: Seq[Span]
@@ -80,7 +95,7 @@ class PackedStep:
     seq_lens: torch.Tensor
     max_query_length: int
     max_seq_length: int
-    query_lengths: tuple[int, ...] = ()  # the longest, and 1 if there is decode beside prefill
+    query_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         longest = self.max_query_length
@@ -92,11 +107,27 @@ class PackedStep:
 class PageTables:
     """Which pages the sequences of a step hold, for all layers that remember alike.
 
-    Row i of `block_table` (int32 `[sequences, pages of the longest]`, padded with 0) lists the
-    pages of sequence i in the order of its tokens, beginning with the page that holds token
-    `first[i]` (int32; a multiple of the page size, not 0 only where a window let go of earlier
-    pages). `tables` and `firsts` are the same on the host. `window` limits query i to keys
-    `i - window + 1 … i`. Valid until the cache's next `prepare`.
+    Token t of sequence i is in page `tables[i][(t - firsts[i]) // page_size]`, at place
+    `(t - firsts[i]) % page_size` of it.
+
+    Lives: until the cache's next `prepare`. Nothing of it is to be changed. All layers with one
+    window have the same object in a step, and another one in the next.
+
+    When it lies: see `PackedKVCache.write`.
+
+    Attributes:
+        step: How the tokens of the step lie.
+        window: Limits a query at position i to keys `i - window + 1 … i`; None: to keys up to i.
+        page_size: Tokens of a page.
+        block_table: int32 `[sequences, pages of the longest]`: row i lists the pages of sequence i
+            in the order of its tokens, padded with 0.
+        first: int32 `[sequences]`: the position of the first token in the first page of each. A
+            multiple of the page size; not 0 only where a window let go of earlier pages.
+        tables: `block_table` on the host, without padding.
+        firsts: `first` on the host.
+        runs: Made here: for each sequence whose pages lie in a row, the first slot of the keys that
+            it sees and the slot behind the last; None otherwise. A slot is page · page size +
+            place.
     """
 
     step: PackedStep
@@ -112,13 +143,16 @@ class PageTables:
         self.runs = [self._run(row) for row in range(len(self.tables))]
 
     def oldest(self, row: int) -> int:
-        """The position of the oldest key that any query of sequence `row` sees."""
+        """The position of the oldest key that any query of sequence number `row` sees."""
         span = self.step.spans[row]
         begin = 0 if self.window is None else span.end - span.length + 1 - self.window
         return max(self.firsts[row], begin)
 
     def keys_of(self, row: int) -> tuple[int, int]:
-        """Where, counted from the first page's first token, the keys seen begin and end."""
+        """Where the keys that sequence number `row` sees begin, and the place behind the last one.
+
+        Counted in tokens from the first token of its first page.
+        """
         first = self.firsts[row]
         return self.oldest(row) - first, self.step.spans[row].end - first
 
@@ -134,8 +168,19 @@ class PageTables:
 class PackedLayer:
     """One layer's keys and values, as an attention reads them.
 
-    `keys` and `values` are `[pages, page_size, kv_heads, head_dim]`; which pages belong to whom is
-    in `tables`.
+    A cache makes one for each layer and hands it out in `write`; it sets `tables` in every step.
+    `gather` and `mask` are for an attention that goes sequence by sequence; one that has a kernel
+    for pages reads `keys`, `values`, `block_table`, `first`, `step.cu_seqlens_q` and
+    `step.seq_lens`.
+
+    Lives: for an attention, until it returns. Nothing of it is to be changed there.
+
+    Attributes:
+        keys: `[pages, page_size, kv_heads, head_dim]`.
+        values: The same; values may have a `head_dim` of their own.
+        flat_keys: A view by slot, `[pages * page_size, kv_heads, head_dim]`.
+        flat_values: The same of the values.
+        tables: Which pages belong to whom.
     """
 
     __slots__ = ("_by_head", "flat_keys", "flat_values", "keys", "tables", "values")
@@ -145,35 +190,50 @@ class PackedLayer:
         self.replace(keys, values)
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Use other pools. `flat_keys` and `flat_values` are views by slot, not by page."""
+        """Use other pools; for the cache.
+
+        Args:
+            keys: Contiguous `[pages, page_size, kv_heads, head_dim]`.
+            values: The same, of as many pages.
+        """
         self.keys, self.values = keys, values
         self.flat_keys, self.flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         self._by_head = self.flat_keys.transpose(0, 1), self.flat_values.transpose(0, 1)
 
     @property
     def step(self) -> PackedStep:
+        """How the tokens of the step lie."""
         return self.tables.step
 
     @property
     def window(self) -> int | None:
+        """How many tokens a query sees, itself included; None: all before it."""
         return self.tables.window
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.tables.page_size
 
     @property
     def block_table(self) -> torch.Tensor:
+        """int32 `[sequences, pages of the longest]`, padded with 0."""
         return self.tables.block_table
 
     @property
     def first(self) -> torch.Tensor:
+        """int32 `[sequences]`, the position of the first token in each one's first page."""
         return self.tables.first
 
     def gather(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, `[kv_heads, keys, head_dim]`, from the oldest seen on.
+        """Keys and values of one sequence, from the oldest that a query of it sees to its last.
 
-        Views where its pages lie in a row, copies otherwise.
+        Args:
+            row: The sequence's number in `step.spans`.
+
+        Returns:
+            Keys and values, each `[kv_heads, keys, head_dim]` and strided. They are views of the
+            pages where these lie in a row, copies otherwise; read them only.
         """
         if (run := self.tables.runs[row]) is not None:
             begin, end = run
@@ -186,9 +246,13 @@ class PackedLayer:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def mask(self, row: int) -> torch.Tensor | None:
-        """What the queries of one sequence see of its gathered keys: bool `[queries, keys]`.
+        """What the queries of one sequence see of its gathered keys.
 
-        None for a single query, which sees all of them.
+        Args:
+            row: The sequence's number in `step.spans`.
+
+        Returns:
+            bool `[queries, keys]`, True where seen; None for a single query, which sees all.
         """
         span = self.step.spans[row]
         if span.length == 1:
@@ -199,6 +263,14 @@ class PackedLayer:
         return self.seen(at[-span.length :, None], at)
 
     def seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which keys a query sees, both given as positions that broadcast."""
+        """Which keys a query sees: not later ones, and none before its window.
+
+        Args:
+            queries: Positions, of whole numbers.
+            keys: Positions, which broadcast with `queries`.
+
+        Returns:
+            bool, of the shape that both broadcast to.
+        """
         seen = keys <= queries
         return seen if self.window is None else seen & (keys > queries - self.window)

@@ -25,10 +25,18 @@ PREFERRED = ("bfloat16", "float16", "float32", "float64")
 class QuantizerCapabilities:
     """What a quantizer declares. What is not declared is not had.
 
-    `dtypes` are those of activations and of the weights that stay as they are. `offload`: layers
-    may lie on several devices or on disk. `adapters`: a LoRA adapter can be put on top of it, and
-    with `merges` be added into its weights. `batch_invariant`: the bits of a row of a layer's
-    output do not depend on the other rows. `compiles`: its layers can be traced by a compiler.
+    Attributes:
+        dtypes: Those of activations and of the weights that stay as they are.
+        devices: torch device types on which its layers compute.
+        offload: Layers may lie on several devices or on disk.
+        adapters: A LoRA adapter can be put on top of it.
+        merges: An adapter can be added into its weights; needs `adapters`.
+        batch_invariant: The bits of a row of a layer's output do not depend on the other rows.
+        compiles: Its layers can be traced by a compiler.
+
+    Raises:
+        ValueError: A name is unknown, a set is empty that must not be, or it `merges` adapters
+            that it does not take.
     """
 
     dtypes: frozenset[str] = frozenset(DTYPES)
@@ -50,11 +58,18 @@ class QuantizerCapabilities:
 
 @dataclass(frozen=True)
 class GivenConfig:
-    """The options of a quantizer for which the caller gave a transformers config object."""
+    """The options of a quantizer for which the caller gave a transformers config object.
+
+    It stands where an instance of the backend's own `options` stands otherwise.
+
+    Attributes:
+        config: The object, of a class of transformers.
+    """
 
     config: Any
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields of the object, and its class by name, for reports."""
         return {"config": type(self.config).__name__, **self.config.to_dict()}
 
 
@@ -69,13 +84,18 @@ def _anything(tensors: Tensors) -> list[str]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How `from_pretrained` is to store a model's weights.
+    """How `from_pretrained` is to store a model's weights. Its functions are called in this order.
 
-    `config` is handed to it; None: weights are read as the checkpoint has them. `misfits` is asked
-    first, with the `StoredTensor` of every name in a folder's files, why these are not what the
-    config says. Weights are read within `reading()`, the place for what a library prints or fetches
-    meanwhile. `finish` is called once with the model that was read, in whose class, config and
-    layers it may set right what the library left.
+    Attributes:
+        config: Is handed to `from_pretrained`; None: weights are read as the checkpoint has them.
+        misfits: `misfits(tensors)` says why the tensors in a folder's files are not what the config
+            says. `tensors` maps each name to its `StoredTensor`, by the files' headers, and is
+            empty for a hub id. Reasons become a CheckpointError before anything is read; an empty
+            list: they fit.
+        reading: `reading()` is a context in which weights are read, the place for what a library
+            prints or fetches meanwhile.
+        finish: `finish(model)` is called once with the model that was read, in whose class, config
+            and layers it may set right what the library left.
     """
 
     config: QuantizationConfigMixin | None
@@ -85,36 +105,80 @@ class Quantization:
 
 
 class Quantizer(Backend):
-    """How weights are stored. `bind` is called before there is a model.
+    """How weights are stored.
 
     A backend either quantizes while weights are read, or reads a checkpoint that was quantized:
-    which of both is in `requirements.stored`.
+    which of both is in `requirements.stored`. transformers does the reading; a backend names a
+    config of it (`make_config`), and knows its own layers again (`converted`).
+
+    One with classes of its own brings three things, which no module needs before `make_config` or
+    `reads`:
+
+    1. A config: a `transformers.utils.quantization_config.QuantizationConfigMixin` with a
+       `quant_method` that nobody else has, and a `to_dict` of what a checkpoint must say of itself.
+    2. A `transformers.quantizers.HfQuantizer` for it, which puts a layer of its own where each
+       linear layer was as the weight comes from the file, and, where it reads quantized checkpoints
+       too, says how their tensors become one (`get_weight_conversions`).
+    3. The layer, an `nn.Module` with `in_features`, `out_features` and its weights as parameters or
+       buffers on one device. It takes `[rows, in_features]` (and more dimensions before these) in
+       the dtype of the plan, and returns `[rows, out_features]` in the same dtype, on the same
+       device.
+
+    Both classes are registered, under `quant_method`, in `make_config` and in `reads`, in whose
+    wake transformers looks them up: `register_quantization_config` and `register_quantizer` of
+    `transformers.quantizers`. These raise where a name is taken, so register once.
+
+    When it lies: every layer that `weight_bytes` counts as stored, and every one that `converted`
+    knows, is looked at after reading. It has to be there, to return the planned dtype, shape and
+    device, and, where the file has its weights whole, to multiply as these do, as far as 2 bits
+    allow. What stays whole has to be what the file holds. All else is a PluginError that names the
+    layer, or a CheckpointError where the checkpoint was quantized before. No layer that `converted`
+    knows is an error too.
+
+    Attributes:
+        quantizes: Whether weights that are not quantized yet can be; False for one that only reads
+            checkpoints.
+        fields: What the fields of a checkpoint's `quantization_config` may be, by name (`Field`,
+            `one_of` in `jackfield.contracts.checkpoint`). An odd value is told as the file's fault.
     """
 
     kind: ClassVar[str] = "quantizer"
     bound: ClassVar[tuple[type, ...]] = (Quantization,)
     capabilities: ClassVar[QuantizerCapabilities]
-    #: whether weights that are not quantized yet can be
     quantizes: ClassVar[bool] = True
-    #: what fields of a checkpoint's `quantization_config` may be, of one that it reads; any other
-    #: value is told as the file's fault
     fields: ClassVar[Mapping[str, Field]] = {}
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
         """Whether a checkpoint, or a config object, with this `quantization_config` is its own.
 
-        `stored` is the dict of transformers' config, with `quant_method` in it.
+        Asked when a plan is made. One with classes of its own registers them before it says yes.
+
+        Args:
+            stored: The dict of transformers' config, with `quant_method` in it. It comes out of a
+                file: any value may be anything.
         """
         del stored
         return False
 
     def rank(self, requirements: Requirements) -> int | None:
-        """``auto`` reads what is quantized already; it never quantizes."""
+        """``auto`` reads what is quantized already; it never quantizes.
+
+        Args:
+            requirements: The job; `stored` is what the checkpoint says of itself.
+        """
         stored = requirements.stored
         return 10 if stored is not None and self.reads(stored) else None
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Compare the job with `capabilities`; extend it for what those cannot express."""
+        """Compare the job with `capabilities`; extend it for what those cannot express.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`, or a `GivenConfig`.
+
+        Returns:
+            Reasons against it; an empty list accepts.
+        """
         r, can, reasons = requirements, self.capabilities, []
         if r.stored is not None and not self.reads(r.stored):
             reasons.append(f"the checkpoint is quantized already, with {method(r.stored)}")
@@ -135,7 +199,15 @@ class Quantizer(Backend):
         return [*reasons, *_lacking(can, r)]
 
     def dtypes(self, requirements: Requirements, options: Any) -> frozenset[str]:
-        """`capabilities.dtypes`; override it where these depend on the device or the options."""
+        """`capabilities.dtypes`; override it where these depend on the device or the options.
+
+        Where nobody named a dtype and the model's own is not among these, the first of bfloat16,
+        float16, float32, float64 is taken that is.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`, or a `GivenConfig`.
+        """
         del requirements, options
         return self.capabilities.dtypes
 
@@ -147,7 +219,12 @@ class Quantizer(Backend):
         return None if requirements.dtype_named else _order(can)[0]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
-        """The dtype and the size of what the other kinds will find."""
+        """The dtype (`dtypes`) and the size (`weight_bytes`) of what the other kinds will find.
+
+        Args:
+            requirements: The job, with what the kinds decided before imply.
+            options: An instance of `options`, or a `GivenConfig`.
+        """
         dtype = self._dtype(requirements, options) or requirements.dtype
         chosen = replace(requirements, dtype=dtype)
         size = None if requirements.live else self.weight_bytes(chosen, options)
@@ -156,17 +233,31 @@ class Quantizer(Backend):
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
         """What all weights take once they are loaded, in bytes; None where nobody can tell.
 
-        `requirements.dtype` is that of the weights which stay as they are.
+        `mixed_bytes` of `jackfield.contracts.quantizing` helps. It is also asked about one weight
+        at a time: what takes another size than `plain_bytes` says is expected to be `converted`.
+
+        Args:
+            requirements: The job; `weights` are the parameters, `dtype` is that of those which stay
+                as they are.
+            options: An instance of `options`, or a `GivenConfig`.
         """
         del requirements, options
         return None
 
     def bind(self, context: BindContext) -> Quantization:
-        """Return what `from_pretrained` is to be given. `context.model` is None."""
+        """Return what `from_pretrained` is to be given. Called before weights are read.
+
+        Args:
+            context: `model` is None; `tokenizer` is there for one that measures a model on texts.
+        """
         return Quantization(self.config_of(context))
 
     def config_of(self, context: BindContext) -> QuantizationConfigMixin | None:
-        """The caller's own config, None for a checkpoint that has one, or `make_config`."""
+        """The caller's own config, None for a checkpoint that has one, or `make_config`.
+
+        Args:
+            context: As for `bind`.
+        """
         if isinstance(context.options, GivenConfig):
             return context.options.config  # type: ignore[no-any-return]
         needs: Requirements | None = context.requirements
@@ -175,20 +266,33 @@ class Quantizer(Backend):
 
     @abstractmethod
     def make_config(self, context: BindContext) -> QuantizationConfigMixin | None:
-        """The transformers config that quantizes while weights are read.
+        """Make the transformers config that quantizes while weights are read.
 
-        `context.config` and `context.requirements` are None where plain transformers code asks
-        (`jackfield.quantization`).
+        One with classes of its own registers them first.
+
+        Args:
+            context: `model` is None; `config` and `requirements` are None too where plain
+                transformers code asks (`jackfield.quantization`).
+
+        Returns:
+            The config; None: nothing is quantized.
         """
 
     @abstractmethod
     def converted(self, module: nn.Module) -> bool:
-        """Whether `module`, of a loaded model, has its weights stored by this quantizer."""
+        """Whether a module has its weights stored by this quantizer: by its class, mostly.
+
+        Args:
+            module: Any module of a loaded model.
+        """
 
     def runs_on(self, module: nn.Module) -> str | None:
         """Which kernel a converted `module` runs on, or what it waits for, as reports tell it.
 
         None where there is nothing to tell.
+
+        Args:
+            module: One for which `converted` said yes.
         """
         del module
         return None

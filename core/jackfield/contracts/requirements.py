@@ -40,10 +40,13 @@ INVARIANT_DEVICES = ("cpu",)
 class Weight:
     """One parameter of a model, before it is loaded; tied ones are one.
 
-    `linear` is `(out_features, in_features)` where it is the matrix of a linear layer that
-    quantizers may store in their own way, which the output head is not; `transposed` where the
-    model has it as in × out, a `Conv1D`. `dtype` is the one that it keeps whatever the model's is,
-    None where it keeps none.
+    Attributes:
+        name: As in `named_parameters()`.
+        numbers: How many numbers it has.
+        linear: `(out_features, in_features)` where it is the matrix of a linear layer that
+            quantizers may store in their own way, which the output head is not; None otherwise.
+        dtype: The one that it keeps whatever the model's is; None: it keeps none.
+        transposed: The model has the matrix as in × out, a `Conv1D`.
     """
 
     name: str
@@ -55,45 +58,70 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """One job, as backends see it when they accept or refuse it.
+    """One job, as backends see it when they accept or refuse it. It is read from a model's config.
 
-    `features` maps each needed feature to its evidence in the model ("attn_logit_softcapping =
-    50.0"). `layer_types` and `windows` (in tokens, None where a layer sees everything) have one
-    entry per cached layer; `dynamic_only` names those of the model's own layer types that
-    transformers' static caches do not know. `context_length` is in tokens, None where the model
-    has no limit of its own. `device` is a torch device type, None while transformers itself is
-    loading the model and has not said where. `layout` is what the chosen cache produces.
-    `kv_numbers` says for each cached layer how many numbers transformers' cache keeps of a token,
-    `packed_numbers` how many the attention is handed (more, where a cache keeps them compressed);
-    empty where nobody can tell.
-    `packed_shapes` are the shapes of these keys and values, `(heads, head_dim)` each, by layer.
-    `token_numbers` is about how many numbers a layer makes of a token at a time.
-    `weights` are the parameters that have to be loaded, none where the model is `live` (loaded
-    already), and `weight_bytes` what they will take as they are stored. `joined_weights` is a
-    tensor of its checkpoints that is several weights of the model, if there is one. `stored` is the
-    `quantization_config` of a checkpoint, or of a live model, that is quantized already.
-    `elsewhere`: it is only planned, for a device that this machine has not.
-    `head` is `(out_features, in_features)` of the output head, `tied_head` whether it shares its
-    weight with the embedding. `dtype_named`: the caller named the dtype, so nobody may choose
-    another.
-    `irregular` is the evidence where an attention module is not one cached layer, called once a
-    step (layers that share keys and values, or run in cycles). `experts_implementation` is how
-    mixture-of-experts layers have to be computed, where transformers' default does not do.
-    `ragged` is the evidence that rows of several lengths would be wrong in one padded batch: then
-    only rows of one length run together. `pieces` is the same for a prompt that is read in several
-    steps, `holes` for a token that is masked out once it was read, `fixed` for a cache that has
-    columns which are not written yet.
-    `page_size` is how many tokens a page has where the caller says so, None: the cache chooses.
-    `page_multiple`: the attention reads pages where they lie if their size is a multiple of it.
-    `compiled`: steps are compiled, around the attention and what the cache does.
-    `rollback`: tokens must be taken back; `forks`: sequences go on as copies of others.
-    `batch_invariant`: a request's log-probabilities must have the same bits whatever else runs.
-    `execution_devices` are the devices that layers compute on, the one where a step begins first;
-    empty where that is one, `device`. `offloaded` are places that only hold weights (the CPU beside
-    a GPU, "disk"). `adapter` is the type of the adapter on top of the weights ("LORA"), None
-    without one; with `merge_adapter` it is added into them.
-    `model_declines` holds the transformers attention families ("sdpa", "flash", "flex") that the
-    model's class says it must not be given.
+    Where a field is *evidence*, it is a sentence's part that says what of the model shows it; None
+    means that it is not so. Layers are cached layers, in their order.
+
+    Attributes:
+        architecture: The model: the name of its class.
+        dtype: The job: name of the dtype of activations and of weights that are stored whole.
+        device: The job: a torch device type, None while transformers itself is loading the model
+            and has not said where.
+        num_attention_heads: Attention: query heads of a layer.
+        num_key_value_heads: Attention: key and value heads, of the layer that has the fewest.
+        head_sizes: Attention: the sizes of heads that there are, ascending.
+        layer_types: Layers: "full_attention", "sliding_attention", "chunked_attention" or
+            "linear_attention", one each.
+        windows: Layers: how many tokens each keeps, None where it sees everything.
+        dynamic_only: Layers: those of the model's own types that transformers' static caches do
+            not know.
+        features: Attention: each needed key of `FEATURES` with its evidence in the model
+            ("attn_logit_softcapping = 50.0").
+        model_declines: Attention: the transformers families ("sdpa", "flash", "flex") that the
+            model's class says it must not be given.
+        context_length: The model: how many tokens a sequence may have; None: no limit of its own.
+        kv_numbers: Layers: how many numbers transformers' cache keeps of a token, one each; empty
+            where nobody can tell.
+        packed_numbers: Layers: how many the attention is handed (more, where a cache keeps them
+            compressed); empty where nobody can tell.
+        packed_shapes: Layers: the shapes of these keys and values, `(heads, head_dim)` each.
+        token_numbers: The model: about how many numbers a layer makes of a token at a time.
+        weights: Weights: the parameters that have to be loaded; none where the model is `live`.
+        joined_weights: Weights: a tensor of its checkpoints that is several weights of the model,
+            if there is one.
+        weight_bytes: Weights: what they will take as they are stored, in bytes.
+        head: Weights: `(out_features, in_features)` of the output head.
+        tied_head: Weights: whether the head shares its weight with the embedding.
+        stored: Weights: the `quantization_config` of a checkpoint, or of a live model, that is
+            quantized already.
+        live: The job: the model is loaded already.
+        elsewhere: The job: it is only planned, for a device that this machine has not.
+        dtype_named: The job: the caller named the dtype, so nobody may choose another.
+        irregular: The model, evidence: an attention module is not one cached layer, called once a
+            step (layers that share keys and values, or run in cycles).
+        ragged: The model, evidence: rows of several lengths would be wrong in one padded batch.
+            Then only rows of one length run together.
+        pieces: The model, evidence: a prompt that is read in several steps would be wrong.
+        holes: The model, evidence: a token that is masked out once it was read would be wrong.
+        fixed: The model, evidence: a cache with columns that are not written yet would be wrong.
+        experts_implementation: The model: how mixture-of-experts layers have to be computed, where
+            transformers' default does not do.
+        execution_devices: Placement: the devices that layers compute on, the one where a step
+            begins first; empty where that is one, `device`.
+        offloaded: Placement: places that only hold weights (the CPU beside a GPU, "disk").
+        adapter: The job: the type of the adapter on top of the weights ("LORA"), None without one.
+        merge_adapter: The job: the adapter is added into the weights.
+        layout: Of the cache: what it produces, "padded" or "packed".
+        rollback: Of the decoding: tokens must be taken back.
+        forks: Of the decoding: sequences go on as copies of others.
+        batch_invariant: The job: a request's log-probabilities must have the same bits whatever
+            else runs.
+        page_size: Of the cache: how many tokens a page has where the caller says so; None: the
+            cache chooses.
+        page_multiple: Of the attention: it reads pages where they lie if their size is a multiple
+            of it.
+        compiled: Of the compiler: steps are compiled, around the attention and what the cache does.
     """
 
     architecture: str

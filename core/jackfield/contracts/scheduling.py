@@ -14,33 +14,59 @@ class Schedule(ABC):
     """A bound scheduler. The loop calls `order` when a request may enter, `portions` every step.
 
     `step` counts the steps of the loop; `sequence.arrival` is the step before which a request came.
-    What breaks the contract fails every request with a PluginError that names the scheduler.
+
+    Changes: nothing. Sequences are for reading; `sequence.settings.priority` is what was asked for.
+
+    When it lies: what breaks the contract fails every request with a PluginError that names the
+    scheduler. A request that it passes over for ever (10,000 turns of others, after it has waited
+    10,000 steps or while it runs) ends by itself, with an error that names the scheduler.
     """
 
     @abstractmethod
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        """All of `waiting`, the one that enters first at the front.
+        """Say who enters first. No request may be overtaken for ever.
 
-        No request may be overtaken for ever.
+        Who does not fit into the cache yet holds up those behind.
+
+        Args:
+            waiting: Those that may enter; of a group the first member, for all of it.
+            step: The number of the loop's steps so far.
+
+        Returns:
+            All of `waiting`, each once, the one that enters first at the front.
         """
 
     @abstractmethod
     def portions(
         self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
     ) -> list[int]:
-        """How many tokens each of `running` feeds in this step: at most `pending[i]`, at least 0.
+        """Say how many tokens each feeds in this step; asked again after an eviction.
 
-        `pending` is 1 for a sequence that decodes. The sum is at most `budget`, which is at
-        least the number of sequences that decode; it is at least 1.
+        With `deterministic=True` less than all that is pending counts as 0, and giving nobody all
+        of it is a lie.
+
+        Args:
+            running: All that run.
+            pending: How many tokens each can feed, at least 1; 1 for a sequence that decodes.
+            budget: How many all of them may feed together; at least the number of those that
+                decode.
+            step: The number of the loop's steps so far.
+
+        Returns:
+            One int each, 0 to `pending[i]`; in sum 1 to `budget`. Drafts are not counted here.
         """
 
 
 class Scheduler(Backend):
-    """Who computes how many tokens in a step. `bind` is called once per model."""
+    """Who enters next, and who computes how many tokens in a step."""
 
     kind: ClassVar[str] = "scheduler"
     bound: ClassVar[tuple[type, ...]] = (Schedule,)
 
     @abstractmethod
     def bind(self, context: BindContext) -> Schedule:
-        """Return the schedule for one engine."""
+        """Return the schedule for one engine. Called once a model.
+
+        Args:
+            context: The model is there; a schedule seldom needs it.
+        """

@@ -32,15 +32,25 @@ class Sequence:
     """One text of a request, as a backend sees it while it runs.
 
     A request has one sequence, several samples of its prompt, or a group of beams. Everything is
-    for reading, but for `num_cached`, which the cache sets; a backend that changes anything else
-    ends the request with a PluginError.
+    for reading, but for `num_cached`, which the cache sets.
 
-    `id`: unique in an engine. `tokens`: prompt and new ones; a list that grows, so copy what is to
-    stay. `prompt_length`: how many of them are the prompt. `num_cached`: how many of them, from
-    the first on, the cache holds. `settings`: what the request asked for. `sample`: tells apart
-    the sequences that continue one prompt; all but the first have it as their `leader`. `group`:
-    the beams of a request that is searched. `arrival`: the loop's step before which it came.
-    `evictions`: how often its memory was taken from it.
+    Lives: from `admit` or the first `order` to `release`; compare sequences by identity or `id`.
+
+    When it lies: a backend that changes anything else in one is a PluginError, and every open
+    request ends. It is looked for in calls of schedules, of strategies, and of caches that are not
+    jackfield's own; of a text's tokens mostly the last are compared, now and then all.
+
+    Attributes:
+        id: Unique in an engine.
+        tokens: Prompt and new ones; a list that grows, so copy what is to stay.
+        prompt_length: How many of them are the prompt.
+        num_cached: How many of them, from the first on, the cache holds.
+        settings: What the request asked for.
+        sample: Tells apart the sequences that continue one prompt, from 0 on.
+        leader: The first of those, for all others; None: it is the first.
+        group: The beams of a request that is searched; None: it is not.
+        arrival: The loop's step before which it came.
+        evictions: How often its memory was taken from it.
     """
 
     __slots__ = (
@@ -85,7 +95,12 @@ class Sequence:
 
 
 class Hypothesis(NamedTuple):
-    """A text that is complete: its new tokens, and the score by which it is ranked."""
+    """A text that is complete.
+
+    Attributes:
+        tokens: Its new tokens, one at least; the last one ends it.
+        score: By which it is ranked; higher is better, a finite number.
+    """
 
     tokens: tuple[int, ...]
     score: float
@@ -94,21 +109,32 @@ class Hypothesis(NamedTuple):
 class BeamGroup(Protocol):
     """The sequences of one request under a `Search`; for reading.
 
-    `members`: as many sequences as there can be beams. `beams`: those that go on, in the order of
-    the last decision, with their `scores`; at first one, which reads the prompt. `hypotheses`: the
-    texts that are complete, best first. It is hashable, by identity.
+    It is hashable, by identity, and stays the same object from the request's first step to its
+    last. A search that changes one is a PluginError.
     """
 
     @property
-    def members(self) -> Seq[Sequence]: ...
+    def members(self) -> Seq[Sequence]:
+        """As many sequences as there can be beams."""
+
     @property
-    def beams(self) -> Seq[Sequence]: ...
+    def beams(self) -> Seq[Sequence]:
+        """Those that go on, in the order of the last decision; at first one, which read the prompt.
+
+        A parent's number is its place in here.
+        """
+
     @property
-    def scores(self) -> Seq[float]: ...
+    def scores(self) -> Seq[float]:
+        """One for each of `beams`, from the last decision; 0 at first."""
+
     @property
-    def hypotheses(self) -> Seq[Hypothesis]: ...
+    def hypotheses(self) -> Seq[Hypothesis]:
+        """The texts that are complete, best first, as the last decision left them."""
+
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> Settings:
+        """What the request asked for."""
 
     @property
     def width(self) -> int:
@@ -119,7 +145,7 @@ class BeamGroup(Protocol):
         """How many new tokens every beam has."""
 
     def new_tokens(self, parent: int, token: int) -> tuple[int, ...]:
-        """The new tokens of beam number `parent`, and `token`."""
+        """The new tokens of beam number `parent`, and `token` behind them."""
 
     def ends(self, parent: int, token: int) -> bool:
         """Whether the text of beam number `parent` is complete with `token`.
@@ -130,7 +156,14 @@ class BeamGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """One sequence's part of a step: its tokens from `start`, `count` of them, then `drafts`."""
+    """One sequence's part of a step: its tokens from `start`, `count` of them, then `drafts`.
+
+    Attributes:
+        sequence: Whose part it is.
+        start: Its `num_cached`: the position of the first token that is fed.
+        count: How many of its own tokens are fed; 0 only in a cache that does not `joins`.
+        drafts: Token ids that are fed behind its last own token, to be verified; none otherwise.
+    """
 
     sequence: Sequence
     start: int
@@ -139,6 +172,7 @@ class Feed:
 
     @property
     def token_ids(self) -> list[int]:
+        """What is fed: its own tokens, then the drafts. A list of its own, made in each call."""
         return [*self.sequence.tokens[self.start : self.start + self.count], *self.drafts]
 
     @property
@@ -149,7 +183,11 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward call computes: which sequence feeds how many tokens."""
+    """What one forward call computes: which sequence feeds how many tokens.
+
+    Attributes:
+        feeds: One a sequence that takes part, in the order of the logits' rows.
+    """
 
     feeds: Seq[Feed]
 

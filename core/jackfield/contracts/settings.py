@@ -8,15 +8,28 @@ from typing import Any, Literal, NamedTuple
 
 
 class Structure(NamedTuple):
-    """What a request's text must look like: its kind ("choices", "grammar",
-    "json_schema" or "regex") and its text (JSON of a schema)."""
+    """What a request's text must look like.
+
+    Attributes:
+        kind: "choices", "grammar", "json_schema" or "regex".
+        source: Its text; JSON of choices and of a schema.
+    """
 
     kind: str
     source: str
 
 
 class BeamSettings(NamedTuple):
-    """What a request asks of a search, by transformers' names; None: as its options say."""
+    """What a request asks of a search, by transformers' names; None: as its options say.
+
+    Attributes:
+        num_beams: How many texts go on at once.
+        length_penalty: The power of a text's length by which its score is divided.
+        early_stopping: Whether a search ends when it has as many texts as beams; "never": only when
+            no beam can become better.
+        num_beam_groups: How many searches beams are divided among.
+        diversity_penalty: What a token costs for each beam of another group that has it.
+    """
 
     num_beams: int | None = None
     length_penalty: float | None = None
@@ -26,7 +39,15 @@ class BeamSettings(NamedTuple):
 
 
 class DraftSettings(NamedTuple):
-    """What a request asks of drafts, by transformers' names; None: as its options say."""
+    """What a request asks of drafts, by transformers' names; None: as its options say.
+
+    Attributes:
+        prompt_lookup_num_tokens: How many drafts at most are copied out of the text itself.
+        max_matching_ngram_size: How many last tokens are looked for there, at most.
+        num_assistant_tokens: How many drafts a draft model makes.
+        num_assistant_tokens_schedule: "constant" or "heuristic": whether that number is adapted.
+        assistant_confidence_threshold: A draft below this probability is the last one.
+    """
 
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
@@ -36,17 +57,41 @@ class DraftSettings(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """One request's settings, checked and resolved. Biases come before anything else.
+    """One request's settings, checked and resolved, by transformers' names where it has one.
 
-    `sequence_bias` maps token-id tuples to what is added to the last one's logit when the others
-    precede it; bad words and suppressed tokens are in it with -inf. `logits_processor` are
-    functions of (token ids `[1, length]`, scores `[1, vocab]`), called after the penalties;
-    `stopping_criteria` are functions of (token ids `[1, length]` on the CPU, None) that say after
-    each token whether it was the last.
-    A higher `priority` goes first; `deadline` is in seconds from submission; only requests with an
-    equal `cache_salt` share cached prefixes. `decoding` names one of the engine's strategies,
-    `drafts` and `beams` are what it is asked for. `structure` says what the text must look like.
     A tuple, since backends read it: nothing changes one, not even `object.__setattr__`.
+
+    Attributes:
+        max_new_tokens: How many tokens it may get, at least 1.
+        min_new_tokens: No EOS token comes before so many.
+        do_sample: Whether tokens are drawn; otherwise the likeliest is taken.
+        temperature: Divides the scores where tokens are drawn.
+        top_k: How many of the likeliest tokens stay; 0: all.
+        top_p: The least share of probability that the likeliest tokens which stay have together.
+        min_p: The least share of the likeliest token's probability that a token which stays has.
+        repetition_penalty: Divides positive scores, and multiplies negative ones, of tokens that
+            are in the prompt or the new text.
+        presence_penalty: Is taken off the scores of tokens that are among the new ones.
+        frequency_penalty: Is taken off as often as they are there.
+        sequence_bias: Token ids, the last of which gets what they map to added to its score when
+            the others precede it. Bad words and suppressed tokens are in it with -inf. Comes before
+            anything else.
+        eos_token_ids: Tokens that end a text.
+        stop_strings: Strings that end it.
+        seed: The key of its random numbers.
+        logprobs: Of how many of the likeliest tokens log-probabilities are told; None: of none.
+        logits_processor: Functions of (token ids `[1, length]`, scores `[1, vocab]`), called after
+            the penalties.
+        stopping_criteria: Functions of (token ids `[1, length]` on the CPU, None) that say after
+            each token whether it was the last.
+        num_return_sequences: How many texts it gets.
+        priority: A higher one goes first.
+        deadline: In seconds from submission; None: it may take any time.
+        cache_salt: Only requests with an equal one share cached prefixes.
+        decoding: The name of the engine's strategy that it runs with.
+        drafts: What that is asked for.
+        beams: What a search is asked for.
+        structure: What the text must look like; None: anything.
     """
 
     max_new_tokens: int

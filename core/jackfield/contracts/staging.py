@@ -23,8 +23,12 @@ class StepBlock:
     there is one more, up to a few. On a CPU nothing is pinned and nothing copied: `put` is
     `torch.tensor`, and `send` does nothing.
 
-    `stages`: numbers are sent, and not just there. Not thread-safe. What is sent is in order with
-    what the current stream is told before and after.
+    Not thread-safe. What is sent is in order with what the current stream is told before and
+    after.
+
+    Attributes:
+        device: Where numbers go.
+        stages: Whether numbers are sent (a GPU), and not just there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,9 +39,13 @@ class StepBlock:
         self._there: Any = None  # the block's place on the device, while something waits in it
 
     def put(self, numbers: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of `numbers` (nested lists, or a tensor of the host) on the device.
+        """A tensor of numbers on the device.
 
-        It is to be read after the next `send`, not before, and to be changed by nobody.
+        Lives: it is to be read after the next `send`, not before, and to be changed by nobody.
+
+        Args:
+            numbers: Nested lists, or a tensor of the host.
+            dtype: Of the new tensor; None: as `torch.tensor` chooses. A given tensor keeps its own.
         """
         import torch
 
