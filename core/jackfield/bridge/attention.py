@@ -171,7 +171,7 @@ class AttentionPort:
         if bound.packed is None:
             raise fault(self.registered, "declares the packed layout but bound no `packed`")
         count, note, inner = self.tally.count, self._called.append, bound.packed
-        guard = guarded(self.registered, "packed")
+        guard, write = guarded(pages, "write"), pages.write
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -181,15 +181,16 @@ class AttentionPort:
                     f"{type(module).__name__} makes a mask of its own, which the packed layout has "
                     "no place for; choose a padded cache, e.g. 'dynamic'"
                 )
-            number = module.layer_idx
-            layer = pages.write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            guard.layer = number
-            for length in layer.step.query_lengths:
-                count(number, length)
-            note(number)
-            _, heads, tokens, _ = query.shape
-            with guard:
+            guard.layer = number = module.layer_idx
+            guard.who, guard.what = pages, "write"
+            with guard:  # one for both calls: entering it costs as much as a check
+                layer = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+                for length in layer.step.query_lengths:
+                    count(number, length)
+                note(number)
+                guard.who, guard.what = self.registered, "packed"
                 output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
+            _, heads, tokens, _ = query.shape
             self._check("packed", output, (tokens, heads, value.shape[3]), query, value)
             return output[None], None
 

@@ -62,7 +62,8 @@ def assemble(
     structures = Structures(tokenizer, text.vocab_size)
     bound = BoundModel(model, plan, *shared(plan, bounds, assistance))
     scheduler = plan["scheduler"].registered
-    schedule = CheckedSchedule(scheduler.bind(bound.context("scheduler")), str(scheduler))
+    bare = scheduler.bind(bound.context("scheduler"))
+    schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
     draft = None if assistance is None else _draft_model(assistance, bounds, text)
     decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
     loop = Loop(bound.forward, bound.cache, decoder, schedule, bounds)

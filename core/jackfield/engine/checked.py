@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from operator import attrgetter, is_, le
 from typing import TYPE_CHECKING
@@ -71,19 +73,28 @@ class unchanged:  # noqa: N801 - reads as a word of the language
                 raise fault(self._who, f"{self._what} changed request {before[0]}, to be read")
 
 
-class CheckedSchedule(Schedule):
-    """`inner`, called `name` in errors. The checks take a few microseconds a step."""
+def _nothing(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
 
-    def __init__(self, inner: Schedule, name: str) -> None:
+
+class CheckedSchedule(Schedule):
+    """`inner`, called `name` in errors. The checks take a few microseconds a step.
+
+    `closely`: also what it may have changed of the requests.
+    """
+
+    def __init__(self, inner: Schedule, name: str, *, closely: bool = True) -> None:
         self._inner = inner
         self._name = name
+        self._unchanged = partial(unchanged, self) if closely else _nothing
+        self._guards = {what: guarded(self, what) for what in ("order", "portions")}
 
     def __str__(self) -> str:
         return self._name
 
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
         waiting = tuple(waiting)
-        with guarded(self, "order"), unchanged(self, "order", waiting[:WATCHED]):
+        with self._guards["order"], self._unchanged("order", waiting[:WATCHED]):
             found = list(islice(self._inner.order(waiting, step), len(waiting) + 1))
             whole = len(found) == len(waiting) and set(found) == set(waiting)
         if not whole:
@@ -99,7 +110,7 @@ class CheckedSchedule(Schedule):
     ) -> list[int]:
         running, pending = tuple(running), tuple(pending)
         most = len(running) + 1
-        with guarded(self, "portions"), unchanged(self, "portions", running):
+        with self._guards["portions"], self._unchanged("portions", running):
             found = list(islice(self._inner.portions(running, pending, budget, step), most))
             total = sum(found)
             right = (

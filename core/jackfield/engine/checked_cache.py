@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,43 +11,23 @@ from jackfield.contracts import CacheUsage, KVCache, ModelInputs
 from jackfield.engine.checked import unchanged
 from jackfield.engine.checked_inputs import flaw_of_tokens
 from jackfield.engine.checked_pages import Spots
+from jackfield.engine.guarded_cache import GuardedCache
 from jackfield.errors import quoted
-from jackfield.guarded import fault, guarded
-from jackfield.registry.loading import DISTRIBUTION
+from jackfield.guarded import fault
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence, Step
 
 
-_NOTHING = nullcontext()
-
-
-class CheckedCache(KVCache):
+class CheckedCache(GuardedCache):
     """`inner`, the cache of the backend `who`. The checks take a few microseconds a step."""
 
     _packed = False
 
     def __init__(self, inner: KVCache, who: object) -> None:
-        self.inner = inner
-        self._who = who
-        self._guards = {name: guarded(who, name) for name in _ASKED}
-        # Numbers are read of strangers' caches alone: tests hold jackfield's own to them.
-        self._closely = getattr(who, "distribution", None) != DISTRIBUTION
+        super().__init__(inner, who)
         self._spots, self._spot = Spots(), False
         self._reaches = 0  # how many tokens the longest row has, with those of the step
-        self.joins = inner.joins  # type: ignore[misc]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """How much a step feeds at most is for the cache to know."""
-        if name == "max_portion":
-            self.inner.max_portion = value
-        super().__setattr__(name, value)
-
-    def __str__(self) -> str:
-        return str(self._who)
 
     def admit(self, sequence: Sequence) -> bool:
         with self._guards["admit"], self._unchanged("admit", (sequence,)):
@@ -61,9 +39,7 @@ class CheckedCache(KVCache):
             raise self._lost("admit", sequence, f"0 to {most}")
         return found
 
-    def _unchanged(self, what: str, sequences: Seq[Sequence]) -> AbstractContextManager[None]:
-        if not self._closely:
-            return _NOTHING
+    def _unchanged(self, what: str, sequences: Seq[Sequence]) -> unchanged:
         return unchanged(self, what, sequences, but_cached=True)
 
     def _counts(self, sequence: Sequence, least: int, most: int) -> bool:
@@ -107,10 +83,10 @@ class CheckedCache(KVCache):
             if not isinstance(found, ModelInputs):
                 raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
             flaw = _flaw(found, step, self.joins)
-            self._spot = self._closely and self._spots.next(step.feeds)
+            self._spot = self._spots.next(step.feeds)
             # Reading tensors of another device waits for it.
             read = self._spot or found.kwargs["input_ids"].device.type == "cpu"
-            if not flaw and self._closely and read:
+            if not flaw and read:
                 flaw = flaw_of_tokens(found, step, packed=self._packed)
         if flaw:
             raise fault(self, f"prepare must return inputs for the step, got {flaw}")
@@ -121,36 +97,23 @@ class CheckedCache(KVCache):
                 self._watch(past)
         return found
 
-    def _watch(self, past: Any) -> None:
-        """Hold what the model gets of a cache of transformers to what every attention relies on.
-
-        The cache must not refer to itself: its memory is free as soon as nobody has it.
-        """
-        update, weakly = type(past).update, weakref.ref(past)
-        guard = guarded(self._who, "update")
-
-        def watched(key: Any, value: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
-            cache: Any = weakly()
-            with guard:
-                keys, values = found = update(cache, key, value, layer, *args, **kwargs)
-                sliding = getattr(cache.layers[layer], "is_sliding", False)
-                least = key.shape[2] if sliding else self._reaches
-                right = (
-                    keys.shape[:2] == key.shape[:2]
-                    and keys.shape[2] == values.shape[2] >= least
-                    and keys.dtype == key.dtype
-                    and keys.device == key.device
-                )
-            if not right:
-                raise fault(
-                    self,
-                    f"update must return the keys and values of {least} tokens or more, of "
-                    f"{list(key.shape[:2])} rows and heads in {key.dtype}, got {list(keys.shape)} "
-                    f"and {list(values.shape)} in {keys.dtype}",
-                )
-            return found
-
-        past.update = watched
+    def _look_at_update(self, layer: Any, key: Any, found: Any) -> None:
+        """Hold what the model gets to what every attention relies on."""
+        keys, values = found
+        least = key.shape[2] if getattr(layer, "is_sliding", False) else self._reaches
+        right = (
+            keys.shape[:2] == key.shape[:2]
+            and keys.shape[2] == values.shape[2] >= least
+            and keys.dtype == key.dtype
+            and keys.device == key.device
+        )
+        if not right:
+            raise fault(
+                self,
+                f"update must return the keys and values of {least} tokens or more, of "
+                f"{list(key.shape[:2])} rows and heads in {key.dtype}, got {list(keys.shape)} "
+                f"and {list(values.shape)} in {keys.dtype}",
+            )
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         fed = [feed.sequence for feed in step.feeds]
@@ -203,26 +166,12 @@ class CheckedCache(KVCache):
             raise fault(self, f"held_bytes must return bytes or None, got {quoted(found)}")
         return found
 
-    def forget(self) -> None:
-        with self._guards["forget"]:
-            self.inner.forget()
-
-    def close(self) -> None:
-        with self._guards["close"]:
-            self.inner.close()
-
     def usage(self) -> CacheUsage | None:
         with self._guards["usage"]:
             found = self.inner.usage()
         if not isinstance(found, CacheUsage | None):
             raise fault(self, f"usage must return a CacheUsage or None, got {quoted(found)}")
         return found
-
-
-_ASKED = (
-    "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
-    "prepare", "refuse", "release", "rewind", "usage", "write",
-)  # fmt: skip
 
 
 def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:

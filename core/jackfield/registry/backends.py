@@ -15,6 +15,7 @@ from jackfield.contracts import Backend, BindContext, GivenConfig
 from jackfield.errors import JackfieldError, SelectionError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.hookspecs import HOOKS
+from jackfield.registry.loading import DISTRIBUTION
 from jackfield.spelling import PREFIX, Selection, make_options, nearest
 
 logger = logging.getLogger("jackfield")
@@ -74,6 +75,11 @@ class Registered:
     @property
     def kind(self) -> str:
         return self.backend.kind
+
+    @property
+    def own(self) -> bool:
+        """Whether it comes with jackfield itself."""
+        return canonicalize_name(self.distribution) == DISTRIBUTION
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """What the backend's own method `what` returns. Raises PluginError where it breaks."""

@@ -1,0 +1,106 @@
+"""A cache whose failures are told as its backend's. Nothing that it returns is looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jackfield.contracts import KVCache, ModelInputs, PackedKVCache, PackedLayer
+from jackfield.guarded import guarded
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.engine.sequences import Step
+
+#: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
+CALLED = (
+    "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
+    "prepare", "refuse", "release", "rewind", "usage",
+)  # fmt: skip
+
+
+def _guarded(name: str) -> Callable[..., Any]:
+    def method(self: GuardedCache, *args: Any) -> Any:
+        with self._guards[name]:
+            return getattr(self.inner, name)(*args)
+
+    method.__name__ = name
+    return method
+
+
+class GuardedCache(KVCache):
+    """`inner`, the cache of the backend `who`. A step costs it some two microseconds."""
+
+    def __init__(self, inner: KVCache, who: object) -> None:
+        self.inner = inner
+        self._who = who
+        self._guards = {name: guarded(who, name) for name in CALLED}
+        self.joins = inner.joins  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """How much a step feeds at most is for the cache to know."""
+        if name == "max_portion":
+            self.inner.max_portion = value
+        super().__setattr__(name, value)
+
+    def __str__(self) -> str:
+        return str(self._who)
+
+    admit = _guarded("admit")
+    close = _guarded("close")
+    commit = _guarded("commit")
+    evict = _guarded("evict")
+    fits = _guarded("fits")
+    forget = _guarded("forget")
+    fork = _guarded("fork")
+    held_bytes = _guarded("held_bytes")
+    portions = _guarded("portions")
+    refuse = _guarded("refuse")
+    release = _guarded("release")
+    rewind = _guarded("rewind")
+    usage = _guarded("usage")
+
+    def prepare(self, step: Step) -> ModelInputs:
+        with self._guards["prepare"]:
+            found = self.inner.prepare(step)
+        past = found.kwargs.get("past_key_values")
+        if past is not None and "update" not in vars(past):
+            self._watch(past)
+        return found
+
+    def _watch(self, past: Any) -> None:
+        """Tell as the cache's what a cache of transformers raises while the model runs.
+
+        It must not refer to itself: its memory is free as soon as nobody has it.
+        """
+        update, weakly = type(past).update, weakref.ref(past)
+        guard, look = guarded(self._who, "update"), self._look_at_update
+
+        def watched(key: Any, value: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+            cache: Any = weakly()
+            with guard:
+                found = update(cache, key, value, layer, *args, **kwargs)
+                look(cache.layers[layer], key, found)
+            return found
+
+        past.update = watched
+
+    def _look_at_update(self, layer: Any, key: Any, found: Any) -> None:
+        """Raise where `found` of a layer of transformers' cache is not what is due for `key`."""
+
+
+class GuardedPackedCache(GuardedCache, PackedKVCache):
+    """The same in the packed layout."""
+
+    def __init__(self, inner: PackedKVCache, who: object) -> None:
+        super().__init__(inner, who)
+        self._pages = inner
+        self.page_size = inner.page_size
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
+        return self._pages.write(layer, keys, values)
