@@ -48,7 +48,7 @@ def unchecked() -> None:
     attention.guarded = _NoGuard
     attention.AttentionPort._check = lambda *_: None
     bound.checked_cache = lambda cache, *_: cache
-    engine.CheckedSchedule = lambda inner, _: inner
+    engine.CheckedSchedule = lambda inner, *_, **__: inner
     engine.checked = lambda strategy, *_: strategy
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from jackfield import Engine
 from jackfield.contracts import Step
+from jackfield.registry.backends import Registered
+
+
+@contextlib.contextmanager
+def held_closely() -> Iterator[None]:
+    """What is loaded within is looked at as if all of it were a stranger's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Registered, "own", False)
+        yield
 
 
 class Stepped(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from driven import Arrival, drive, tokens
 from families import WINDOW, build, character_tokenizer, oracle, prompts, references
+from storming import held_closely
 
 import jackfield
 from jackfield.contracts import Strategy
@@ -29,6 +30,13 @@ ARRIVALS = (0,) * 16 + tuple(_draw.randint(0, 40) for _ in range(48))
 TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma3": (4, 72)}
 
 model_of = functools.cache(build)
+
+
+@pytest.fixture(autouse=True)
+def closely() -> Iterator[None]:
+    """jackfield's own cache of pages is held to what a stranger's is held to."""
+    with held_closely():
+        yield
 
 
 def paged(family: str, sharing: bool = True, swap: bool = False, num_tokens: int = 0) -> str:

@@ -316,6 +316,7 @@ class PackedKVCache(KVCache):
 
     joins: ClassVar[bool] = True
     page_size: int | None = None
+    rounding: float = 0.25
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

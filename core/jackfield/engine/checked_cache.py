@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import le
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,21 +54,27 @@ class CheckedCache(GuardedCache):
         )
 
     def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
-        most = max(wanted)
-        left = [min(most, len(s.tokens) - s.num_cached) for s in sequences]
-        if self.joins:
-            left = list(wanted)
+        left = list(wanted)
+        if not self.joins:
+            most = max(wanted)
+            left = [min(most, len(s.tokens) - s.num_cached) for s in sequences]
         with self._guards["portions"]:
             found = self.inner.portions(tuple(sequences), list(wanted))
+            least = [int(self.joins and most > 0) for most in left]
             right = (
                 len(found) == len(left)
-                and all(type(n) is int and 0 <= n <= m for n, m in zip(found, left, strict=True))
+                and set(map(type, found)) == {int}
+                and all(map(le, least, found))
+                and all(map(le, found, left))
                 and any(found)
-                and (found == left or not self.joins)
             )
         if not right:
-            due = "what is wanted," if self.joins else "whole numbers, not all 0, at most"
-            raise fault(self, f"portions must return {due} {quoted(left)}, got {quoted(found)}")
+            few = "each at least 1 where one is wanted" if self.joins else "not all 0"
+            raise fault(
+                self,
+                f"portions must return whole numbers, {few}, at most {quoted(left)}, got "
+                f"{quoted(found)}",
+            )
         return found
 
     def fits(self, step: Step) -> bool:

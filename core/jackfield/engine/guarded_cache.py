@@ -12,7 +12,7 @@ from jackfield.guarded import guarded
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.engine.sequences import Step
+    from jackfield.contracts import Step
 
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
