@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from operator import attrgetter, is_, le
-from typing import TYPE_CHECKING
+from typing import Any
 
-from jackfield.contracts import Schedule, Strategy
+from jackfield.contracts import Schedule, Sequence, Strategy
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
-
-if TYPE_CHECKING:
-    from jackfield.contracts import Sequence
-
 
 WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
 
@@ -27,8 +25,13 @@ _FIELDS = (
     "id", "prompt_length", "finish_reason", "settings", "tokens", "sample", "leader", "group",
     "constraint", "detokenizer", "drafted", "error", "score", "arrival", "passed_over",
 )  # fmt: skip
-_state = attrgetter(*_FIELDS, "num_cached")
-_state_of_cache = attrgetter(*_FIELDS)
+
+
+@functools.cache
+def _state_of(kind: type[Sequence], but_cached: bool) -> Callable[[object], tuple[Any, ...]]:
+    """What reads these fields of a sequence; one of a draft model has fewer of them."""
+    own = [name for name in _FIELDS if hasattr(kind, name)]
+    return attrgetter(*own, *(() if but_cached else ("num_cached",)))
 
 
 def _read(sequence: Sequence) -> tuple[int, list[int]]:
@@ -53,7 +56,8 @@ class unchanged:  # noqa: N801 - reads as a word of the language
     def __init__(
         self, who: object, what: str, sequences: Seq[Sequence], *, but_cached: bool = False
     ) -> None:
-        self._state = _state_of_cache if but_cached else _state
+        kind: Any = type(sequences[0]) if sequences else Sequence
+        self._state = _state_of(kind, but_cached)
         self._who = who
         self._what = what
         self._sequences = sequences

@@ -28,7 +28,12 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
     def __init__(self, inner: PackedKVCache, who: object, windows: Seq[int | None] = ()) -> None:
         super().__init__(inner, who)
         self._windows = windows
-        self._prefixes, self._contents = Prefixes(), Contents()
+        rounding: Any = inner.rounding
+        if type(rounding) not in (int, float) or not 0 <= rounding < 1:
+            raise fault(
+                self, f"rounding must be a number from 0 to below 1, got {quoted(rounding)}"
+            )
+        self._prefixes, self._contents = Prefixes(), Contents(rounding)
         self._owners: dict[int | None, Owners] = {}
         self._step: Step | None = None
         self._seen: dict[int, Any] = {}  # tables that were looked at in this step
@@ -53,6 +58,8 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         return found
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
+        if flaw := self._contents.judged():
+            raise fault(self, f"write: {flaw}")
         super().commit(step, kept)
         self._contents.end()
 

@@ -7,12 +7,14 @@ the first sequences come, and then after 8, 16, 32, … steps (`Spots`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.contracts import StepBlock
 from jackfield.errors import quoted
 
 if TYPE_CHECKING:
@@ -23,10 +25,7 @@ NEWCOMERS = 32  # sequences whose first step is looked at
 WATCHED = 4  # sequences of a step whose tokens are sampled
 SAMPLES = 32  # tokens of a sequence that are remembered, with their keys and values
 READ_BACK = 256  # tokens of a sequence that are read back in one step
-ROUNDED = 0.25  # how far, of its length, a cache may round the keys or values of a token
 REMEMBERED = 1 << 20  # tokens of sequences that have left
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Spots:
@@ -105,27 +104,65 @@ class Sample:
 
 @dataclass(slots=True)
 class Watched:
-    """The samples of a sequence."""
+    """The samples of a sequence, and its tokens when the last was taken.
+
+    A copy: the members of a search become other texts before they go.
+    """
 
     salt: str
     tokens: Seq[int]
     samples: list[Sample] = field(default_factory=list)
 
 
-class Contents:
-    """What was stored for a few sequences, to be read back. Wrong text is found where it begins."""
+@dataclass(slots=True)
+class Part:
+    """Tokens of a request that are read back together: this step's (`sample` None), or a sample.
 
-    def __init__(self) -> None:
+    `slots` are where they are, `which` of this step's tokens or of the sample's they are.
+    """
+
+    request: int
+    sample: Sample | None
+    slots: torch.Tensor
+    which: torch.Tensor
+
+
+@dataclass(slots=True)
+class Reading:
+    """What is read back, and sampled, in the layers that share page tables; `end` of all slots."""
+
+    parts: list[Part]
+    new: list[tuple[Sample, torch.Tensor]]
+    end: int
+
+
+class Contents:
+    """What was stored for a few sequences, to be read back. Wrong text is found where it begins.
+
+    `rounding`: see `PackedKVCache`. What layers are found to hold stays on the device until
+    `judged`, so that nobody waits for it in every layer.
+    """
+
+    def __init__(self, rounding: float) -> None:
+        self._rounding = rounding
+        self._block: StepBlock | None = None
+        self.clear()
+
+    def clear(self) -> None:
         self._watched: dict[int, Watched] = {}
         self._left: deque[Watched] = deque(maxlen=WATCHED)
+        self._rest()
+
+    def _rest(self) -> None:
         self._feeds: list[tuple[int, int, Feed]] = []  # row, first token in the step, feed
         self._new: dict[int, Sample] = {}
-        self._slots: dict[tuple[int, int], list[tuple[Sample | None, Any, Any]]] = {}
+        self._readings: dict[int, Reading] = {}
+        self._found: list[tuple[str, int, list[Part], torch.Tensor]] = []
 
     def begin(self, step: Step) -> None:
         """A step that is looked at."""
-        self._feeds, self._new, at = [], {}, 0
-        self._slots = {}
+        self._rest()
+        at = 0
         for row, feed in enumerate(step.feeds):
             if len(self._feeds) < WATCHED and feed.count:
                 self._feeds.append((row, at, feed))
@@ -138,7 +175,7 @@ class Contents:
         if own is None and len(self._watched) >= 2 * WATCHED:
             return
         if own is None:
-            own = Watched(sequence.settings.cache_salt, sequence.tokens)
+            own = Watched(sequence.settings.cache_salt, sequence.tokens[: feed.start])
             known: dict[int, Sample] = {}  # several have the same ones
             for other in (*self._watched.values(), *self._left):
                 if feed.start and other.salt == own.salt:
@@ -150,75 +187,92 @@ class Contents:
         places = sorted({first, first + feed.count // 3, first + 2 * feed.count // 3, last})
         if room >= len(places):
             self._new[sequence.id] = Sample(places)
+            own.tokens = sequence.tokens[: last + 1]
 
     def look(self, layer: int, found: PackedLayer, keys: Any, values: Any) -> str:
-        """What is wrong with what `write` of a layer returned, in words; empty: nothing."""
-        for row, at, feed in self._feeds:
-            for sample, index, due in self._places(row, at, feed, found.tables, keys.device):
-                states = (keys, values) if sample is None else sample.states.get(layer)
-                if states is None:
-                    continue
-                pools = (found.keys, found.values)
-                for what, pool, states_of in zip(("keys", "values"), pools, states, strict=True):
-                    wanted = states_of.index_select(0, due)
-                    if _differ(pool.flatten(0, 1).index_select(0, index), wanted):
-                        when = "this step" if sample is None else "a step before"
-                        return (
-                            f"the {what} of layer {layer} that request {feed.sequence.id} was "
-                            f"given in {when} are not in its pages"
-                        )
-            if (new := self._new.get(feed.sequence.id)) is not None:
-                own = torch.tensor([p - feed.start + at for p in new.positions], device=keys.device)
-                new.states[layer] = (keys.index_select(0, own), values.index_select(0, own))
+        """Read back what `write` of a layer stored of `keys` and `values`.
+
+        Returns what is wrong in words (empty: nothing), on a device other than the CPU only what
+        can be told without waiting for it.
+        """
+        tables = found.tables
+        if (reading := self._readings.get(id(tables))) is None:
+            reading = self._readings[id(tables)] = self._reading(tables, keys.device)
+        parts = [p for p in reading.parts if p.sample is None or layer in p.sample.states]
+        pools = (found.keys, found.values)
+        for at, (what, states) in enumerate((("keys", keys), ("values", values))):
+            pool = pools[at].flatten(0, 1)
+            if len(pool) < reading.end:
+                return f"the {what} of layer {layer} have {len(pool)} places, and {reading.end} due"
+            if parts:
+                due = torch.cat(
+                    [
+                        (states if p.sample is None else p.sample.states[layer][at])[p.which]
+                        for p in parts
+                    ]
+                )
+                stored = pool[torch.cat([p.slots for p in parts])]
+                self._found.append((what, layer, parts, _near(stored, due, self._rounding)))
+        for sample, which in reading.new:
+            sample.states[layer] = (keys[which], values[which])
+        return self.judged() if keys.device.type == "cpu" else ""
+
+    def judged(self) -> str:
+        """What was found wrong since it was last asked, in words; waits for the device once."""
+        found, self._found = self._found, []
+        if not found:
+            return ""
+        right = iter(torch.cat([near for *_, near in found]).tolist())
+        for what, layer, parts, _ in found:
+            for part in parts:
+                if not all(next(right) for _ in range(len(part.slots))):
+                    when = "this step" if part.sample is None else "a step before"
+                    return (
+                        f"the {what} of layer {layer} that request {part.request} was given in "
+                        f"{when} are not in its pages"
+                    )
         return ""
 
-    def _places(
-        self, row: int, at: int, feed: Feed, tables: PageTables, device: torch.device
-    ) -> list[tuple[Sample | None, Any, Any]]:
-        """For this step's tokens (None) and each sample: their slots, and which of its states."""
-        if (known := self._slots.get((row, id(tables)))) is not None:
-            return known
+    def _reading(self, tables: PageTables, device: torch.device) -> Reading:
+        if self._block is None or self._block.device != device:
+            self._block = StepBlock(device)
+        put, found = self._block.put, Reading([], [], 0)
+        for row, at, feed in self._feeds:
+            own, first, size = tables.tables[row], tables.firsts[row], tables.page_size
+            for sample, positions, which in self._wanted(row, at, feed, tables):
+                slots = [own[(p - first) // size] * size + (p - first) % size for p in positions]
+                found.parts.append(Part(feed.sequence.id, sample, put(slots), put(which)))
+                found.end = max(found.end, *(slot + 1 for slot in slots))
+            if (new := self._new.get(feed.sequence.id)) is not None:
+                found.new.append((new, put([p - feed.start + at for p in new.positions])))
+        self._block.send()
+        return found
+
+    def _wanted(
+        self, row: int, at: int, feed: Feed, tables: PageTables
+    ) -> Iterator[tuple[Sample | None, list[int], list[int]]]:
+        """This step's tokens (None) and each sample: positions, and which of them they are."""
         length = feed.count + len(feed.drafts)
         fed = range(max(0, length - READ_BACK), length)
-        wanted: list[tuple[Sample | None, list[int], list[int]]] = [
-            (None, [feed.start + i for i in fed], [at + i for i in fed])
-        ]
-        oldest = tables.oldest(row)
-        watched = self._watched.get(feed.sequence.id)
+        yield None, [feed.start + i for i in fed], [at + i for i in fed]
+        oldest, watched = tables.oldest(row), self._watched.get(feed.sequence.id)
         for sample in () if watched is None else watched.samples:
             still = [i for i, p in enumerate(sample.positions) if oldest <= p < feed.start]
             if still:
-                wanted.append((sample, [sample.positions[i] for i in still], still))
-        own, first, size = tables.tables[row], tables.firsts[row], tables.page_size
-        found = self._slots[row, id(tables)] = [
-            (
-                sample,
-                torch.tensor(
-                    [own[(p - first) // size] * size + (p - first) % size for p in positions],
-                    device=device,
-                ),
-                torch.tensor(which, device=device),
-            )
-            for sample, positions, which in wanted
-        ]
-        return found
+                yield sample, [sample.positions[i] for i in still], still
 
     def end(self) -> None:
         """The step was committed: what was sampled is there."""
         for number, sample in self._new.items():
             if number in self._watched:
                 self._watched[number].samples.append(sample)
-        self._new, self._feeds, self._slots = {}, [], {}
+        self._rest()
 
     def leave(self, number: int, *, kept: bool = True) -> None:
         """A sequence goes; what it has may be claimed for another one that begins alike."""
         self._new.pop(number, None)
         if (gone := self._watched.pop(number, None)) is not None and kept:
-            gone.tokens = list(gone.tokens)
             self._left.append(gone)
-
-    def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
 
 
 def _shared(other: Watched, tokens: Seq[int], end: int) -> list[Sample]:
@@ -230,15 +284,13 @@ def _shared(other: Watched, tokens: Seq[int], end: int) -> list[Sample]:
     return [sample for sample in other.samples if max(sample.positions) < min(same, end)]
 
 
-def _differ(found: torch.Tensor, due: torch.Tensor) -> bool:
-    """Whether they are not the same bit by bit, and further apart than a cache may round."""
-    bits = _BITS[due.element_size()]
-    if found.dtype == due.dtype and torch.equal(found.view(bits), due.contiguous().view(bits)):
-        return False
-    found, due = found.flatten(1).double(), due.flatten(1).double()
+def _near(found: torch.Tensor, due: torch.Tensor, rounding: float) -> torch.Tensor:
+    """Which tokens are no further from `due` than a cache may round them; bool `[tokens]`."""
+    wide = torch.promote_types(due.dtype, torch.float32)
+    found, due = found.flatten(1).to(wide), due.flatten(1).to(wide)
     length = due.norm(dim=1)
-    near = (found - due).norm(dim=1) <= ROUNDED * length
-    return not bool((near | ~length.isfinite()).all())
+    near: torch.Tensor = ((found - due).norm(dim=1) <= rounding * length) | ~length.isfinite()
+    return near
 
 
 class Owners:
