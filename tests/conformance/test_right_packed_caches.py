@@ -42,6 +42,7 @@ def arrivals() -> list[Arrival]:
         Arrival(12, repeated, decoding="drafts", temperature=0.7, seed=2, **count),
         Arrival(14, LONG[:9], cache_salt="another", **count),
         Arrival(30, LONG[:6], **beams, max_new_tokens=12),
+        Arrival(45, [*LONG[:9], 3, 4], **beams, max_new_tokens=9),  # as before
         Arrival(60, LONG, **many, **count),
     ]
 

@@ -18,6 +18,7 @@ from families import WINDOW, build, prompts
 import jackfield
 from jackfield.contracts import StepBlock, staging
 from jackfield.engine.checked_search import _packed
+from jackfield.registry.backends import Registered
 from jackfield_plugins.attention.sdpa import SdpaAttention
 from jackfield_plugins.attention.varlen import Rows, VarlenKernel, bind_varlen
 from jackfield_plugins.attention.varlen_probe import reference
@@ -196,6 +197,27 @@ def test_packed_flash_kernels(page_multiple: int | None, monkeypatch: pytest.Mon
     for counter in run.waits:
         ours = [asker for asker in counter if asker.split(" ")[-1] not in FROM_STAND_IN]
         assert sum(counter[asker] for asker in ours) == 1, counter
+
+
+def test_what_a_strangers_pages_hold_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer. What kernels could crash of is read before they run, once a window."""
+    monkeypatch.setattr(Registered, "own", False)
+    load = {
+        "model": build("gemma3"),
+        "cache_implementation": "paged",
+        "attn_implementation": "sdpa",
+    }
+    run = compare(load)
+    of_pages = [
+        sum(n for asker, n in step.items() if "/checked_pages.py" in asker) for step in run.waits
+    ]
+    assert max(of_pages) == 1
+    assert len(run.waits) > of_pages.count(1) >= 4
+    plain = [step for step, n in zip(run.waits, of_pages, strict=True) if not n]
+    assert plain
+    assert all(step.total() == 1 for step in plain)  # its tokens
+    tables = 2
+    assert max(step.total() for step in run.waits) <= 1 + 1 + 3 + 4 * tables
 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
