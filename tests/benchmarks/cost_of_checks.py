@@ -19,7 +19,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-STARTS = 1
+STARTS = 2
 TURNS = 40
 STEPS = 110
 ARMS = ("none", "none again", "own", "stranger")
@@ -41,15 +41,15 @@ class _NoGuard:
 def unchecked() -> None:
     """Take every check of a plugin out of this process."""
     from jackfield.bridge import attention
-    from jackfield.engine import bound, engine
+    from jackfield.engine import assembly, bound
 
-    modules: list[Any] = [attention, bound, engine]
-    attention, bound, engine = modules
+    modules: list[Any] = [attention, bound, assembly]
+    attention, bound, assembly = modules
     attention.guarded = _NoGuard
     attention.AttentionPort._check = lambda *_: None
     bound.checked_cache = lambda cache, *_: cache
-    engine.CheckedSchedule = lambda inner, *_, **__: inner
-    engine.checked = lambda strategy, *_: strategy
+    assembly.CheckedSchedule = lambda inner, *_, **__: inner
+    assembly.checked = lambda strategy, *_: strategy
 
 
 def strange() -> None:
