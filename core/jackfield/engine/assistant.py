@@ -116,6 +116,8 @@ class DraftModel:
             self._forget(copy)
         elif same < copy.num_cached:
             self._cache.rewind(copy, same)
+            if not copy.num_cached and self._cache.joins:  # it forgot all: to be admitted again
+                self._forget(copy)
 
     def _entered(self, guesses: list[_Guess]) -> list[_Guess]:
         """Those whose copies are in the cache, or can be taken in now."""
