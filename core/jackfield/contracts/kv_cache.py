@@ -266,7 +266,7 @@ class KVCache(ABC):
         """How many tokens each of the running sequences feeds in this step.
 
         For a cache whose rows move together: it evens them out. A cache that `joins` returns
-        `wanted`, as it does by default.
+        `wanted`, as it does by default, or less where a pool is smaller, but at least 1 of each.
 
         When it lies: PluginError for anything but whole numbers in these bounds, not all 0.
 
@@ -312,6 +312,8 @@ class PackedKVCache(KVCache):
     Attributes:
         page_size: Tokens of a page; None: not known before the first step. It is what
             `BoundAttention.warm` is called with.
+        rounding: What is stored for a token may be off by this part of the length of its keys, or
+            of its values, from 0 to below 1. In some steps they are read back and compared.
     """
 
     joins: ClassVar[bool] = True
