@@ -11,7 +11,7 @@ from families import WINDOW, build, oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from storming import Stepped, held_closely
+from storming import Stepped
 
 import jackfield
 from jackfield.contracts import Sequence
@@ -54,18 +54,17 @@ class Storm(Stepped):
             "assistant": {"cache_implementation": assistant},
         }  # fmt: skip
         self.budget = size + (chunk or 64) if deterministic else 16
-        with held_closely():
-            engine = jackfield.load(
-                model_of(family),
-                cache_implementation=f"paged?page_size=3&num_tokens=42&swap={swap}"
-                f"&prefix_sharing={sharing and not deterministic}",
-                scheduler=scheduler,
-                prefill_chunk_size=chunk,
-                max_batch_size=size,
-                max_batch_tokens=self.budget,
-                deterministic=deterministic,
-                **drafting,
-            )
+        engine = jackfield.load(
+            model_of(family),
+            cache_implementation=f"paged?page_size=3&num_tokens=42&swap={swap}"
+            f"&prefix_sharing={sharing and not deterministic}",
+            scheduler=scheduler,
+            prefill_chunk_size=chunk,
+            max_batch_size=size,
+            max_batch_tokens=self.budget,
+            deterministic=deterministic,
+            **drafting,
+        )
         self.drive(engine)
         self.ended: set[int] = set()
 

@@ -11,7 +11,7 @@ from families import oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from storming import Stepped, held_closely
+from storming import Stepped
 
 import jackfield
 from jackfield.contracts import Sequence, Step
@@ -67,15 +67,14 @@ class Storm(Stepped):
         rollback = cache == "paged" or family == "llama"  # holes and windows do not go together
         decoding = {"sample": "sample", "beam": "beam"} | ({"look": LOOKUP} if rollback else {})
         self.plain = [d for d in decoding if d != "beam"]
-        with held_closely():
-            engine = jackfield.load(
-                model_of(family),
-                decoding=decoding,
-                cache_implementation=paged if cache == "paged" else cache,
-                scheduler=scheduler,
-                prefill_chunk_size=chunk,
-                max_batch_size=SIZE,
-            )
+        engine = jackfield.load(
+            model_of(family),
+            decoding=decoding,
+            cache_implementation=paged if cache == "paged" else cache,
+            scheduler=scheduler,
+            prefill_chunk_size=chunk,
+            max_batch_size=SIZE,
+        )
         self.drive(engine)
 
     def add(self, text: int, asked: dict[str, Any], way: str = "") -> None:
