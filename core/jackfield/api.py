@@ -110,6 +110,7 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     job = resolve_job(model, spec)
     plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
     bounds = bounds_for(plan, spec)
+    plan = plan.limited(bounds.max_batch_tokens, bounds.max_batch_size)
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)

@@ -249,7 +249,7 @@ def _cache(own: Change) -> Any:
 def _wipes(own: Change, step: Any, kept: Any) -> None:
     own(step, kept)
     for group in _cache(own).groups.values():
-        for layer in group.layers.values():
+        for layer in group.pools.layers.values():
             layer.keys.zero_()
 
 

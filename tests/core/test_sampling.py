@@ -194,6 +194,37 @@ def test_a_chain_equals_the_chain_of_transformers() -> None:
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+def summed_as_a_gpu_does(
+    self: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """In the dtype of the result, where a processor sums float32 in float64."""
+    kind = np.dtype(str(dtype or self.dtype).removeprefix("torch."))
+    return torch.from_numpy(np.cumsum(self.numpy(), dim, dtype=kind))
+
+
+def test_top_p_keeps_the_same_tokens_however_a_device_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a large vocabulary and a flat distribution, where sums in float32 are furthest off."""
+    top_p = 0.5
+    generator = torch.Generator().manual_seed(1)
+    logits = 0.01 * torch.randn(3, 151_936, generator=generator)
+    rows = [sequence(do_sample=True, top_p=top_p) for _ in range(3)]
+
+    def kept() -> torch.Tensor:
+        return processed(rows, logits.clone()) > -math.inf
+
+    def theirs() -> torch.Tensor:
+        ids = torch.zeros(3, 1, dtype=torch.long)
+        return P.TopPLogitsWarper(top_p)(ids, logits.clone()) > -math.inf
+
+    ours, expected = kept(), theirs()
+    assert torch.equal(ours, expected)
+    monkeypatch.setattr(torch.Tensor, "cumsum", summed_as_a_gpu_does)
+    assert torch.equal(kept(), ours)
+    assert not torch.equal(theirs(), expected)  # which is what would be lost
+
+
 def test_presence_and_frequency_count_new_tokens_only() -> None:
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(4)).double()
     rows = [

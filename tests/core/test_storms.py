@@ -151,7 +151,7 @@ class Storm(Stepped):
         usage = self.loop.cache.usage()
         assert usage is not None
         waiting = {s.id for s in self.loop.waiting.values()}
-        assert set(self.loop.cache._swapped) <= waiting  # type: ignore[attr-defined]
+        assert set(self.loop.cache._swapped._waiting) <= waiting  # type: ignore[attr-defined]
         assert held | waiting == set(self.open)
         assert set(self.loop._timed) <= set(self.open)
         self.nothing_of_drafts_leaks()

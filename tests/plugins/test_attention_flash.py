@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, Gpu
 from families import WINDOW, build, config_of, prompts
 from torch.nn.attention import varlen
 
@@ -18,9 +19,11 @@ from jackfield.contracts import Attention, Requirements
 from jackfield.errors import OptionError, PlanError
 from jackfield_plugins.attention.flash_attention_2 import FlashAttention2, FlashAttention2Options
 from jackfield_plugins.attention.flash_attention_3 import FlashAttention3, FlashAttention3Options
-from jackfield_plugins.attention.sources import TorchVarlen
+from jackfield_plugins.attention.paged_triton import TritonAttention
+from jackfield_plugins.attention.sources import TorchVarlen, VarlenAttention
 from jackfield_plugins.attention.varlen import Rows, Scoring
 from jackfield_plugins.attention.varlen_probe import reference, trial
+from jackfield_plugins.quantizer.torchao import INT4, _Format, _too_old
 
 pytestmark = pytest.mark.usefixtures("local_kernels")
 
@@ -128,12 +131,34 @@ def test_what_they_cannot_do(backend: Attention, changes: dict[str, Any], says: 
 def test_gpus_they_run_on(
     capability: tuple[int, int], two: bool, three: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    FakeCuda([Gpu(capability=capability)]).install(monkeypatch)
     for backend, able in ((FlashAttention2(), two), (FlashAttention3(), three)):
         reasons = backend.available()
         assert (reasons == []) == able
         assert able or "{}.{}".format(*capability) in reasons[0]
+
+
+def test_the_gpu_of_the_model_is_asked_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one, for each backend that needs a certain GPU."""
+    FakeCuda([Gpu(capability=(7, 5)), Gpu(capability=(9, 0))]).install(monkeypatch)
+    monkeypatch.setattr(VarlenAttention, "refuse", lambda *_: [])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    triton, torchao = TritonAttention(), "int4 on cuda needs tensor cores"
+    for changes, able in (
+        ({"device_index": 0}, False),
+        ({"device_index": None}, False),  # the current one
+        ({"device_index": 1}, True),
+        ({"execution_devices": ("cuda:1", "cuda:0")}, False),
+        ({"execution_devices": ("cuda:1", "cpu")}, True),
+        ({"device_index": 0, "elsewhere": True}, True),
+    ):
+        needs = dataclasses.replace(ON_CUDA, layout="packed", **changes)
+        for backend in (FlashAttention2(), FlashAttention3(), triton):
+            said = "; ".join(backend.refuse(needs, backend.options()))
+            assert ("7.5" in said) == (not able), (backend.name, changes, said)
+        said = "; ".join(_too_old(needs, _Format(INT4, 128)))
+        assert (torchao in said) == (not able), (changes, said)
+    assert FlashAttention2().available() == FlashAttention3().available() == []
 
 
 def test_the_package_comes_first(here: None, site: Path, tiny, monkeypatch, flash_folder) -> None:

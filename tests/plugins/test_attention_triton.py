@@ -238,7 +238,7 @@ def test_what_only_the_interpreter_can_do_is_refused_natively(
     backend = TritonAttention()
     job = jackfield.plan(config_of("llama"), attn_implementation="eager").requirements
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     job = replace(job, layout="packed", dtype="float64", head_sizes=(8, 576))
     assert backend.refuse(replace(job, device="cpu"), None) == [
         "has no tiles for head size 576 (at most 512)",
@@ -248,7 +248,7 @@ def test_what_only_the_interpreter_can_do_is_refused_natively(
         "runs float64 only under TRITON_INTERPRET=1; load the model in another dtype",
         "needs a GPU of compute capability 8.0 or later, not 7.5",
     ]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     fits = replace(job, device="cuda", dtype="bfloat16", head_sizes=(128,))
     assert backend.refuse(fits, None) == []
 

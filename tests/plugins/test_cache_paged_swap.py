@@ -7,6 +7,7 @@ comes after another one whatever the timing, as in a detector of data races (Lam
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jackfield.contracts import Feed, Sequence, Settings, Step
-from jackfield_plugins.cache.paged import groups, swapping
+from jackfield_plugins.cache.paged import groups, swapped, swapping
 from jackfield_plugins.cache.paged.store import PagedKVCache
 from jackfield_plugins.cache.paged.swapping import PageSwap, StreamedSwap, swap_on
 
@@ -87,7 +88,7 @@ class Races(TorchDispatchMode):
         self.found: list[str] = []
 
     def pools(self) -> dict[int, int]:
-        layers = [layer for g in self.store.groups.values() for layer in g.layers.values()]
+        layers = [layer for g in self.store.groups.values() for layer in g.pools.layers.values()]
         return {t.untyped_storage().data_ptr(): PAGE for la in layers for t in (la.keys, la.values)}
 
     def __torch_dispatch__(
@@ -168,7 +169,7 @@ def handed_over(store: PagedKVCache) -> None:
 def attend(store: PagedKVCache) -> None:
     """Read what an attention reads."""
     for group in store.groups.values():
-        for layer in group.layers.values():
+        for layer in group.pools.layers.values():
             pages = layer.block_table.flatten().long()
             layer.keys.index_select(0, pages)
             layer.values.index_select(0, pages)
@@ -181,7 +182,7 @@ def held(store: PagedKVCache, running: list[Sequence]) -> dict[int, list[float]]
         for group in store.groups.values():
             table = group.tables[sequence.id]
             count = sequence.num_cached - table.first
-            for index, layer in group.layers.items():
+            for index, layer in group.pools.layers.items():
                 for pool in (layer.keys - index, -layer.values - index):
                     read = pool.flatten(0, 1)[slots(table)][:count, 0, 0].tolist()
                     found.setdefault(sequence.id, []).extend(read)
@@ -317,3 +318,100 @@ def test_a_gpu_swaps_on_streams_and_a_processor_does_not(monkeypatch: pytest.Mon
     assert isinstance(made, StreamedSwap)
     assert (made._own, made._pinned) == (("a stream of", device), True)
     assert type(swap_on(torch.device("cpu"))) is type(swap_on(torch.device("mps"))) is PageSwap
+
+
+PER_PAGE = PAGE * 2 * 3 * 8 * 2 * LAYERS  # bytes: of keys and values, 2 heads of 3 float64
+
+
+def filled(store: PagedKVCache, counts: list[int]) -> list[Sequence]:
+    made = [Sequence(n, list(range(count)), SETTINGS) for n, count in enumerate(counts)]
+    for sequence, count in zip(made, counts, strict=True):
+        assert store.admit(sequence)
+        step(store, sequence, count)
+    return made
+
+
+def test_what_is_swapped_takes_a_part_of_the_host_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest is evicted all the same, and computed again; told once."""
+    total = 6 * PER_PAGE
+    store = store_on(PageSwap(), None, monkeypatch)
+    monkeypatch.setattr(
+        swapped, "free_bytes", lambda _: total - store._swapped.num_bytes
+    )  # what is swapped is not free
+    sequences = filled(store, [4, 8, 4, 4])
+    for sequence in sequences:
+        store.evict(sequence)
+    usage = store.usage()
+    assert (usage.swapped, usage.not_swapped) == (2, 2)  # three pages of the six
+    assert store._swapped.num_bytes == 3 * PER_PAGE
+    assert "may take 0.5 of both" in caplog.text
+    assert len(caplog.records) == 1
+    assert all(store.admit(sequence) for sequence in sequences)
+    assert [s.num_cached for s in sequences] == [4, 8, 0, 0]
+    assert store._swapped.num_bytes == 0
+    store.evict(sequences[0])
+    store.release([sequences[0]])
+    assert store._swapped.num_bytes == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("way", ["out", "back"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_where_no_memory_is_left_texts_go_on(
+    window: int | None,
+    way: str,
+    streamed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every other copy fails, in the middle of it; what is swapped and what is not stays right."""
+    errors = itertools.cycle(
+        [RuntimeError("CUDA error"), torch.OutOfMemoryError("CUDA out of memory"), MemoryError()]
+    )
+    streams = Streams()
+    swap = StreamedSwap(DEVICE, streams, pinned=False) if streamed else PageSwap()
+    calls = 0
+    name = "index_copy_" if way == "back" else "index_select"
+    honest = getattr(torch.Tensor, name) if streamed or way == "back" else torch.Tensor.cpu
+
+    def failing(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += inside
+        if inside and calls % 6 == 3:
+            raise next(errors)
+        return honest(tensor, *args)
+
+    inside, method = 0, getattr(swap, way)
+
+    def copying(*args: Any) -> Any:
+        nonlocal inside
+        inside = 1
+        try:
+            return method(*args)
+        finally:
+            inside = 0
+
+    monkeypatch.setattr(swap, way, copying)
+    store = store_on(swap, window, monkeypatch)
+    monkeypatch.setattr(torch.Tensor, honest.__name__, failing)
+    with Races(streams, store) as races:
+        assert any(list(driven(store, 3, rounds=100)))  # which compares what pages hold
+    usage = store.usage()
+    assert usage.not_swapped > 2, calls
+    assert calls > 6 * usage.not_swapped / 2  # others were copied
+    assert races.found == [] or not streamed
+
+
+def test_page_locked_memory_counts_as_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks whose sizes are powers of two."""
+    store = store_on(PageSwap(), None, monkeypatch)
+    (sequence,) = filled(store, [12])
+    layers = store.groups[None].pools.layers
+    pool = 3 * PAGE * 2 * 3 * 8
+    assert PageSwap().host_bytes(3, layers) == 2 * LAYERS * pool == 2 * LAYERS * 576
+    streamed = StreamedSwap(DEVICE, Streams(), pinned=False)
+    assert streamed.host_bytes(3, layers) == 2 * LAYERS * 1024
+    assert streamed.host_bytes(0, layers) == 0
+    saved = PageSwap().out(store.groups[None].tables[sequence.id].pages, layers)
+    assert sum(t.nbytes for pair in saved.values() for t in pair) == 2 * LAYERS * pool

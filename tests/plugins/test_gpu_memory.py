@@ -15,10 +15,13 @@ from fake_cuda import FakeCuda, Gpu
 from families import FAMILIES, build, config_of, prompts
 
 import jackfield
+from jackfield.bridge.devices import settle
 from jackfield.bridge.dry_run import DryRun
 from jackfield.devices import free_bytes
+from jackfield.engine import assembly
 from jackfield.errors import CacheFullError, JackfieldError
-from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, step_bytes
+from jackfield.estimates import measuring
+from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, StepLimits, step_bytes
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse
 from jackfield_plugins.cache import paged
@@ -29,7 +32,7 @@ GB = 10**9
 
 def pools(engine: jackfield.Engine) -> list[torch.Tensor]:
     cache: Any = engine._bound.cache
-    layers = [layer for group in cache.groups.values() for layer in group.layers.values()]
+    layers = [layer for group in cache.groups.values() for layer in group.pools.layers.values()]
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
@@ -75,8 +78,8 @@ def test_a_dtype_that_nobody_expected_makes_the_pool_anew() -> None:
     with jackfield.load(model, cache_implementation="paged?num_tokens=64") as engine:
         cache: Any = engine._bound.cache
         group = next(iter(cache.groups.values()))
-        layer, keys = group.layers[0], torch.ones(1, *pools(engine)[0].shape[2:]).double()
-        group.targets, group._now = torch.zeros(1, dtype=torch.long), layer.tables
+        layer, keys = group.pools.layers[0], torch.ones(1, *pools(engine)[0].shape[2:]).double()
+        group.targets, group.now = torch.zeros(1, dtype=torch.long), layer.tables
         assert group.write(0, keys, keys).keys.dtype == torch.float64
         assert layer.keys.numel() == 0
 
@@ -109,7 +112,7 @@ def test_nor_those_of_a_draft_model() -> None:
     own = [cache for cache in gc.get_objects() if type(cache) is PagedKVCache]
     held = [
         weakref.ref(layer.keys)
-        for cache in own for group in cache.groups.values() for layer in group.layers.values()
+        for cache in own for group in cache.groups.values() for layer in group.pools.layers.values()
     ]  # fmt: skip
     assert len([cache for cache in own if cache.num_bytes]) == 2
     engine.close()
@@ -171,7 +174,7 @@ def context_of(plan: Any, device: str, memory_share: float = 1.0) -> Any:
         requirements=plan.requirements,
         options=plan["cache"].options,
         device=torch.device(device),
-        step_bytes=step_bytes(plan.requirements, STEP_TOKENS, STEP_ROWS),
+        step_bytes=plan.step_bytes(),
         memory_share=memory_share,
     )
 
@@ -228,8 +231,119 @@ def test_what_is_left_for_a_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
         prompt, decode = dry.activations(tokens, tokens), dry.activations(1, 2, STEP_ROWS)
         if prompt is None or decode is None:
             continue
-        left = step_bytes(needs, tokens, STEP_ROWS)
+        left = step_bytes(needs, StepLimits(tokens, STEP_ROWS))
         assert left >= max(prompt, decode), (name, left, prompt, decode)
         shares.append((left / max(prompt, decode), name))
     assert len(shares) > 10
-    assert max(shares)[0] < 8, max(shares)
+    assert max(shares)[0] < 12, max(shares)
+
+
+def test_a_draft_model_leaves_the_room_that_steps_of_both_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever binds first: beside both pools there is room for a step of each, and a tenth more."""
+    monkeypatch.setattr(PagedKVCache, "allocate", lambda *_: None)
+    drafting = build("llama", torch.bfloat16)
+    for cache in ("paged", "paged?num_tokens=50000"):
+        FakeCuda([Gpu(free=2 * GB)]).install(monkeypatch)
+        given: Any = {"dtype": "bfloat16", "device_map": "cuda:0", "cache_implementation": cache}
+        plan = jackfield.plan(
+            config_of("llama"), decoding="assisted", assistant_model=drafting.config, **given,
+        )  # fmt: skip
+        draft = plan.assistant
+        assert draft is not None
+        steps = plan.step_bytes() + draft.step_bytes()
+        pools: list[int] = []
+        for one in (plan, draft):
+            room = plan.room() if one is plan else plan.room_beside(pools[0])
+            assert room[0] == steps
+            context = context_of(one, "cuda:0", room[1])
+            context.step_bytes = room[0]
+            made = registry().find("cache", parse("paged")).backend.bind(context)
+            pools.append(made.num_tokens * plan_bytes(one))
+            FakeCuda([Gpu(free=2 * GB - sum(pools))]).install(monkeypatch)
+        left = 2 * GB - sum(pools)
+        assert left >= steps + 0.09 * (2 * GB - steps) * (cache == "paged"), (left, steps, pools)
+        tokens = [pool / plan_bytes(one) for pool, one in zip(pools, (plan, draft), strict=True)]
+        if cache == "paged":
+            assert tokens[1] == pytest.approx(tokens[0], rel=0.01)
+        else:
+            assert tokens[1] >= 0.9 * tokens[0]
+
+
+def plan_bytes(plan: Any) -> int:
+    """Of a token's keys and values."""
+    return sum(plan.requirements.packed_numbers) * (4 if "32" in plan.requirements.dtype else 2)
+
+
+def test_room_for_a_step_is_by_the_limits_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda([Gpu(free=2 * GB)]).install(monkeypatch)
+    given: Any = {"dtype": "bfloat16", "device_map": "cuda:0", "attn_implementation": "sdpa"}
+    plan = jackfield.plan(config_of("llama"), **given)
+    usual, memory = plan.step_bytes(), plan.memory()
+    for tokens, rows in ((8192, 32), (2048, 512), (64, 2)):
+        own = plan.limited(tokens, rows)
+        assert own.step_bytes() == step_bytes(plan.requirements, StepLimits(tokens, rows))
+        told = own.memory()
+        assert told is not None
+        assert memory is not None
+        less = 0.9 * (own.step_bytes() - usual)
+        page = sum(plan.requirements.packed_numbers) * 2 * 32
+        assert memory.available - told.available == pytest.approx(less, abs=page)
+    drafts = jackfield.plan(
+        config_of("llama"), decoding="prompt_lookup?prompt_lookup_num_tokens=7", **given
+    )
+    assert drafts.step_bytes() == step_bytes(drafts.requirements, StepLimits(drafts=7))
+
+
+def test_an_engine_plans_with_its_limits() -> None:
+    with jackfield.load("demo", max_batch_size=3, max_batch_tokens=77) as engine:
+        assert engine.plan.limits == StepLimits(77, 3)
+
+
+def test_binding_ends_when_its_streams_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools are made on the stream of whoever loads, and steps run on another one."""
+    told: list[Any] = []
+    stream = SimpleNamespace(synchronize=lambda: told.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: told.append(device) or stream)
+    there = torch.device("cuda:1")
+    tensors = [SimpleNamespace(device=d) for d in (there, there, torch.device("cpu"))]
+    settle(SimpleNamespace(parameters=lambda: tensors))  # type: ignore[arg-type]
+    assert told == [there, "waited"]
+    seen: list[Any] = []
+
+    def settling(model: Any) -> None:
+        assert pools_made() == 2
+        seen.append(model)
+
+    def pools_made() -> int:
+        return len([c for c in gc.get_objects() if type(c) is PagedKVCache and c.num_bytes])
+
+    gc.collect()
+    monkeypatch.setattr(assembly, "settle", settling)
+    started: list[int] = []
+    worker = assembly.Worker
+    monkeypatch.setattr(assembly, "Worker", lambda *a: started.append(len(seen)) or worker(*a))
+    model, draft = build("llama"), build("llama")
+    cache = "paged?num_tokens=64"
+    with jackfield.load(
+        model, cache_implementation=cache, decoding="assisted", assistant_model=draft,
+        assistant={"cache_implementation": cache},
+    ):  # fmt: skip
+        assert seen == [model, draft]
+        assert started == [2]
+
+
+def test_memory_is_measured_on_the_gpus_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda([Gpu(allocated=1), Gpu(allocated=20), Gpu(allocated=300)]).install(monkeypatch)
+    peaks, reset = {"cuda:0": 7, "cuda:1": 70, "cuda:2": 700}, []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d=None: peaks[d or "cuda:0"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda d=None: reset.append(d))
+    for devices, peak in (
+        (("cuda:1",), 50),
+        (("cuda:0",), 6),
+        (("cuda:2", "cuda:1", "cpu"), 450),
+    ):
+        reset.clear()
+        assert measuring._Meter(devices).peak() == peak
+        assert reset == [d for d in devices if d != "cpu"]

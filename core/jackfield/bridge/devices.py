@@ -64,6 +64,16 @@ def is_here(device: torch.device) -> bool:
     return device.type == "cpu" or any(d.partition(":")[0] == device.type for d in _devices())
 
 
+def settle(model: torch.nn.Module) -> None:
+    """Wait until what the calling thread told the devices of `model` is done.
+
+    Its streams need not be those of the thread that will take steps, which nothing orders.
+    """
+    for device in {p.device for p in model.parameters()}:
+        if device.type in ("cuda", "xpu"):
+            getattr(torch, device.type).current_stream(device).synchronize()
+
+
 def _is_mine(device: torch.device) -> bool:
     """Whether this machine has the very one. Asks no driver for memory, as a tensor would."""
     if device.type in ("cpu", "mps"):

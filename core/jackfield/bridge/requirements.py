@@ -66,12 +66,13 @@ def requirements_of(
     model = source.live if source.live is not None else meta_model(source.config)
     name = dtype_name(dtype, source)
     check_generates(model)
-    place = pick_device(device, source).type
+    place = pick_device(device, source)
     try:
         needs = describe(
             model,
             dtype=name,
-            device=place,
+            device=place.type,
+            device_index=place.index,
             batch_invariant=deterministic,
             dtype_named=dtype != AUTO,
         )
@@ -111,6 +112,7 @@ def describe(
     *,
     dtype: str,
     device: str | None,
+    device_index: int | None = None,
     batch_invariant: bool = False,
     dtype_named: bool = True,
 ) -> Requirements:
@@ -133,6 +135,7 @@ def describe(
         architecture=type(model).__name__,
         dtype=dtype,
         device=device,
+        device_index=device_index,
         num_attention_heads=heads,
         num_key_value_heads=min(kv_heads),
         head_sizes=tuple(sorted({size for _, m in layers for size in _head_sizes(m, text)})),

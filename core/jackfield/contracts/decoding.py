@@ -267,6 +267,14 @@ class Decoding(Backend):
             forks=requirements.forks or own.forks,
         )
 
+    def max_drafts(self, options: Any) -> int:
+        """For how many drafts of a sequence, beside its next token, a step has room on a GPU.
+
+        A request may ask for more.
+        """
+        del options
+        return 10 if self.capabilities.rollback else 0
+
     @abstractmethod
     def bind(self, context: BindContext) -> Strategy:
         """Return the strategy for one engine. Called once a model.

@@ -54,6 +54,7 @@ class CacheUsage:
         prefix_tokens: How many of these were there already.
         swapped: Sequences that were evicted and wait in host memory.
         num_bytes: Memory of the pools, in bytes.
+        not_swapped: How often there was no room in host memory, and one is computed again.
     """
 
     pages: int
@@ -64,6 +65,7 @@ class CacheUsage:
     prefix_tokens: int
     swapped: int
     num_bytes: int
+    not_swapped: int = 0
 
 
 class KVCache(ABC):

@@ -125,6 +125,7 @@ class PageTables:
             multiple of the page size; not 0 only where a window let go of earlier pages.
         tables: `block_table` on the host, without padding.
         firsts: `first` on the host.
+        in_a_row: Which of `tables` are consecutive numbers; looked at where a cache does not say.
         runs: Made here: for each sequence whose pages lie in a row, the first slot of the keys that
             it sees and the slot behind the last; None otherwise. A slot is page · page size +
             place.
@@ -137,9 +138,11 @@ class PageTables:
     first: torch.Tensor
     tables: Seq[Seq[int]]
     firsts: Seq[int]
+    in_a_row: Seq[bool] = ()
     runs: Seq[tuple[int, int] | None] = ()
 
     def __post_init__(self) -> None:
+        self.in_a_row = self.in_a_row or [_in_a_row(pages) for pages in self.tables]
         self.runs = [self._run(row) for row in range(len(self.tables))]
 
     def oldest(self, row: int) -> int:
@@ -158,11 +161,15 @@ class PageTables:
 
     def _run(self, row: int) -> tuple[int, int] | None:
         """The keys' first and last slot, where the pages lie in a row."""
-        pages = list(self.tables[row])
-        if pages != list(range(pages[0], pages[0] + len(pages))):
+        if not self.in_a_row[row]:
             return None
         begin, end = self.keys_of(row)
-        return pages[0] * self.page_size + begin, pages[0] * self.page_size + end
+        start = self.tables[row][0] * self.page_size
+        return start + begin, start + end
+
+
+def _in_a_row(pages: Seq[int]) -> bool:
+    return list(pages) == list(range(pages[0], pages[0] + len(pages)))
 
 
 class PackedLayer:

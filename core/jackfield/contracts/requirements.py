@@ -68,6 +68,7 @@ class Requirements:
         dtype: The job: name of the dtype of activations and of weights that are stored whole.
         device: The job: a torch device type, None while transformers itself is loading the model
             and has not said where.
+        device_index: The job: the number of that device, None: the current one.
         num_attention_heads: Attention: query heads of a layer.
         num_key_value_heads: Attention: key and value heads, of the layer that has the fewest.
         head_sizes: Attention: the sizes of heads that there are, ascending.
@@ -127,6 +128,7 @@ class Requirements:
     architecture: str
     dtype: str
     device: str | None
+    device_index: int | None = None
     num_attention_heads: int
     num_key_value_heads: int
     head_sizes: tuple[int, ...]
@@ -166,6 +168,14 @@ class Requirements:
     page_size: int | None = None
     page_multiple: int = 1
     compiled: bool = False
+
+    @property
+    def computing_devices(self) -> tuple[str, ...]:
+        """The torch devices that layers compute on, "cuda:1" or "cpu"; none while that is open."""
+        if self.execution_devices or self.device is None:
+            return self.execution_devices
+        number = "" if self.device_index is None else f":{self.device_index}"
+        return (f"{self.device}{number}",)
 
     @property
     def several_places(self) -> str | None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.devices import settle
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Search, Strategy
 from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel, plug_all
-from jackfield.engine.bounds import Bounds, shared
+from jackfield.engine.bounds import Bounds
 from jackfield.engine.checked import CheckedSchedule
 from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
@@ -60,16 +61,18 @@ def assemble(
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
     text = Text(tokenizer, _vocab_size(model))
     structures = Structures(tokenizer, text.vocab_size)
-    bound = BoundModel(model, plan, *shared(plan, bounds, assistance))
+    bound = BoundModel(model, plan, *plan.room())
     scheduler = plan["scheduler"].registered
     bare = scheduler.bind(bound.context("scheduler"))
     schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
-    draft = None if assistance is None else _draft_model(assistance, bounds, text)
+    draft = None if assistance is None else _draft_model(assistance, bound, text)
     decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
     loop = Loop(bound.forward, bound.cache, decoder, schedule, bounds)
     # A backend that fails to bind must leave a live model as it was, so this comes last.
     restore = plug_all([bound] if draft is None else [bound, draft.bound])
     try:
+        for one in [bound] if draft is None else [bound, draft.bound]:
+            settle(one.model)
         observer = Observer(plan, bound, loop, text, draft)
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
@@ -84,8 +87,10 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
-def _draft_model(assistance: Assistance, bounds: Bounds, text: Text) -> DraftModel:
-    bound = BoundModel(assistance.model, assistance.plan, *shared(assistance.plan, bounds))
+def _draft_model(assistance: Assistance, beside: BoundModel, text: Text) -> DraftModel:
+    usage = beside.cache.usage()
+    room = beside.plan.room_beside(0 if usage is None else usage.num_bytes)
+    bound = BoundModel(assistance.model, assistance.plan, *room)
     other = Text(assistance.tokenizer, _vocab_size(bound.model))
     return DraftModel(bound, translator(text, other))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from jackfield.errors import UsageError
-from jackfield.planning.memory import STEP_TOKENS as PACKED_TOKENS
-from jackfield.planning.memory import step_bytes
+from jackfield.planning.memory import STEP_TOKENS
 from jackfield.planning.planning import Plan
 from jackfield.planning.spec import LoadSpec
 
@@ -34,30 +32,6 @@ class Bounds:
         """How many tokens of one sequence a step feeds at most."""
         bounds = [b for b in (self.max_batch_tokens, self.prefill_chunk_size) if b is not None]
         return min(bounds, default=None)
-
-
-def shared(plan: Plan, bounds: Bounds, beside: Any = None) -> tuple[int, float]:
-    """The bytes that steps of `plan` take, and the share of the rest that its cache may have.
-
-    `beside` has the plan of a draft model. Where that is on the same device, its steps are counted
-    too, and keys and values are shared so that both models hold as many tokens.
-    """
-    tokens, rows = bounds.max_batch_tokens or PACKED_TOKENS, bounds.max_batch_size
-    own = step_bytes(plan.requirements, tokens, rows)
-    if beside is None or _device(beside.plan) != _device(plan):
-        return own, 1.0
-    mine, other = _token_bytes(plan), _token_bytes(beside.plan)
-    return own + step_bytes(beside.plan.requirements, tokens, rows), mine / (mine + other)
-
-
-def _device(plan: Plan) -> str | None:
-    return plan.placement.device if plan.placement else plan.requirements.device
-
-
-def _token_bytes(plan: Plan) -> int:
-    """What a token's keys and values take; 1 where nobody can tell."""
-    needs, cache = plan.requirements, plan["cache"]
-    return max(1, (cache.registered.size("request_bytes", needs, cache.options, 1024) or 0) // 1024)
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -103,7 +77,7 @@ def bounds_for(plan: Plan, spec: LoadSpec) -> Bounds:
     least = max_batch_size + (prefill_chunk_size or 1 if whole else 0)
     if needs.layout == "packed":
         if max_batch_tokens is None:
-            max_batch_tokens = max(PACKED_TOKENS, least)
+            max_batch_tokens = max(STEP_TOKENS, least)
         if max_batch_tokens < least:
             raise UsageError(
                 f"max_batch_tokens={max_batch_tokens} is too few for max_batch_size="

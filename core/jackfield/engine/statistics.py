@@ -64,6 +64,8 @@ class Statistics:
             c = self.cache
             parts.append(f"pages {c.pages_used} used, {c.pages_kept} kept, of {c.pages}")
             parts.append(f"prefix hits {self.prefix_hit_rate:.0%}, {self.evictions} evictions")
+            if c.not_swapped:
+                parts.append(f"{c.not_swapped} evicted without room in host memory")
         if self.speculation is not None:
             parts.append(str(self.speculation))
         if self.time_to_first_token is not None:

@@ -20,7 +20,7 @@ from jackfield.estimates.backend_sizes import (
     requests_by_cache,
     weights_by_quantizer,
 )
-from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
+from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory
 from jackfield.planning.planning import Plan
 from jackfield.spelling import AUTO
 from jackfield.units import parse_bandwidth, parse_bytes
@@ -277,7 +277,7 @@ def estimate(
     limit = prefill_tokens or (STEP_TOKENS if needs.layout == "packed" else None)
     scores = planned["attention"].backend.capabilities.whole_scores
     memory = _free(needs) if size is None else size
-    left = memory - needs.weight_bytes - step_bytes(needs, limit or STEP_TOKENS, STEP_ROWS)
+    left = memory - needs.weight_bytes - planned.limited(limit, STEP_ROWS).step_bytes()
     dry = DryRun(config, needs, whole_scores=scores)
     return Estimate(
         plan=planned,

@@ -148,9 +148,9 @@ def _measure(model: str, prompt: int, new: int, batch: int, selections: dict[str
     from jackfield.api import load, plan
     from jackfield.bridge.footprint import loaded_bytes
 
-    device = plan(model, **selections).requirements.device
+    planned = plan(model, **selections)
     _warm_up(selections)
-    meter = _Meter(device)
+    meter = _Meter(planned.requirements.execution_devices or (planned.device or "cpu",))
     with load(model, max_batch_size=batch, **selections) as engine:
         _touch(engine)
         loading = meter.peak()
@@ -202,10 +202,14 @@ def _watch_cache(engine: Engine) -> list[int]:
 
 
 class _Meter:
-    """Peaks of memory above what was taken when it was made, in bytes."""
+    """Peaks of memory above what was taken when it was made, in bytes.
 
-    def __init__(self, device: str | None) -> None:
-        self._cuda = device == "cuda"
+    That of `devices`, where a model computes, if there are CUDA GPUs among them, each one's peak;
+    otherwise that of the process.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._cuda = [device for device in devices if device.partition(":")[0] == "cuda"]
         self._base = 0
         gc.collect()
         _trim()
@@ -216,7 +220,7 @@ class _Meter:
         if self._cuda:
             import torch
 
-            return int(torch.cuda.memory_allocated())
+            return sum(int(torch.cuda.memory_allocated(device)) for device in self._cuda)
         return _status("VmRSS")
 
     def reset(self) -> None:
@@ -225,7 +229,8 @@ class _Meter:
         if self._cuda:
             import torch
 
-            torch.cuda.reset_peak_memory_stats()
+            for device in self._cuda:
+                torch.cuda.reset_peak_memory_stats(device)
         elif os.access(_CLEAR, os.W_OK):
             _CLEAR.write_text("5")
 
@@ -233,7 +238,8 @@ class _Meter:
         if self._cuda:
             import torch
 
-            return int(torch.cuda.max_memory_allocated()) - self._base
+            peaks = (int(torch.cuda.max_memory_allocated(device)) for device in self._cuda)
+            return sum(peaks) - self._base
         return _status("VmHWM") - self._base if os.access(_CLEAR, os.W_OK) else None
 
 

@@ -94,9 +94,11 @@ class Job:
 
 def spread_over(needs: Requirements, where: Placement) -> Requirements:
     """`needs` where weights go to several places, or to disk."""
+    device, _, number = where.device.partition(":")
     return replace(
         needs,
-        device=where.device.partition(":")[0],
+        device=device,
+        device_index=int(number) if number else None,
         execution_devices=where.execution_devices,
         offloaded=where.offloaded,
     )

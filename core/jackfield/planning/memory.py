@@ -12,17 +12,39 @@ from jackfield.units import in_units
 #: Of a step in the packed layout, and the sequences that run together, where nothing else is asked.
 STEP_TOKENS, STEP_ROWS = 2048, 32
 
+#: What the sampler takes for each logit beside it, in bytes: all settings at once, in float32. Most
+#: of it is the float64 of a draw (16), copies for each stage (4), and a sort with its indices (12).
+SAMPLING = 48
 
-def step_bytes(needs: Requirements, tokens: int, rows: int) -> int:
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How much a step computes at most: `tokens` that are fed, the next tokens of `rows` sequences.
+
+    Each sequence has up to `drafts` drafts, which come on top.
+    """
+
+    tokens: int = STEP_TOKENS
+    rows: int = STEP_ROWS
+    drafts: int = 0
+
+
+def step_bytes(needs: Requirements, limits: StepLimits) -> int:
     """What to leave free for a step beside weights and cache, in bytes; on the CPU nothing is.
 
-    It feeds `tokens` tokens at most, and the logits of `rows` sequences are sampled from: as they
-    are, in float32, and a copy. It is more than a dry run shows.
+    It is more than a dry run shows, and than the sampler takes of any settings.
     """
     if needs.device == "cpu":
         return 0
     size, (vocabulary, _) = BYTES[needs.dtype], needs.head or (0, 0)
-    return tokens * needs.token_numbers * size + rows * vocabulary * (size + 2 * BYTES["float32"])
+    fed = (limits.tokens + limits.rows * limits.drafts) * needs.token_numbers * size
+    return fed + limits.rows * (1 + limits.drafts) * vocabulary * sampled_bytes(needs.dtype)
+
+
+def sampled_bytes(dtype: str) -> int:
+    """What a logit takes until tokens are chosen, itself included, in bytes."""
+    size = BYTES[dtype]
+    return size + SAMPLING * max(size, BYTES["float32"]) // BYTES["float32"]
 
 
 @dataclass(frozen=True)

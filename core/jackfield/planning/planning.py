@@ -14,7 +14,7 @@ from jackfield.devices import free_bytes
 from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
-from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS, CacheMemory, step_bytes
+from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
 from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
 from jackfield.planning.wording import selected
@@ -30,7 +30,8 @@ class Plan:
 
     `placement` says where weights go, `adapter` what is on top of them, None where nothing is.
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
-    is the plan of their draft model. `kernels` stand in for layers.
+    is the plan of their draft model. `kernels` stand in for layers. `limits` are those of a step:
+    the defaults of an engine, until one is made.
     """
 
     requirements: Requirements
@@ -41,6 +42,7 @@ class Plan:
     decodings: Mapping[str, Choice] = field(default_factory=dict)
     assistant: Plan | None = None
     kernels: tuple[Choice, ...] = ()
+    limits: StepLimits = field(default_factory=StepLimits)
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -76,10 +78,9 @@ class Plan:
         except JackfieldError as error:
             logger.warning("what a request takes is unknown: %s", error)
             return None
-        where = self.placement
+        where, device = self.placement, self.device
         if available is None and where is not None and len(where.execution_devices) > 1:
             return None  # each layer's are where it computes
-        device = where.device if where else needs.device
         if available is None and (free := free_bytes(device)) is not None:
             available = max(0, free - self._loading(device))
         if not told or available is None:
@@ -92,13 +93,65 @@ class Plan:
         where = self.placement
         if fixed is not None or (where is not None and len(where.execution_devices) > 1):
             return fixed
-        device = where.device if where else needs.device
+        device = self.device
         if choice.registered.ask("pool_of", needs, choice.options, 0) is None:
             return None
         if (free := free_bytes(device)) is None:
             return None
-        left = free - self._loading(device) - step_bytes(needs, STEP_TOKENS, STEP_ROWS)
-        return choice.registered.ask("pool_of", needs, choice.options, max(0, left))  # type: ignore[no-any-return]
+        steps, share = self.room()
+        beside = self._beside._loading(device) if self._beside else 0
+        left = int(share * max(0, free - self._loading(device) - beside - steps))
+        return choice.registered.ask("pool_of", needs, choice.options, left)  # type: ignore[no-any-return]
+
+    def room(self) -> tuple[int, float]:
+        """The bytes that steps take on the device, and the share of the rest for this plan's cache.
+
+        Where a draft model is on the same device, its steps are counted too, and the rest is shared
+        so that both models hold as many tokens.
+        """
+        own, other = self.step_bytes(), self._beside
+        if other is None:
+            return own, 1.0
+        mine, theirs = self.token_bytes(), other.token_bytes()
+        return own + other.step_bytes(), mine / (mine + theirs)
+
+    def room_beside(self, taken: int) -> tuple[int, float]:
+        """The same for the cache of its draft model, once its own cache has `taken` bytes."""
+        other = self._beside
+        if other is None:
+            return (0, 1.0) if self.assistant is None else (self.assistant.step_bytes(), 1.0)
+        steps, share = self.room()
+        left = max(1, (free_bytes(self.device) or 0) - steps)
+        as_many = taken * other.token_bytes() / self.token_bytes()  # where its own size was fixed
+        return steps, min(1.0, max((1 - share) * (left + taken), as_many) / left)
+
+    @property
+    def device(self) -> str | None:
+        """Where a step begins."""
+        return self.placement.device if self.placement else self.requirements.device
+
+    @property
+    def _beside(self) -> Plan | None:
+        """The draft model's plan, where it has the same device."""
+        other = self.assistant
+        return None if other is None or other.device != self.device else other
+
+    def step_bytes(self) -> int:
+        """What to leave free for a step beside weights and cache, in bytes."""
+        drafts = (c.registered.size("max_drafts", c.options) for c in self.decodings.values())
+        limits = replace(self.limits, drafts=max((n or 0 for n in drafts), default=0))
+        return step_bytes(self.requirements, limits)
+
+    def token_bytes(self) -> int:
+        """What a token's keys and values take; 1 where nobody can tell."""
+        ask, cache = self["cache"].registered.size, self["cache"]
+        return max(1, (ask("request_bytes", self.requirements, cache.options, 1024) or 0) // 1024)
+
+    def limited(self, tokens: int | None, rows: int) -> Plan:
+        """The same for steps of so many tokens (None: no bound is known) and sequences."""
+        limits = StepLimits(rows=rows) if tokens is None else StepLimits(tokens, rows)
+        assistant = self.assistant and self.assistant.limited(tokens, rows)
+        return replace(self, limits=limits, assistant=assistant)
 
     def _loading(self, device: str | None) -> int:
         """The bytes of weights that are still to come to a device."""

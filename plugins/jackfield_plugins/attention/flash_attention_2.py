@@ -15,6 +15,7 @@ from jackfield_plugins.attention.sources import (
     TorchVarlen,
     VarlenAttention,
 )
+from jackfield_plugins.devices import capabilities, capabilities_here
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,24 @@ class FlashAttention2(VarlenAttention):
 
         if not torch.cuda.is_available():
             return ["needs a CUDA GPU; none is here"]
-        major, minor = torch.cuda.get_device_capability()
-        if major < 8:
-            return [f"needs a GPU of compute capability 8.0 or later; this one has {major}.{minor}"]
-        return []
+        return _too_old([max(capabilities_here())])
+
+    def refuse(self, requirements: Requirements, options: FlashAttention2Options) -> list[str]:
+        return _too_old(capabilities(requirements)) or super().refuse(requirements, options)
 
     def sources(self, options: FlashAttention2Options) -> Sequence[Source]:
         asked = options.source
         if asked == "installed":
             return [self.places["package"], self.places["torch"]]
         return [s for name, s in self.places.items() if asked in ("auto", name)]
+
+
+def _too_old(gpus: list[tuple[int, int]]) -> list[str]:
+    return [
+        f"needs a GPU of compute capability 8.0 or later; this one has {major}.{minor}"
+        for major, minor in gpus
+        if major < 8
+    ][:1]
 
 
 @hookimpl

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from jackfield import hookimpl
 from jackfield.contracts import Attention, AttentionCapabilities, Requirements
 from jackfield_plugins.attention.sources import HubKernel, Package, Source, VarlenAttention
+from jackfield_plugins.devices import capabilities, capabilities_here
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,22 @@ class FlashAttention3(VarlenAttention):
 
         if not torch.cuda.is_available():
             return ["needs a CUDA GPU; none is here"]
-        major, minor = torch.cuda.get_device_capability()
-        if major != 9:
-            return [f"needs a Hopper GPU (compute capability 9.0); this one has {major}.{minor}"]
-        return []
+        here = capabilities_here()
+        return [] if any(major == 9 for major, _ in here) else _no_hopper(here)
+
+    def refuse(self, requirements: Requirements, options: FlashAttention3Options) -> list[str]:
+        return _no_hopper(capabilities(requirements)) or super().refuse(requirements, options)
 
     def sources(self, options: FlashAttention3Options) -> Sequence[Source]:
         return [s for name, s in self.places.items() if options.source in ("auto", name)]
+
+
+def _no_hopper(gpus: list[tuple[int, int]]) -> list[str]:
+    return [
+        f"needs a Hopper GPU (compute capability 9.0); this one has {major}.{minor}"
+        for major, minor in gpus
+        if major != 9
+    ][:1]
 
 
 @hookimpl

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -68,6 +68,11 @@ class Assisted(Decoding):
         rollback=True,
         assistant=True,
     )
+
+    def max_drafts(self, options: Any) -> int:
+        if options.num_assistant_tokens_schedule == "constant":
+            return int(options.num_assistant_tokens)
+        return max(LONGEST, int(options.num_assistant_tokens))
 
     def bind(self, context: BindContext) -> Strategy:
         assert context.assistant is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import (
@@ -54,6 +54,9 @@ class PromptLookup(Decoding):
         settings=SAMPLER_SETTINGS | {"prompt_lookup_num_tokens", "max_matching_ngram_size"},
         rollback=True,
     )
+
+    def max_drafts(self, options: Any) -> int:
+        return int(options.prompt_lookup_num_tokens)
 
     def bind(self, context: BindContext) -> Strategy:
         return PromptLookupStrategy(context.options)

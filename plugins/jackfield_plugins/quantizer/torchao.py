@@ -23,6 +23,7 @@ from jackfield.contracts import (
 from jackfield.contracts.checkpoint import FLAG, NAMES, Field
 from jackfield.contracts.quantizing import in_force, mixed_bytes
 from jackfield.contracts.requirements import BYTES
+from jackfield_plugins.devices import capabilities
 from jackfield_plugins.quantizer.libraries import missing
 from jackfield_plugins.quantizer.torchao_files import misfits
 
@@ -266,9 +267,7 @@ def _misfits(requirements: Requirements, told: _Format) -> list[str]:
 def _too_old(requirements: Requirements, told: _Format) -> list[str]:
     if told.type != INT4 or requirements.device != "cuda":
         return []
-    import torch
-
-    if torch.cuda.get_device_capability() >= CUDA_CAPABILITY:
+    if min(capabilities(requirements), default=CUDA_CAPABILITY) >= CUDA_CAPABILITY:
         return []
     return ["int4 on cuda needs tensor cores of compute capability 8.0 (Ampere) or later"]
 

@@ -29,6 +29,8 @@ cut short loses nothing. `python -m gpucheck --only decode-1` (with `PYTHONPATH=
 |---|---|---|
 {chr(10).join(f"| `{s.name}` | {s.limit} s | {s.what} |" for s in STAGES)}
 
+`generate_batch` runs without CUDA graphs here: that is what transformers does with an attention that has masks, as `sdpa` has.
+
 `make gpu-page` writes this page from `build/gpu/gpu.json`.
 """
 NOTHING = """

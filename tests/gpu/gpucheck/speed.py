@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -149,6 +150,10 @@ def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> float | No
     return len(race.prompts) / found["tokens_per_second"] if "tokens_per_second" in found else None
 
 
+#: A call of CUDA's runtime or driver (cudaLaunchKernel, cuLaunchKernelEx); `cutlass_…` is a kernel.
+DRIVER = re.compile(r"cu(da)?[A-Z]")
+
+
 def profiled(bench: Bench, run: Callable[[], Any]) -> Values:
     """How long the device was at work, of the time that passed, and on what."""
     activities = {torch.profiler.ProfilerActivity.CPU, bench.device.profiled}
@@ -164,7 +169,7 @@ def profiled(bench: Bench, run: Callable[[], Any]) -> Values:
         spent[event.name] = spent.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6
     calls: dict[str, int] = {}
     for event in events:
-        if event.name.startswith("cuda"):
+        if DRIVER.match(event.name):
             calls[event.name] = calls.get(event.name, 0) + 1
     busy = sum(spent.values())
     return {

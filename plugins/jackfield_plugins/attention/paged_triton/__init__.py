@@ -14,6 +14,7 @@ from jackfield.contracts import (
     PackedLayer,
     Requirements,
 )
+from jackfield_plugins.devices import capabilities
 from jackfield_plugins.interpreting import interpreting, without_triton
 
 if TYPE_CHECKING:
@@ -101,15 +102,13 @@ def _refuse_natively(requirements: Requirements) -> list[str]:
     """What the interpreter can do and a GPU cannot."""
     if requirements.device == "cpu":
         return ["runs on a CPU only under TRITON_INTERPRET=1, set before Python starts"]
-    import torch
-
     reasons = []
     if requirements.dtype == "float64":
         reasons.append(
             "runs float64 only under TRITON_INTERPRET=1; load the model in another dtype"
         )
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
-        here = ".".join(map(str, torch.cuda.get_device_capability()))
+    if (oldest := min(capabilities(requirements), default=OLDEST_GPU)) < OLDEST_GPU:
+        here = ".".join(map(str, oldest))
         reasons.append(f"needs a GPU of compute capability 8.0 or later, not {here}")
     return reasons
 

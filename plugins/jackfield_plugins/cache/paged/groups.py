@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
+from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
+from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Seq
 
+    import torch
+
     from jackfield.contracts import Feed
-
-
-@dataclass
-class Table:
-    """The pages of one sequence in one group; the first holds token `first`."""
-
-    pages: list[int] = field(default_factory=list)
-    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,25 +28,6 @@ class SwappedPages:
     count: int
     first: int
     layers: dict[int, HostPages]
-
-
-class CachedTensor:
-    """A small int32 tensor that is made anew only where its numbers are not those of last time.
-
-    While all sequences decode, most of a step's tables are the ones of the step before.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: list[Any] | None = None
-
-    def __call__(self, numbers: list[Any], block: StepBlock) -> torch.Tensor:
-        if numbers != self._numbers:
-            self._tensor = block.put(numbers, torch.int32)
-            self._numbers = numbers
-        return self._tensor
-
-
-_NOBODY = torch.empty(0, dtype=torch.int32)
 
 
 class LayerGroup:
@@ -67,11 +42,10 @@ class LayerGroup:
         self.fixed = fixed
         self.allocator = PageAllocator(capacity)
         self.tables: dict[int, Table] = {}
-        self.layers: dict[int, PackedLayer] = {}
-        self._unseen: set[int] = set()  # layers whose pools were made before anything was written
-        self._now: PageTables  # this step's
+        self.pools = Pools(page_size)
+        self.now: PageTables = NO_TABLES  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
-        self._block_table, self._first = CachedTensor(), CachedTensor()
+        self._block_table, self._first = CachedTable(), CachedTensor()
         self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
@@ -146,7 +120,7 @@ class LayerGroup:
     def adopt(self, sequence: int, pages: list[int], end: int) -> None:
         """Begin a sequence with shared `pages`, the last of which ends with token `end` - 1."""
         self.allocator.share(pages)
-        self.tables[sequence] = Table(list(pages), end - len(pages) * self.page_size)
+        self.tables[sequence] = Table(pages, end - len(pages) * self.page_size)
 
     def publish(self, sequence: int, keys: Seq[bytes], begin: int) -> None:
         """Let the pages from the `begin`th on, counted from token 0, be found by `keys`."""
@@ -158,20 +132,30 @@ class LayerGroup:
     def save(self, sequence: int) -> SwappedPages:
         """A copy of a sequence's pages in host memory, on its way there maybe."""
         table = self.tables[sequence]
-        if not table.pages or not self.layers:
+        if not table.pages or not self.pools.layers:
             return SwappedPages(len(table.pages), table.first, {})
-        if self._swap is None:
-            self._swap = swap_on(next(iter(self.layers.values())).keys.device)
-        layers = self._swap.out(table.pages, self.layers)
+        layers = self._swapping().out(table.pages, self.pools.layers)
         return SwappedPages(len(table.pages), table.first, layers)
+
+    def saved_bytes(self, sequence: int) -> int:
+        """The host memory that `save` takes."""
+        count = len(self.tables[sequence].pages)
+        if not count or not self.pools.layers:
+            return 0
+        return self._swapping().host_bytes(count, self.pools.layers)
+
+    def _swapping(self) -> PageSwap:
+        if self._swap is None:
+            self._swap = swap_on(self.pools.device)
+        return self._swap
 
     def restore(self, sequence: int, saved: SwappedPages) -> None:
         """Take pages and put back what was saved."""
         table = self.tables[sequence] = Table([], saved.first)
         for _ in range(saved.count):
-            table.pages.append(self._take(table.pages[-1] if table.pages else None))
-        if saved.layers and self._swap is not None:
-            self._swap.back(table.pages, self.layers, saved.layers)
+            table.append(self._take(table.pages[-1] if table.pages else None))
+        if saved.layers:
+            self._swapping().back(table.pages, self.pools.layers, saved.layers)
 
     def reserve(self, sequence: int, start: int, end: int) -> None:
         """Make pages for tokens `start:end` of a sequence, none of them shared with another.
@@ -181,11 +165,11 @@ class LayerGroup:
         table = self.tables.setdefault(sequence, Table())
         missing = -(-(end - table.first) // self.page_size) - len(table.pages)
         for _ in range(missing):
-            table.pages.append(self._take(table.pages[-1] if table.pages else None))
+            table.append(self._take(table.pages[-1] if table.pages else None))
         written = range((start - table.first) // self.page_size, len(table.pages))
         for at in written:
             if self.allocator.is_shared(table.pages[at]):
-                table.pages[at] = self._copy(table.pages[at])
+                table.replace(at, self._copy(table.pages[at]))
         self._before_writing([table.pages[at] for at in written])
 
     def _before_writing(self, pages: list[int]) -> None:
@@ -200,16 +184,13 @@ class LayerGroup:
 
     def _grow(self, capacity: int) -> None:
         self.allocator.grow(capacity)
-        for layer in self.layers.values():
-            layer.replace(_resized(layer.keys, capacity), _resized(layer.values, capacity))
+        self.pools.grow(capacity)
 
     def _copy(self, page: int) -> int:
         """Copy-on-write: a page of our own with the same tokens."""
         own = self._take(None)
         self._before_writing([own])
-        for layer in self.layers.values():
-            layer.keys[own] = layer.keys[page]
-            layer.values[own] = layer.values[page]
+        self.pools.copy(page, own)
         self.allocator.release([page])
         return own
 
@@ -220,20 +201,19 @@ class LayerGroup:
         into `block`, which the caller sends.
         """
         held = [self.tables[s] for s in sequences]
-        longest = max(len(t.pages) for t in held)
-        padded = [t.pages + [0] * (longest - len(t.pages)) for t in held]
-        firsts = [t.first for t in held]
-        self._now = PageTables(
+        rows = [table.row() for table in held]
+        firsts = [row.first for row in rows]
+        self.now = PageTables(
             step,
             self.window,
             self.page_size,
-            self._block_table(padded, block),
+            self._block_table(rows, block),
             self._first(firsts, block),
-            [list(t.pages) for t in held],
+            [row.pages for row in rows],
             firsts,
+            in_a_row=[row.in_a_row for row in rows],
         )
-        for layer in self.layers.values():
-            layer.tables = self._now
+        self.pools.point(self.now)
         return [
             slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
         ]
@@ -246,55 +226,18 @@ class LayerGroup:
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
-        layer = self.layers.get(index)
-        if layer is None or index in self._unseen:
-            layer = self._first_written(index, layer, keys, values)
+        layer = self.pools.layer(index, self.allocator.capacity, self.now, keys, values)
         layer.flat_keys.index_copy_(0, self.targets, keys)
         layer.flat_values.index_copy_(0, self.targets, values)
         return layer
 
-    def allocate(
-        self,
-        index: int,
-        keys: tuple[int, int],
-        values: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Make the pools of a layer before anything is written."""
-        pages = (self.allocator.capacity, self.page_size)
-        made = [torch.zeros(*pages, *shape, dtype=dtype, device=device) for shape in (keys, values)]
-        self.layers[index] = PackedLayer(made[0], made[1], _NONE)
-        self._unseen.add(index)
-
-    def _first_written(
-        self, index: int, layer: PackedLayer | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> PackedLayer:
-        """The layer, whose pools are made anew where these were not what was expected."""
-        self._unseen.discard(index)
-        if layer is not None:
-            pairs = ((layer.keys, keys), (layer.values, values))
-            if all(
-                (pool.shape[2:], pool.dtype, pool.device) == (new.shape[1:], new.dtype, new.device)
-                for pool, new in pairs
-            ):
-                return layer
-            layer.replace(*(pool.new_empty(0, *pool.shape[1:]) for pool, _ in pairs))
-        pages = (self.allocator.capacity, self.page_size)
-        made = [states.new_zeros(*pages, *states.shape[1:]) for states in (keys, values)]
-        self.layers[index] = PackedLayer(made[0], made[1], self._now)
-        return self.layers[index]
-
     def close(self) -> None:
         """Let go of all tensors, whoever still has the layers."""
-        for layer in self.layers.values():
-            layer.replace(layer.keys.new_empty(0, 0, 0, 0), layer.values.new_empty(0, 0, 0, 0))
-            layer.tables = _NONE
-        self.layers.clear()
-        self._now = _NONE
-        self._block_table, self._first = CachedTensor(), CachedTensor()
+        self.pools.close()
+        self.now = NO_TABLES
+        self._block_table, self._first = CachedTable(), CachedTensor()
         self._swap = None
-        self.targets = torch.empty(0)
+        self.targets = NO_TABLES.first
 
     def lacks(self, sequence: int, tokens: int) -> bool:
         """Whether a page is gone that a query at position `tokens` sees."""
@@ -304,38 +247,21 @@ class LayerGroup:
         """Keep what tokens to come will need of the first `tokens` tokens."""
         table = self.tables[sequence]
         used = -(-(tokens - table.first) // self.page_size)
-        self.allocator.release(table.pages[used:])
-        del table.pages[used:]
+        self.allocator.release(table.cut(used))
         if self.window is None:
             return
         gone = max(0, self.seen_from(tokens) - table.first // self.page_size)
-        self.allocator.release(table.pages[:gone])
-        del table.pages[:gone]
-        table.first += gone * self.page_size
+        self.allocator.release(table.advance(gone, gone * self.page_size))
 
     def fork(self, source: int, into: int) -> None:
         """`into` begins as `source`, sharing its pages until one of them writes."""
         table = self.tables[source]
         self.allocator.share(table.pages)
-        self.tables[into] = Table(list(table.pages), table.first)
+        self.tables[into] = Table(table.pages, table.first)
 
     def drop(self, sequence: int) -> None:
         if (table := self.tables.pop(sequence, None)) is not None:
             self.allocator.release(table.pages)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the pools, in bytes."""
-        layers = list(self.layers.values())  # at once: another thread may ask in the first step
-        tensors = [t for layer in layers for t in (layer.keys, layer.values)]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
 
 _EMPTY = Table()
-_NONE = PageTables(PackedStep([], _NOBODY, _NOBODY, 0, 0), None, 1, _NOBODY, _NOBODY, [], [])
-
-
-def _resized(pool: torch.Tensor, capacity: int) -> torch.Tensor:
-    larger = pool.new_zeros(capacity, *pool.shape[1:])
-    larger[: pool.shape[0]] = pool
-    return larger

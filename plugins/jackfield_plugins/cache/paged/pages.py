@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+
+from jackfield_plugins.cache.paged.gaps import Gaps
 
 #: Kept pages that make room at once: in a row where possible, like those they came from.
 EXTENT = 16
@@ -21,21 +24,22 @@ class PageAllocator:
     A page can be published under a key that says what it holds. When its last holder lets go, it
     is kept, to be found by its key, until its place is needed: the one that was released first
     goes first.
+
+    What a call costs does not depend on how many pages there are.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._holders = [0] * capacity
-        self._taken = bytearray(capacity)  # 1: held or kept
-        self._num_taken = 0
-        self._kept: dict[int, None] = {}  # in the order of their release
+        self._gaps = Gaps(capacity)
+        self._holders: dict[int, int] = {}  # of each page that is held
+        self._kept: OrderedDict[int, None] = OrderedDict()  # in the order of their release
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """How many pages can be taken; kept ones can."""
-        return self.capacity - self._num_taken + len(self._kept)
+        return self.capacity - len(self._holders)
 
     @property
     def num_kept(self) -> int:
@@ -43,20 +47,19 @@ class PageAllocator:
 
     def grow(self, capacity: int) -> None:
         """Add pages up to `capacity`."""
-        self._holders += [0] * (capacity - self.capacity)
-        self._taken += bytes(capacity - self.capacity)
+        self._gaps.add(range(self.capacity, capacity))
         self.capacity = capacity
 
     def take(self, after: int | None) -> int:
         """One page, held once: behind `after` if that is free. Raises OutOfPagesError."""
-        if self._num_taken == self.capacity:
+        if len(self._holders) + len(self._kept) == self.capacity:
             self._make_room()
-        if after is not None and after + 1 < self.capacity and not self._taken[after + 1]:
+        if after is not None and self._gaps.starts(after + 1):
             page = after + 1
+            self._gaps.take(page)
         else:
             page = self._in_widest_gap(first=after is None)
-        self._holders[page] = self._taken[page] = 1
-        self._num_taken += 1
+        self._holders[page] = 1
         return page
 
     def _make_room(self) -> None:
@@ -66,28 +69,31 @@ class PageAllocator:
 
     def forget(self, count: int | None = None) -> None:
         """Free the `count` kept pages that were released first; None: all."""
-        for page in list(self._kept)[:count]:
-            del self._kept[page]
+        freed = []
+        for _ in range(len(self._kept) if count is None else min(count, len(self._kept))):
+            page, _ = self._kept.popitem(last=False)
             del self._page_of[self._key_of.pop(page)]
-            self._taken[page] = 0
-            self._num_taken -= 1
+            freed.append(page)
+        self._gaps.add_each(freed)
 
     def _in_widest_gap(self, *, first: bool) -> int:
-        start, length = widest_gap(self._taken)
+        start, length = self._gaps.widest()
         # Leave the first half of a gap to the sequence that grows towards it.
-        return start if first and start == 0 else start + length // 2
+        page = start if first and start == 0 else start + length // 2
+        self._gaps.split(start, page)
+        return page
 
     def share(self, pages: Sequence[int]) -> None:
         """One more holder for each page."""
         for page in pages:
-            self._holders[page] += 1
+            self._holders[page] = self.holders(page) + 1
             self._kept.pop(page, None)
 
     def is_shared(self, page: int) -> bool:
-        return self._holders[page] > 1
+        return self.holders(page) > 1
 
     def holders(self, page: int) -> int:
-        return self._holders[page]
+        return self._holders.get(page, 0)
 
     def is_kept(self, page: int) -> bool:
         return page in self._kept
@@ -97,17 +103,20 @@ class PageAllocator:
 
         A page without holders is kept if it was published, and free otherwise.
         """
+        freed = []
         for page in reversed(pages):
-            if self._holders[page] == 0:
+            left = self.holders(page) - 1
+            if left < 0:
                 raise ValueError(f"page {page} is released more often than it was taken")
-            self._holders[page] -= 1
-            if self._holders[page]:
+            if left:
+                self._holders[page] = left
                 continue
+            del self._holders[page]
             if page in self._key_of:
                 self._kept[page] = None
             else:
-                self._taken[page] = 0
-                self._num_taken -= 1
+                freed.append(page)
+        self._gaps.add_each(freed)
 
     def publish(self, page: int, key: bytes) -> None:
         """Let `page` be found by `key`, unless another page is."""
@@ -117,9 +126,3 @@ class PageAllocator:
 
     def find(self, key: bytes) -> int | None:
         return self._page_of.get(key)
-
-
-def widest_gap(taken: bytes | bytearray) -> tuple[int, int]:
-    """(start, length) of the longest run of zeros, one at least; the first of equals."""
-    longest = len(max(taken.split(b"\1"), key=len))
-    return taken.find(bytes(longest)), longest

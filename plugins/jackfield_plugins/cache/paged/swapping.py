@@ -20,7 +20,14 @@ HostPages = tuple[torch.Tensor, torch.Tensor]
 
 
 class PageSwap:
-    """Copies pages of the layers of one group; they are done when a call returns."""
+    """Copies pages of the layers of one group; they are done when a call returns.
+
+    Copies raise what torch raises where there is no memory for them, on the host or on the device.
+    """
+
+    def host_bytes(self, count: int, layers: Mapping[int, PackedLayer]) -> int:
+        """The memory of the host that `count` pages take once they are out."""
+        return sum(_sizes(count, layers))
 
     def out(self, pages: Seq[int], layers: Mapping[int, PackedLayer]) -> dict[int, HostPages]:
         """What the layers hold in `pages`, for `back` and nobody else.
@@ -68,6 +75,10 @@ class StreamedSwap(PageSwap):
         self._own = streams.Stream(device)
         self._leaving: list[_Leaving] = []
 
+    def host_bytes(self, count: int, layers: Mapping[int, PackedLayer]) -> int:
+        """Torch page-locks blocks whose sizes are powers of two."""
+        return sum(1 << (size - 1).bit_length() for size in _sizes(count, layers) if size)
+
     def out(self, pages: Seq[int], layers: Mapping[int, PackedLayer]) -> dict[int, HostPages]:
         self._own.wait_stream(self._steps)  # which may still write to them
         with self._streams.stream(self._own):
@@ -86,11 +97,13 @@ class StreamedSwap(PageSwap):
         self, pages: Seq[int], layers: Mapping[int, PackedLayer], saved: Mapping[int, HostPages]
     ) -> None:
         self._own.wait_stream(self._steps)  # which may still read what was in the pages
-        with self._streams.stream(self._own):
-            which = _index(pages, layers, pinned=self._pinned)
-            for pool, host in _pools(layers, saved):
-                pool.index_copy_(0, which, host.to(pool.device, non_blocking=True))
-        self._steps.wait_stream(self._own)
+        try:
+            with self._streams.stream(self._own):
+                which = _index(pages, layers, pinned=self._pinned)
+                for pool, host in _pools(layers, saved):
+                    pool.index_copy_(0, which, host.to(pool.device, non_blocking=True))
+        finally:  # also where memory runs out: the pages are written then by somebody else
+            self._steps.wait_stream(self._own)
 
     def before_writing(self, pages: Iterable[int]) -> None:
         if not self._leaving:
@@ -125,6 +138,13 @@ def _index(pages: Seq[int], layers: Mapping[int, PackedLayer], *, pinned: bool) 
     device = next(iter(layers.values())).keys.device
     numbers = torch.tensor(pages, dtype=torch.int64, device="cpu", pin_memory=pinned)
     return numbers.to(device, non_blocking=pinned)
+
+
+def _sizes(count: int, layers: Mapping[int, PackedLayer]) -> Iterable[int]:
+    """The bytes of so many pages, in each pool."""
+    for layer in layers.values():
+        for pool in (layer.keys, layer.values):
+            yield count * pool[0].numel() * pool.element_size()
 
 
 def _pools(

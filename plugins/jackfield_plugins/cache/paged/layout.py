@@ -1,0 +1,73 @@
+"""How a step of the packed layout becomes tensors: one row of tokens, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.contracts import ModelInputs, PackedStep, Span, StepBlock
+from jackfield_plugins.cache.paged.tables import CachedTensor
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Step
+    from jackfield_plugins.cache.paged.groups import LayerGroup
+
+
+class StepLayout:
+    """Lays out steps for the layers of `groups`, all numbers in one copy to the device."""
+
+    def __init__(self, groups: Collection[LayerGroup], device: torch.device) -> None:
+        self._groups = groups
+        self._block = StepBlock(device)
+        self._starts = CachedTensor()
+
+    def inputs(self, step: Step) -> tuple[ModelInputs, int]:
+        """What the model is called with, and how many tokens these are; pages are reserved."""
+        ids: list[int] = []
+        positions: list[int] = []
+        spans = []
+        for feed in step.feeds:
+            tokens = feed.token_ids
+            end = feed.start + len(tokens)
+            spans.append(Span(len(ids), len(tokens), end))
+            ids += tokens
+            positions += range(feed.start, end)
+        packed = self._packed_step(spans)
+        numbers = [feed.sequence.id for feed in step.feeds]
+        slots = [group.lay_out(numbers, packed, self._block) for group in self._groups]
+        # One tensor for all that changes with every step: a small one costs as much as its call.
+        table = self._block.put([ids, positions, *slots])
+        for row, group in enumerate(self._groups):
+            group.targets = table[2 + row]
+        keep = 1 + max(len(feed.drafts) for feed in step.feeds)
+        kwargs: dict[str, Any] = {
+            "input_ids": table[:1],
+            "position_ids": table[1:2],
+            "use_cache": False,
+            "logits_to_keep": self._wanted(spans, keep, len(ids)),
+        }
+        self._block.send()
+        return ModelInputs(kwargs, rows=len(spans), decode=step.decode), len(ids)
+
+    def _wanted(self, spans: list[Span], keep: int, tokens: int) -> int | torch.Tensor:
+        """Which logits to compute: of the last `keep` tokens of every sequence.
+
+        A number where these are the step's last tokens, as with one sequence and while all decode:
+        models slice by it, which is cheaper than picking rows.
+        """
+        if len(spans) == 1 or tokens == len(spans):
+            return keep * len(spans)
+        last = [max(0, s.start + s.length - keep + i) for s in spans for i in range(keep)]
+        return self._block.put(last)
+
+    def _packed_step(self, spans: list[Span]) -> PackedStep:
+        starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
+        return PackedStep(
+            spans,
+            self._starts(starts, self._block),
+            self._block.put([s.end for s in spans], torch.int32),
+            max(span.length for span in spans),
+            max(span.end for span in spans),
+        )
