@@ -42,10 +42,12 @@ def layer_of(
     Pages before the window are given back, so that tables do not begin with the first token.
     """
     firsts = [
-        0 if window is None else max(0, s.end - s.length + 1 - window) // page_size * page_size
+        0
+        if window is None
+        else max(0, s.kv_len - s.query_len + 1 - window) // page_size * page_size
         for s in step.spans
     ]
-    counts = [-(-(s.end - f) // page_size) for s, f in zip(step.spans, firsts, strict=True)]
+    counts = [-(-(s.kv_len - f) // page_size) for s, f in zip(step.spans, firsts, strict=True)]
     total = sum(counts) + 3
     order = random.Random(seed).sample(range(total), total)
     tables = [[order.pop() for _ in range(count)] for count in counts]
@@ -53,8 +55,8 @@ def layer_of(
     generator = torch.Generator(device).manual_seed(seed)
     live = torch.zeros(total, page_size, dtype=torch.bool)
     for span, first, table in zip(step.spans, firsts, tables, strict=True):
-        for at in range(first, span.end, page_size):
-            live[table[(at - first) // page_size], : span.end - at] = True
+        for at in range(first, span.kv_len, page_size):
+            live[table[(at - first) // page_size], : span.kv_len - at] = True
 
     def pool(dim: int) -> torch.Tensor:
         shape = (total, page_size, kv_heads, dim)
@@ -74,7 +76,7 @@ def queries_of(step: PackedStep, heads: int, layer: PackedLayer, seed: int = 1) 
     """Random `[tokens, heads, head_dim]`, a view of `[heads, tokens, …]` as models hand it over."""
     keys = layer.keys
     generator = torch.Generator(keys.device).manual_seed(seed)
-    shape = (heads, step.spans[-1].start + step.spans[-1].length, keys.shape[3])
+    shape = (heads, step.spans[-1].query_start + step.spans[-1].query_len, keys.shape[3])
     made = torch.randn(shape, generator=generator, device=keys.device)
     return made.to(keys.dtype).transpose(0, 1)
 
@@ -96,19 +98,19 @@ def reference(
     for row, span in enumerate(layer.step.spans):
         slots = [
             layer.tables.tables[row][at // layer.page_size] * layer.page_size + at % layer.page_size
-            for at in range(span.end - layer.tables.firsts[row])
+            for at in range(span.kv_len - layer.tables.firsts[row])
         ]
         group = query.shape[1] // layer.keys.shape[2]
         keys, values = (
             pool.flatten(0, 1)[slots].to(dtype).repeat_interleave(group, 1).transpose(0, 1)
             for pool in (layer.keys, layer.values)
         )
-        q = query[span.start : span.start + span.length].to(dtype).transpose(0, 1)
+        q = query[span.query_start : span.query_start + span.query_len].to(dtype).transpose(0, 1)
         scores = q @ keys.transpose(1, 2) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        at = torch.arange(layer.tables.firsts[row], span.end, device=q.device)
-        mine = at[-span.length :, None]
+        at = torch.arange(layer.tables.firsts[row], span.kv_len, device=q.device)
+        mine = at[-span.query_len :, None]
         seen = at <= mine
         if layer.window is not None:
             seen &= at > mine - layer.window

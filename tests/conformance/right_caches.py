@@ -347,13 +347,13 @@ class RightCache(PackedKVCache):
             ids += feed.token_ids
             positions += range(feed.start, end)
             last += [max(0, len(ids) - keep + i) for i in range(keep)]
-        starts = [*(s.start for s in spans), len(ids)]
+        starts = [*(s.query_start for s in spans), len(ids)]
         packed = PackedStep(
             spans,
             torch.tensor(starts, dtype=torch.int32),
-            torch.tensor([s.end for s in spans], dtype=torch.int32),
-            max(s.length for s in spans),
-            max(s.end for s in spans),
+            torch.tensor([s.kv_len for s in spans], dtype=torch.int32),
+            max(s.query_len for s in spans),
+            max(s.kv_len for s in spans),
         )
         numbers = [feed.sequence.id for feed in step.feeds]
         self._laid = [

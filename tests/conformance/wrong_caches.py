@@ -228,7 +228,7 @@ def _skips(own: Change, layer: int, keys: Any, values: Any) -> Any:
     """Does not store the last token: what was in its place stays there."""
     found = own(layer, keys, values)
     row, span = found.tables.tables[-1], found.step.spans[-1]
-    at = span.end - 1 - found.tables.firsts[-1]
+    at = span.kv_len - 1 - found.tables.firsts[-1]
     found.keys[row[at // found.page_size], at % found.page_size] = 0
     return found
 
@@ -377,7 +377,7 @@ PACKED: dict[str, dict[str, Change]] = {
     "wipes pages with a step": {"commit": _wipes},
     "spans in another order": {"write": tables(_spans(lambda spans: spans[::-1]))},
     "spans one token late": {
-        "write": tables(_spans(lambda spans: [s._replace(end=s.end + 1) for s in spans]))
+        "write": tables(_spans(lambda spans: [s._replace(kv_len=s.kv_len + 1) for s in spans]))
     },
 }
 

@@ -43,8 +43,8 @@ def layer_of(sizes: list[tuple[int, int]], window: int | None) -> PackedLayer:
         spans, torch.tensor(starts).int(), torch.tensor([end for _, end in sizes]).int(),
         max(queries for queries, _ in sizes), max(end for _, end in sizes),
     )  # fmt: skip
-    firsts = [0 if window is None else max(0, s.end - window) // PAGE * PAGE for s in spans]
-    counts = [-(-(s.end - first) // PAGE) for s, first in zip(spans, firsts, strict=True)]
+    firsts = [0 if window is None else max(0, s.kv_len - window) // PAGE * PAGE for s in spans]
+    counts = [-(-(s.kv_len - first) // PAGE) for s, first in zip(spans, firsts, strict=True)]
     table = torch.zeros(len(spans), max(counts), dtype=torch.int32)
     tables = [[0] * count for count in counts]
     held = PageTables(step, window, PAGE, table, torch.tensor(firsts).int(), tables, firsts)

@@ -203,7 +203,7 @@ def test_pages_equal_the_reference(lengths, heads, sizes, page_size, window, thr
     finally:
         torch.set_num_threads(before)
     expected = reference(query, layer, scaling=0.2)
-    single = [span.start for span in step.spans if span.length == 1]
+    single = [span.query_start for span in step.spans if span.query_len == 1]
     torch.testing.assert_close(found[single], expected[single], atol=1e-12, rtol=1e-12)
 
 

@@ -154,7 +154,7 @@ def test_pages_before_the_window_are_not_read() -> None:
     layer.tables.window = 6
     expected = reference(query, layer, scaling=0.25)
     for row, span in enumerate(step.spans):
-        for page in range((span.end - span.length + 1 - 6) // 4):
+        for page in range((span.kv_len - span.query_len + 1 - 6) // 4):
             layer.block_table[row, page] = 2**30  # far outside the pool
     assert_close(paged_attention(query, layer, scaling=0.25, num_splits=2, tile=SMALL), expected)
 

@@ -232,13 +232,13 @@ def pages(
     torch.manual_seed(0)
     pool = torch.randn(2, 12, size, KV_HEADS, SIZE, dtype=torch.float64)
     longest = max(map(len, tables))
-    starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
+    starts = [span.query_start for span in spans] + [spans[-1].query_start + spans[-1].query_len]
     packed = PackedStep(
         spans,
         torch.tensor(starts, dtype=torch.int32),
-        torch.tensor([span.end for span in spans], dtype=torch.int32),
-        max(span.length for span in spans),
-        max(span.end for span in spans),
+        torch.tensor([span.kv_len for span in spans], dtype=torch.int32),
+        max(span.query_len for span in spans),
+        max(span.kv_len for span in spans),
     )
     table = torch.tensor([t + [0] * (longest - len(t)) for t in tables], dtype=torch.int32)
     first = torch.tensor(firsts, dtype=torch.int32)
@@ -264,9 +264,11 @@ def test_pages_are_gathered_or_read_in_place(multiple: int | None, window: int |
         keys, values = layer.gather(row)
         mask = layer.mask(row)
         seen = torch.ones(1, keys.shape[1], dtype=torch.bool) if mask is None else mask
-        queries = query[span.start : span.start + span.length].transpose(0, 1)
+        queries = query[span.query_start : span.query_start + span.query_len].transpose(0, 1)
         wanted = by_columns(queries[None], keys[None], values[None], seen[None])[0]
-        torch.testing.assert_close(found[span.start : span.start + span.length], wanted)
+        torch.testing.assert_close(
+            found[span.query_start : span.query_start + span.query_len], wanted
+        )
     ((rows, scoring),) = recorder.calls
     assert (rows.block_table is layer.block_table) == (multiple == 2)
     assert scoring == Scoring(0.4, True, window)

@@ -326,7 +326,9 @@ def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
                     ~seen, torch.finfo(_narrow(query.dtype)).min
                 )
             bias = bias[None, None]
-            queries = query[span.start : span.start + span.length].transpose(0, 1)[None]
+            queries = query[span.query_start : span.query_start + span.query_len].transpose(0, 1)[
+                None
+            ]
             rows.append(forward(module, queries, keys[None], values[None], bias, **kwargs)[0][0])
         return torch.cat(rows)
 

@@ -60,15 +60,16 @@ class Span(NamedTuple):
     """One sequence's part of a packed step.
 
     Attributes:
-        start: Its first row: its queries are rows `start : start + length` of the step.
-        length: How many tokens it feeds.
-        end: How many tokens it has then. Its queries are the last of these, at positions
-            `end - length` to `end - 1`.
+        query_start: Its first row: its queries are rows `query_start : query_start + query_len` of
+            the step.
+        query_len: How many tokens it feeds.
+        kv_len: How many tokens it has then. Its queries are the last of these, at positions
+            `kv_len - query_len` to `kv_len - 1`.
     """
 
-    start: int
-    length: int
-    end: int
+    query_start: int
+    query_len: int
+    kv_len: int
 
 
 @dataclass(slots=True)
@@ -84,8 +85,8 @@ class PackedStep:
         cu_seqlens_q: int32 `[sequences + 1]`, the first row of each sequence, then that behind the
             last.
         seq_lens: int32 `[sequences]`, how many tokens each has, those of this step included.
-        max_query_length: The longest `length` of `spans`, exactly.
-        max_seq_length: The longest `end` of `spans`, or more.
+        max_query_length: The longest `query_len` of `spans`, exactly.
+        max_seq_length: The longest `kv_len` of `spans`, or more.
         query_lengths: Made here, for counting calls: the longest length, and 1 where some decode
             beside prefill.
     """
@@ -99,7 +100,7 @@ class PackedStep:
 
     def __post_init__(self) -> None:
         longest = self.max_query_length
-        mixed = longest > 1 and any(span.length == 1 for span in self.spans)
+        mixed = longest > 1 and any(span.query_len == 1 for span in self.spans)
         self.query_lengths = (longest, 1) if mixed else (longest,)
 
 
@@ -148,7 +149,7 @@ class PageTables:
     def oldest(self, row: int) -> int:
         """The position of the oldest key that any query of sequence number `row` sees."""
         span = self.step.spans[row]
-        begin = 0 if self.window is None else span.end - span.length + 1 - self.window
+        begin = 0 if self.window is None else span.kv_len - span.query_len + 1 - self.window
         return max(self.firsts[row], begin)
 
     def keys_of(self, row: int) -> tuple[int, int]:
@@ -157,7 +158,7 @@ class PageTables:
         Counted in tokens from the first token of its first page.
         """
         first = self.firsts[row]
-        return self.oldest(row) - first, self.step.spans[row].end - first
+        return self.oldest(row) - first, self.step.spans[row].kv_len - first
 
     def _run(self, row: int) -> tuple[int, int] | None:
         """The keys' first and last slot, where the pages lie in a row."""
@@ -262,12 +263,12 @@ class PackedLayer:
             bool `[queries, keys]`, True where seen; None for a single query, which sees all.
         """
         span = self.step.spans[row]
-        if span.length == 1:
+        if span.query_len == 1:
             return None
         import torch
 
-        at = torch.arange(self.tables.oldest(row), span.end, device=self.keys.device)
-        return self.seen(at[-span.length :, None], at)
+        at = torch.arange(self.tables.oldest(row), span.kv_len, device=self.keys.device)
+        return self.seen(at[-span.query_len :, None], at)
 
     def seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which keys a query sees: not later ones, and none before its window.

@@ -85,12 +85,12 @@ def _flaw_of_chosen(keep: Any, tokens: int, feeds: Seq[Feed]) -> str:
 def flaw_of_step(step: PackedStep, *, read: bool) -> str:
     """What is wrong with the lengths that kernels read, in words; `read`: also their numbers."""
     spans = step.spans
-    longest, farthest = max(s.length for s in spans), max(s.end for s in spans)
+    longest, farthest = max(s.query_len for s in spans), max(s.kv_len for s in spans)
     if step.max_query_length != longest or step.max_seq_length < farthest:
         most = (step.max_query_length, step.max_seq_length)
         return f"(max_query_length, max_seq_length) {quoted(most)}, {(longest, farthest)} due"
-    starts = [*(s.start for s in spans), spans[-1].start + spans[-1].length]
-    dues = (("cu_seqlens_q", starts), ("seq_lens", [s.end for s in spans]))
+    starts = [*(s.query_start for s in spans), spans[-1].query_start + spans[-1].query_len]
+    dues = (("cu_seqlens_q", starts), ("seq_lens", [s.kv_len for s in spans]))
     for name, due in dues:
         tensor: Any = getattr(step, name)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
@@ -103,7 +103,9 @@ def flaw_of_step(step: PackedStep, *, read: bool) -> str:
 def flaw_of_first(tables: PageTables, row: int) -> str:
     """What is wrong with the first token of a row's pages, in words."""
     first, span = tables.firsts[row], tables.step.spans[row]
-    oldest = 0 if tables.window is None else max(0, span.end - span.length + 1 - tables.window)
+    oldest = (
+        0 if tables.window is None else max(0, span.kv_len - span.query_len + 1 - tables.window)
+    )
     if type(first) is int and 0 <= first <= oldest and first % tables.page_size == 0:
         return ""
     return f"pages from token {quoted(first)} on, and its queries see {oldest}"

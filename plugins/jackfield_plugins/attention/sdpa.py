@@ -178,7 +178,7 @@ def _packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         queries = query.transpose(0, 1)[None]
         if len(spans) == 1:
             return attend_row(attend, queries, layer, 0, scaling)[0].contiguous()
-        parts = queries.split([span.length for span in spans], 2)
+        parts = queries.split([span.query_len for span in spans], 2)
         rows = [attend_row(attend, q, layer, row, scaling) for row, q in enumerate(parts)]
         return torch.cat(rows, 1)[0]
 

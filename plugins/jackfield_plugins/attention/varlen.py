@@ -275,7 +275,7 @@ class _Packed:
 def _paged(tables: PageTables) -> tuple[Rows, None]:
     step = tables.step
     lengths = step.seq_lens - tables.first
-    longest = max(s.end - first for s, first in zip(step.spans, tables.firsts, strict=True))
+    longest = max(s.kv_len - first for s, first in zip(step.spans, tables.firsts, strict=True))
     cu_k = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows = Rows(
         step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table, lengths

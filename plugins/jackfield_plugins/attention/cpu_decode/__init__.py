@@ -75,8 +75,8 @@ class CpuDecodeAttention(Attention):
             output = kernel.packed(query, layer, scaling)
             if layer.step.max_query_length > SHORT:
                 for row, span in enumerate(layer.step.spans):
-                    if span.length > SHORT:
-                        at = slice(span.start, span.start + span.length)
+                    if span.query_len > SHORT:
+                        at = slice(span.query_start, span.query_start + span.query_len)
                         queries = query[at].transpose(0, 1)[None]
                         output[at] = attend_row(attend, queries, layer, row, scaling)[0]
             return output

@@ -54,12 +54,12 @@ def unrolled(tables: PageTables) -> Rows:
     """Each query of a short sequence as a row of its own, which sees what came before it."""
     owners, lengths, starts = [], [], []
     for owner, span in enumerate(tables.step.spans):
-        single = span.length <= SHORT
-        for at in range(span.length if single else 1):
+        single = span.query_len <= SHORT
+        for at in range(span.query_len if single else 1):
             owners.append(owner)
-            lengths.append(span.end - span.length + 1 + at)
-            starts.append(span.start + at)
-    starts.append(span.start + span.length)
+            lengths.append(span.kv_len - span.query_len + 1 + at)
+            starts.append(span.query_start + at)
+    starts.append(span.query_start + span.query_len)
     of = torch.tensor(owners)
     small = (torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, starts))
     return Rows(tables.block_table[of], tables.first[of], *small)

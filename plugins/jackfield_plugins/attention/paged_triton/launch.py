@@ -140,7 +140,7 @@ class PagedAttention:
 
     def _prepare(self, variants: Variants, tables: PageTables, device: torch.device) -> Prepared:
         step, shape = tables.step, variants.shape
-        sequences, lengths = len(step.spans), [span.length for span in step.spans]
+        sequences, lengths = len(step.spans), [span.query_len for span in step.spans]
         most = max((n for n in lengths if n <= variants.limit), default=0)
         short = min(most, 1) if most < 2 else variants.limit
         prefill = decode = total = None
@@ -161,7 +161,7 @@ class PagedAttention:
     def _splits(
         self, variants: Variants, tables: PageTables, short: int, device: torch.device
     ) -> int:
-        spans = [span for span in tables.step.spans if span.length <= short]
+        spans = [span for span in tables.step.spans if span.query_len <= short]
         longest = _longest(spans, tables.window)
         programs = len(spans) * variants.shape.kv_heads * variants.decode_chunks
         return choose_splits(programs, longest, variants.decode_keys, _processors(device))
@@ -194,7 +194,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def _longest(spans: Iterable[Span], window: int | None) -> int:
     """The most keys that one of these sequences sees."""
     return max(
-        span.end if window is None else min(span.end, window + span.length - 1) for span in spans
+        span.kv_len if window is None else min(span.kv_len, window + span.query_len - 1)
+        for span in spans
     )
 
 

@@ -221,7 +221,7 @@ class LayerGroup:
     def _slots(self, table: Table, span: Span) -> Iterator[int]:
         """Where the new tokens of one sequence go."""
         size = self.page_size
-        for at in range(span.end - span.length - table.first, span.end - table.first):
+        for at in range(span.kv_len - span.query_len - table.first, span.kv_len - table.first):
             yield table.pages[at // size] * size + at % size
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

@@ -59,15 +59,17 @@ class StepLayout:
         """
         if len(spans) == 1 or tokens == len(spans):
             return keep * len(spans)
-        last = [max(0, s.start + s.length - keep + i) for s in spans for i in range(keep)]
+        last = [max(0, s.query_start + s.query_len - keep + i) for s in spans for i in range(keep)]
         return self._block.put(last)
 
     def _packed_step(self, spans: list[Span]) -> PackedStep:
-        starts = [span.start for span in spans] + [spans[-1].start + spans[-1].length]
+        starts = [span.query_start for span in spans] + [
+            spans[-1].query_start + spans[-1].query_len
+        ]
         return PackedStep(
             spans,
             self._starts(starts, self._block),
-            self._block.put([s.end for s in spans], torch.int32),
-            max(span.length for span in spans),
-            max(span.end for span in spans),
+            self._block.put([s.kv_len for s in spans], torch.int32),
+            max(span.query_len for span in spans),
+            max(span.kv_len for span in spans),
         )
