@@ -10,9 +10,9 @@ from families import build, config_of, prompts
 from transformers import cache_utils
 
 import jackfield
+from jackfield import devices
 from jackfield.devices import free_bytes
 from jackfield.errors import CacheFullError, OptionError
-from jackfield.planning import memory
 from jackfield.units import in_units
 
 TOKENS = 24  # three windows
@@ -102,7 +102,7 @@ def test_free_memory_is_no_more_than_a_container_has(
     assert free_bytes("cpu") > 0
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "_CGROUP", tmp_path)
     assert free_bytes("cpu") == 3000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes("cpu") > 5000
