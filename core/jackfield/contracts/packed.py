@@ -85,7 +85,7 @@ class PackedStep:
         cu_seqlens_q: int32 `[sequences + 1]`, the first row of each sequence, then that behind the
             last.
         seq_lens: int32 `[sequences]`, how many tokens each has, those of this step included.
-        max_query_length: The longest `query_len` of `spans`, exactly.
+        max_seqlen_q: The longest `query_len` of `spans`, exactly.
         max_seq_length: The longest `kv_len` of `spans`, or more.
         query_lengths: Made here, for counting calls: the longest length, and 1 where some decode
             beside prefill.
@@ -94,12 +94,12 @@ class PackedStep:
     spans: Seq[Span]
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
-    max_query_length: int
+    max_seqlen_q: int
     max_seq_length: int
     query_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        longest = self.max_query_length
+        longest = self.max_seqlen_q
         mixed = longest > 1 and any(span.query_len == 1 for span in self.spans)
         self.query_lengths = (longest, 1) if mixed else (longest,)
 

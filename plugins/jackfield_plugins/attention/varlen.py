@@ -268,7 +268,7 @@ class _Packed:
         row = torch.repeat_interleave(lengths, output_size=total)
         at = torch.arange(total, device=device) - cu_k[row] + begins[row]
         slots = tables.block_table[row, at // size].long() * size + at % size
-        rows = Rows(step.cu_seqlens_q, cu_k.to(torch.int32), step.max_query_length, max(counts))
+        rows = Rows(step.cu_seqlens_q, cu_k.to(torch.int32), step.max_seqlen_q, max(counts))
         return rows, slots
 
 
@@ -277,9 +277,7 @@ def _paged(tables: PageTables) -> tuple[Rows, None]:
     lengths = step.seq_lens - tables.first
     longest = max(s.kv_len - first for s, first in zip(step.spans, tables.firsts, strict=True))
     cu_k = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    rows = Rows(
-        step.cu_seqlens_q, cu_k, step.max_query_length, longest, tables.block_table, lengths
-    )
+    rows = Rows(step.cu_seqlens_q, cu_k, step.max_seqlen_q, longest, tables.block_table, lengths)
     return rows, None
 
 

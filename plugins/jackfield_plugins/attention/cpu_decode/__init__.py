@@ -73,7 +73,7 @@ class CpuDecodeAttention(Attention):
             **kwargs: Any,
         ) -> torch.Tensor:
             output = kernel.packed(query, layer, scaling)
-            if layer.step.max_query_length > SHORT:
+            if layer.step.max_seqlen_q > SHORT:
                 for row, span in enumerate(layer.step.spans):
                     if span.query_len > SHORT:
                         at = slice(span.query_start, span.query_start + span.query_len)

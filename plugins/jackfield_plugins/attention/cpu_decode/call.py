@@ -206,7 +206,7 @@ class Kernel:
             if not _are_tables(rows):
                 raise unreadable(_NAME, _TABLES, **rows._asdict())
             self._readable[tables.window] = rows
-        if step.max_query_length == 1:
+        if step.max_seqlen_q == 1:
             return rows
         known = self._rows.get(tables.window)
         if known is None or known[0] is not tables:

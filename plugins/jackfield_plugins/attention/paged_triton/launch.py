@@ -145,7 +145,7 @@ class PagedAttention:
         short = min(most, 1) if most < 2 else variants.limit
         prefill = decode = total = None
         if short < max(lengths):
-            tiles = triton.cdiv(step.max_query_length, variants.prefill_queries)
+            tiles = triton.cdiv(step.max_seqlen_q, variants.prefill_queries)
             prefill = (tiles, shape.kv_heads * variants.prefill_chunks, sequences)
         if short:
             splits = self._num_splits or self._splits(variants, tables, short, device)
