@@ -270,7 +270,10 @@ class Decoding(Backend):
     def max_drafts(self, options: Any) -> int:
         """For how many drafts of a sequence, beside its next token, a step has room on a GPU.
 
-        A request may ask for more.
+        Asked when a plan is made, for the memory of steps. A request may ask for more drafts.
+
+        Args:
+            options: An instance of `options`.
         """
         del options
         return 10 if self.capabilities.rollback else 0
