@@ -135,6 +135,7 @@ def test_every_requirement_is_compared(
         (holds, {"layer_types": frozenset()}, "at least one layer type"),
         (holds, {"layer_types": ["full_attention"]}, "layer types must be a frozenset"),
         (holds, {"dtypes": frozenset({"int8"})}, "unknown dtype int8"),
+        (holds, {"layout": "padded", "recordable": True}, "recordable is for the packed layout"),
         (DecodingCapabilities, {"settings": "temperature"}, "settings must be a frozenset"),
     ],
 )  # fmt: skip

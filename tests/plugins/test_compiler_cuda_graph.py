@@ -1,26 +1,21 @@
 """Recorded steps give what unrecorded ones give, also when everything but the recording moved.
 
-A tape stands in for the GPU: it notes every operation with the very tensors that it read and left,
-and plays them again into the same memory, whatever Python would do by now. As with CUDA, what was
-recorded has not been computed. Only the last test records with CUDA itself.
+A tape stands in for the GPU (`tape.py`). Only the last test records with CUDA itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from driven import Arrival, drive, tokens
 from families import build, config_of, prompts
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from tape import Tapes
 
 import jackfield
 from jackfield.contracts import CompilerCapabilities
@@ -29,64 +24,6 @@ from jackfield.guarded import fault
 from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
 
 CACHES = ("paged", "static", "dynamic")
-
-
-class Tape(TorchDispatchMode):
-    """What one function did, and in which memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-        self.given: set[int] = set()  # memory that was there before
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        assert not func._schema.is_mutable, f"{func} changes what it is given"
-        self.given |= memory((args, kwargs)) - self.made
-        left = func(*args, **(kwargs or {}))
-        self.made |= memory(left) - self.given
-        here = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
-        self.done.append((func, *here, tree_leaves(left)))
-        return left
-
-    def forget(self) -> None:
-        """Leave what was made as a recording does, which computes nothing."""
-        for *_, left in self.done:
-            for tensor in left:
-                if memory(tensor) <= self.made:
-                    tensor.fill_(math.nan if tensor.is_floating_point() else 1)
-
-    def play(self) -> None:
-        for func, args, kwargs, left in self.done:
-            for mine, new in zip(left, tree_leaves(func(*args, **kwargs)), strict=True):
-                if mine.data_ptr() != new.data_ptr():  # a view lies where it lay
-                    mine.copy_(new)
-
-
-def memory(tensors: Any) -> set[int]:
-    """The addresses of what the tensors are views of."""
-    found = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
-    return {tensor.untyped_storage().data_ptr() for tensor in found}
-
-
-class Tapes:
-    """In the place of `CudaGraphs`. `broken`: what a recording ends with."""
-
-    source = "tapes"
-    broken: BaseException | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        del device
-
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        if self.broken is not None:
-            raise self.broken
-        with Tape() as tape:
-            result = run()
-        tape.forget()
-        return result, tape.play
 
 
 @pytest.fixture
@@ -266,6 +203,7 @@ class FakeCuda:
             "current_stream": lambda: self.default,
             "Stream": lambda: FakeStream(self, f"stream {next(self.made)}"),
             "CUDAGraph": lambda: FakeGraph(self),
+            "mem_get_info": lambda: (1000, 2000),
             "graph_pool_handle": lambda: f"pool {next(self.made)}",
             # It waits for all streams, and so breaks what another engine records.
             "synchronize": lambda *_: pytest.fail("waits for all streams of the device"),

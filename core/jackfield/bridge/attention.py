@@ -7,11 +7,12 @@ gets a key of its own that means nothing to anybody, registered in both tables t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class AttentionPort:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
+        self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
         self._close: Callable[[], None] | None = None
         kinds = dict(enumerate(context.requirements.layer_types))
@@ -185,9 +187,14 @@ class AttentionPort:
             guard.who, guard.what = pages, "write"
             with guard:  # one for both calls: entering it costs as much as a check
                 layer = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
-                for length in layer.step.query_lengths:
-                    count(number, length)
-                note(number)
+                if self._recording is None:
+                    for length in layer.step.query_lengths:
+                        count(number, length)
+                    note(number)
+                elif number in self._recording:  # the step from its beginning, once more
+                    self._recording[:] = [number]
+                else:
+                    self._recording.append(number)
                 guard.who, guard.what = self.registered, "packed"
                 output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
             _, heads, tokens, _ = query.shape
@@ -259,6 +266,23 @@ class AttentionPort:
     def begin(self) -> None:
         """A step begins: what was called before it counts no more."""
         self._called.clear()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[int]]:
+        """Calls are noted and not counted; yields the layers that called, in the last of several
+        runs of one step, each once."""
+        calls: list[int] = []
+        self._recording = calls
+        try:
+            yield calls
+        finally:
+            self._recording = None
+
+    def played(self, layers: Iterable[int]) -> None:
+        """A decode step was played whose recording holds a call of each of `layers`."""
+        for layer in layers:
+            self.tally.count(layer, 1)
+        self._called.extend(layers)
 
     def check_selected(self) -> None:
         """Raise ExecutionError where the model names another attention than this one by now."""

@@ -17,6 +17,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import Comparison, OpaqueStep, within
+from jackfield.bridge.recorded import RecordedSteps
 from jackfield.bridge.requirements import attention_modules, layer_types
 from jackfield.errors import PlanError, quoted
 from jackfield.guarded import fault, guarded
@@ -24,8 +25,9 @@ from jackfield.guarded import fault, guarded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from jackfield.bridge.attention import AttentionPort
     from jackfield.bridge.opaque import Attend
-    from jackfield.contracts import Compilation, ModelInputs
+    from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
     from jackfield.registry.backends import Registered
 
 
@@ -53,7 +55,7 @@ class CompiledForward:
         self._modules = dict(attention_modules(model))
         self._kinds = layer_types(model.config)
         self._uncompiled = forward_of(model)
-        step = _step_of(model, "logits_to_keep" in parameters)
+        self._step = step = _step_of(model, "logits_to_keep" in parameters)
         with guarded(registered, "compile"):
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):
@@ -61,8 +63,27 @@ class CompiledForward:
             raise fault(registered, f"compile must return a compiled step, got {what}")
         self._compared = False
         self.steps = 0
+        self.recorded: RecordedSteps | None = None
+
+    def record(self, cache: KVCache, port: AttentionPort, most: int) -> None:
+        """Record whole decode steps of up to `most` sequences; the model runs what was planned."""
+        made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
+        made.record(cache, port, most)
+        self.recorded = made
+
+    def close(self) -> None:
+        """Let go of what was compiled and recorded; no step comes any more."""
+        if self.recorded is not None:
+            self.recorded.close()
+        with guarded(self._registered, "close"):
+            self.compilation.close()
+        del self._compiled
 
     def __call__(self, inputs: ModelInputs) -> torch.Tensor:
+        if inputs.fixed is not None and self.recorded is not None:
+            logits = self.recorded(inputs.fixed, self._loose)
+            self.steps += 1
+            return logits[0, : inputs.rows, None]
         kwargs = inputs.kwargs
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
@@ -88,6 +109,11 @@ class CompiledForward:
         self._check(logits, ids, keep)
         logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
+
+    def _loose(self, fixed: FixedStep) -> torch.Tensor:
+        """A step that lies at a fixed place, not recorded whole."""
+        with within(OpaqueStep(self.attend, self._modules, 1, fixed.rows)), self._guard:
+            return self._compiled(fixed.input_ids, fixed.position_ids, None)
 
     def _fill(self, count: int) -> int:
         with self._guard:

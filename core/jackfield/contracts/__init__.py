@@ -29,6 +29,7 @@ from jackfield.contracts.decoding import (
 from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.kv_cache import (
     CacheUsage,
+    FixedStep,
     KVCache,
     ModelInputs,
     PackedKVCache,
@@ -76,6 +77,7 @@ __all__ = [
     "DecodingCapabilities",
     "DraftSettings",
     "Feed",
+    "FixedStep",
     "FusedLayer",
     "GivenConfig",
     "Hypothesis",

@@ -25,6 +25,10 @@ class AttentionCapabilities:
         batch_invariant: In the packed layout, the bits of one sequence's output do not depend on
             the others in the step.
         whole_scores: It makes the whole matrix of scores, queries by keys, which takes memory.
+        recordable: What `packed` tells the device in a step of single queries can be recorded and
+            played for later steps: it reads lengths and pages on the device, takes from the host no
+            more than the most that they can be (`Span.end`, `max_seq_length`), and waits for
+            nothing.
 
     Raises:
         ValueError: A name is unknown, or a set is empty that must not be.
@@ -37,6 +41,7 @@ class AttentionCapabilities:
     head_sizes: frozenset[int] | None = None
     batch_invariant: bool = False
     whole_scores: bool = False
+    recordable: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.layouts, LAYOUTS, "layout")
@@ -187,6 +192,11 @@ class Attention(Backend):
         """
         del options
         return self.capabilities.lacks(requirements)
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        """Why this job's steps cannot be recorded with the attention in them; empty: they can."""
+        del requirements, options
+        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundAttention | ModelAttention:

@@ -37,6 +37,8 @@ class CacheCapabilities:
             the packed layout through `write`, in the padded one through the `update` of the
             `past_key_values` that it prepared.
         forks: A sequence can go on as a copy of another (`KVCache.fork`).
+        recordable: Steps in which every sequence feeds one token can lie at the same addresses each
+            time (`KVCache.fix`); packed only.
 
     Raises:
         ValueError: A name is unknown, or a set is empty that must not be.
@@ -49,6 +51,7 @@ class CacheCapabilities:
     static_shapes: bool = False
     compiles: bool = False
     forks: bool = False
+    recordable: bool = False
 
     def __post_init__(self) -> None:
         unknown({self.layout}, LAYOUTS, "layout")
@@ -57,6 +60,8 @@ class CacheCapabilities:
             unknown(self.layer_types, PACKED_LAYER_TYPES, "layer type of the packed layout")
         unknown(self.dtypes, DTYPES, "dtype")
         unknown(self.rollback, self.layer_types, "layer type to roll back")
+        if self.recordable and self.layout != "packed":
+            raise ValueError("recordable is for the packed layout; masks of the padded one move")
         if not (self.layer_types and self.dtypes):
             raise ValueError("a cache needs at least one layer type and one dtype")
 
@@ -202,6 +207,11 @@ class Cache(Backend):
         """
         del options
         return replace(requirements, layout=self.capabilities.layout)
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        """Why this job's steps cannot lie at fixed places; empty: they can."""
+        del requirements, options
+        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     @abstractmethod
     def bind(self, context: BindContext) -> KVCache | PaddedCache:

@@ -33,6 +33,8 @@ class CompilerCapabilities:
         dtypes: Those of weights and activations.
         devices: torch device types.
         batch_invariant: The bits of a token's logits do not depend on the other tokens of the step.
+        records: Where attention and cache are `recordable`, whole steps are recorded and played
+            (`Compilation.record`).
 
     Raises:
         ValueError: A name is unknown, or a set is empty.
@@ -41,6 +43,7 @@ class CompilerCapabilities:
     dtypes: frozenset[str] = frozenset(DTYPES)
     devices: frozenset[str] = frozenset(DEVICES)
     batch_invariant: bool = False
+    records: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -62,12 +65,17 @@ class Compilation(ABC):
         source: By what it compiles; goes into reports.
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
+        num_bytes: What recordings take on the device.
     """
 
     prefill: bool = False
     source: str | None = None
     graphs: int = 0
     seconds: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
 
     def fill(self, count: int) -> int:
         """To how many a step is filled up, so that few shapes are compiled; `count` by default.
@@ -101,6 +109,26 @@ class Compilation(ABC):
             A function of the same arguments, which raises ExecutionError where the step cannot be
             compiled. Its logits are read before it is called again.
         """
+
+    def close(self) -> None:
+        """Let go of what was recorded; torch may have the graphs for longer than the engine."""
+        return
+
+    def sizes(self, most: int) -> list[int]:
+        """Of how many rows whole steps are recorded for `most` sequences, the smallest first."""
+        del most
+        return []
+
+    def record(self, step: ModelStep) -> ModelStep:
+        """Like `compile`, for steps whose tensors and attention lie at fixed places.
+
+        What it returns is called with each of `sizes` while a model is loaded, and then records;
+        later it plays, and records again where a tensor or the model is not what it was. The
+        attention is called while it records, any number of times, and never while it plays. Raises
+        ExecutionError where a size cannot be recorded, and leaves nothing of it; steps of it then
+        go through what `compile` returned. Asked for where the backend declares `records`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} records no whole steps")
 
 
 @dataclass(frozen=True)
@@ -171,6 +199,11 @@ class Compiler(Backend):
         """
         del options
         return replace(requirements, compiled=True) if self.compiles else requirements
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        """Why it records no whole steps of this job, though it `records`; empty: it does."""
+        del requirements, options
+        return []
 
     @abstractmethod
     def bind(self, context: BindContext) -> Compilation | Uncompiled:

@@ -8,12 +8,37 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jackfield.contracts.packed import PackedLayer
+from jackfield.contracts.packed import PackedLayer, PageTables
 from jackfield.contracts.sequences import Sequence, Step
 
 if TYPE_CHECKING:
     import torch
     import transformers
+
+
+@dataclass(frozen=True, eq=False)
+class FixedStep:
+    """Where all decode steps of up to so many sequences lie: at the same addresses each time.
+
+    Rows behind those of a step are nobody's: a token 0 at position 0, whose keys and values go to
+    a page that no sequence has.
+
+    Lives: until `loosen` or `close`; each `prepare` that lays a step out here changes the numbers.
+
+    Attributes:
+        input_ids: int64 `[1, rows]` on the model's device.
+        position_ids: The same.
+        tables: What the layers of each window read. Their `tables` and `firsts` have the rows of
+            the last step that was prepared, their spans the most that can be.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    tables: Seq[PageTables]
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[1]
 
 
 @dataclass(frozen=True)
@@ -32,12 +57,15 @@ class ModelInputs:
         feeds: int64 `[feeds]` on the model's device: which row is that of feed i. None: row i is
             that of feed i.
         decode: Whether every sequence feeds one token and its drafts: `step.decode`.
+        fixed: Where the step lies, in the first columns, at a place that `fix` made; tensors of
+            `kwargs` are views of it. None: it lies anywhere.
     """
 
     kwargs: dict[str, Any]
     rows: int
     feeds: torch.Tensor | None = None
     decode: bool = False
+    fixed: FixedStep | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +323,21 @@ class KVCache(ABC):
         Called while it holds no sequence, when an adapter is switched on or off.
         """
         return
+
+    def fix(self, rows: int) -> FixedStep:
+        """Have decode steps of up to `rows` sequences lie at one place from now on.
+
+        Of several such places a step takes the smallest that has room for its sequences and their
+        pages. What is returned has a step of nobody's in it, for which layers may be given keys and
+        values any number of times until the next `prepare`.
+
+        Called: while it holds no sequence, where the backend declares `recordable`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no steps at fixed places")
+
+    def loosen(self, rows: int) -> None:
+        """Take back `fix(rows)`: steps of so many sequences lie anywhere again."""
+        raise NotImplementedError(f"{type(self).__name__} has no steps at fixed places")
 
     def usage(self) -> CacheUsage | None:
         """What it holds, for statistics; None where that has no meaning of its own."""

@@ -37,6 +37,18 @@ class StepBlock:
         self._blocks: deque[_Block] = deque()  # that longest in use first
         self._used = 0
         self._there: Any = None  # the block's place on the device, while something waits in it
+        self._given = False  # whether that place is the caller's
+
+    def into(self, memory: torch.Tensor) -> None:
+        """Have what is put until the next `send` lie in `memory`, from its beginning.
+
+        `memory` is uint8 `[bytes]` on the device, with room for all of it. So what is put in the
+        same order and sizes each time lies at the same addresses, also on a CPU.
+        """
+        self.send()
+        if self.stages:
+            self._open(memory.numel())
+        self._there, self._given = memory, True
 
     def put(self, numbers: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of numbers on the device.
@@ -50,7 +62,7 @@ class StepBlock:
         import torch
 
         made = isinstance(numbers, torch.Tensor)
-        if not self.stages:
+        if not (self.stages or self._given):
             if made:
                 return numbers.to(self.device)  # type: ignore[no-any-return]
             return torch.tensor(numbers, dtype=dtype, device=self.device)
@@ -58,31 +70,33 @@ class StepBlock:
         begin = -(-self._used // _ALIGNED) * _ALIGNED
         end = begin + given.numel() * given.element_size()
         if self._there is None or end > self._there.numel():
+            if self._given:
+                raise ValueError(f"{end} bytes are put where {self._there.numel()} have room")
             self.send()
             begin, end = 0, end - begin
             self._open(end)
+            room = self._blocks[-1].memory.numel()
+            self._there = torch.empty(room, dtype=torch.uint8, device=self.device)
         self._used = end
-        here, there = self._blocks[-1].memory[begin:end], self._there[begin:end]
+        there = self._there[begin:end]
+        here = self._blocks[-1].memory[begin:end] if self.stages else there
         here.view(given.dtype).view(given.shape).copy_(given)
         return there.view(given.dtype).view(given.shape)  # type: ignore[no-any-return]
 
     def _open(self, size: int) -> None:
         """Have the block that is longest in use as the last one, with room for `size` bytes."""
-        import torch
-
         if self._blocks and (self._blocks[0].free() or len(self._blocks) == _MOST):
             self._blocks.rotate(-1)
         else:
             self._blocks.append(_Block())
         self._blocks[-1].open(size)
-        room = self._blocks[-1].memory.numel()
-        self._there = torch.empty(room, dtype=torch.uint8, device=self.device)
 
     def send(self) -> None:
         """Begin the copy of all that was put since the last one."""
         if self._there is not None:
-            self._blocks[-1].send(self._there, self._used)
-            self._there, self._used = None, 0
+            if self.stages:
+                self._blocks[-1].send(self._there, self._used)
+            self._there, self._used, self._given = None, 0, False
 
 
 class _Block:

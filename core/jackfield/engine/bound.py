@@ -118,6 +118,11 @@ class BoundModel:
         self.adapter.switch(on=on)
         self.cache.forget()
 
+    def record(self, most: int) -> None:
+        """Record whole decode steps of up to `most` sequences, where that was planned."""
+        if self.compiled is not None and self.plan.recording == ():
+            self.compiled.record(self.cache, self.port, most)
+
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
@@ -141,6 +146,8 @@ class BoundModel:
                 module.training = True
             in_use.difference_update(map(id, decoder_configs(model)))
 
+        if self.compiled is not None:
+            undo.append(self.compiled.close)
         undo.append(self.cache.close)
         if self.adapter is not None:
             undo.append(self.adapter.restore)

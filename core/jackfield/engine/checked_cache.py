@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import CacheUsage, KVCache, ModelInputs
+from jackfield.contracts import CacheUsage, FixedStep, KVCache, ModelInputs
 from jackfield.engine.checked import unchanged
 from jackfield.engine.checked_inputs import flaw_of_tokens
 from jackfield.engine.checked_pages import Spots
@@ -165,6 +165,25 @@ class CheckedCache(GuardedCache):
         if type(found) not in (str, type(None)):
             raise fault(self, f"refuse must return a reason or None, got {quoted(found)}")
         return found
+
+    def fix(self, rows: int) -> FixedStep:
+        with self._guards["fix"]:
+            found = self.inner.fix(rows)
+        flaw = ""
+        if not isinstance(found, FixedStep):
+            flaw = quoted(found)
+        else:
+            for name in ("input_ids", "position_ids"):
+                tensor: Any = getattr(found, name)
+                if not isinstance(tensor, torch.Tensor) or tensor.shape != (1, rows):
+                    flaw = f"{name}={quoted(tensor)}"
+        if flaw:
+            raise fault(self, f"fix must return a FixedStep of {rows} rows, got {flaw}")
+        return found
+
+    def loosen(self, rows: int) -> None:
+        with self._guards["loosen"]:
+            self.inner.loosen(rows)
 
     def held_bytes(self) -> int | None:
         with self._guards["held_bytes"]:

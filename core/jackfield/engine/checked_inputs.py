@@ -111,6 +111,30 @@ def flaw_of_first(tables: PageTables, row: int) -> str:
     return f"pages from token {quoted(first)} on, and its queries see {oldest}"
 
 
+def flaw_of_fixed(tables: PageTables, feeds: Seq[Feed], number: int, *, read: bool) -> str:
+    """What is wrong with the pages of single queries at a fixed place; `number` are there."""
+    if len(tables.tables) != len(feeds) or len(tables.firsts) != len(feeds):
+        return f"pages of {len(tables.tables)} rows for {len(feeds)} feeds"
+    width = tables.block_table.shape[1]
+    for row, (own, feed) in enumerate(zip(tables.tables, feeds, strict=True)):
+        first, end = tables.firsts[row], feed.start + 1
+        oldest = 0 if tables.window is None else max(0, end - tables.window)
+        if not own or not 0 <= own[0] < number or not 0 <= own[-1] < number:
+            return f"page {quoted(own)} for feed {row}, of {number}"
+        if len(own) > width or first + len(own) * tables.page_size < end:
+            return f"{len(own)} pages of {tables.page_size} in {width} columns for {end} tokens"
+        if type(first) is not int or not 0 <= first <= oldest or first % tables.page_size:
+            return f"pages from token {quoted(first)} on for feed {row}, which sees {oldest}"
+        if read and tables.block_table[row, : len(own)].tolist() != list(own):
+            return f"other pages in block_table for feed {row}, {quoted(list(own))} due"
+    if read and tables.first[: len(feeds)].tolist() != list(tables.firsts):
+        return f"first {quoted(tables.first.tolist())}, {quoted(list(tables.firsts))} due"
+    ends = [feed.start + 1 for feed in feeds]
+    if read and tables.step.seq_lens[: len(feeds)].tolist() != ends:
+        return f"seq_lens {quoted(tables.step.seq_lens.tolist())}, {quoted(ends)} due"
+    return ""
+
+
 def flaw_of_tables(tables: PageTables, *, read: bool) -> str:
     """What is wrong with the tensors of page tables, in words; `read`: also their numbers."""
     rows = tables.tables

@@ -6,9 +6,14 @@ import weakref
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts import KVCache, ModelInputs, PackedKVCache, PackedLayer
+from jackfield.contracts import FixedStep, KVCache, ModelInputs, PackedKVCache, PackedLayer
 from jackfield.engine.checked_cache import CheckedCache
-from jackfield.engine.checked_inputs import flaw_of_first, flaw_of_step, flaw_of_tables
+from jackfield.engine.checked_inputs import (
+    flaw_of_first,
+    flaw_of_fixed,
+    flaw_of_step,
+    flaw_of_tables,
+)
 from jackfield.engine.checked_pages import Contents, Owners, Prefixes
 from jackfield.engine.guarded_cache import GuardedCache, GuardedPackedCache
 from jackfield.errors import quoted
@@ -36,16 +41,24 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         self._prefixes, self._contents = Prefixes(), Contents(rounding)
         self._owners: dict[int | None, Owners] = {}
         self._step: Step | None = None
+        self._fixed: FixedStep | None = None  # where the step lies
         self._seen: dict[int, Any] = {}  # tables that were looked at in this step
         self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit
 
     def prepare(self, step: Step) -> ModelInputs:
         found = super().prepare(step)
-        self._step = step
+        self._step, self._fixed = step, found.fixed
         self._seen.clear()
+        if found.fixed is not None:
+            self._look_at_fixed(found, step)
         if self._spot:
             self._contents.begin(step)
         return found
+
+    def fix(self, rows: int) -> FixedStep:
+        self._step, self._fixed = None, super().fix(rows)
+        self._seen.clear()
+        return self._fixed
 
     def admit(self, sequence: Sequence) -> bool:
         found = super().admit(sequence)
@@ -103,7 +116,10 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         tables = found.tables
         if id(tables) not in self._seen:
             self._seen[id(tables)] = tables
-            self._look(tables, found.keys, keys)
+            if self._fixed is None:
+                self._look(tables, found.keys, keys)
+            elif not any(tables is fixed for fixed in self._fixed.tables):
+                raise fault(self, "write has other tables than the fixed step")
         pool = self._pools.get(layer)
         if pool is None or pool() is not found.keys:
             self._fit(found, keys)
@@ -124,6 +140,26 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
                 f"write must return pages of {list(keys.shape[1:])} a token, got keys "
                 f"{list(size)} and values {list(found.values.shape)}",
             )
+
+    def _look_at_fixed(self, found: ModelInputs, step: Step) -> None:
+        """The same of a step at a fixed place, where no `write` is called when it is played."""
+        assert found.fixed is not None
+        for name in ("input_ids", "position_ids"):
+            here, there = found.kwargs[name], getattr(found.fixed, name)
+            if here.data_ptr() != there.data_ptr() or here.shape[1] > found.fixed.rows:
+                raise fault(self, f"prepare must return {name} in the fixed step that it names")
+        for tables in found.fixed.tables:
+            pools = (
+                pool() for layer, pool in self._pools.items()
+                if not self._windows or self._windows[layer] == tables.window
+            )  # fmt: skip
+            number = min((len(pool) for pool in pools if pool is not None), default=0)
+            flaw = flaw_of_fixed(tables, step.feeds, number, read=self._spot)
+            if not flaw:
+                owners = self._owners.setdefault(tables.window, Owners())
+                flaw = owners.look(tables, step.feeds, number, whole=self._spot)
+            if flaw:
+                raise fault(self, f"prepare has {flaw}")
 
     def _look(self, tables: Any, pages: torch.Tensor, keys: torch.Tensor) -> None:
         """Each sequence's part of the step, and its pages, are what they must be."""

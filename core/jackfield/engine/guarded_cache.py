@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
-    "admit", "close", "commit", "evict", "fits", "forget", "fork", "held_bytes", "portions",
-    "prepare", "refuse", "release", "rewind", "usage",
+    "admit", "close", "commit", "evict", "fits", "fix", "forget", "fork", "held_bytes",
+    "loosen", "portions", "prepare", "refuse", "release", "rewind", "usage",
 )  # fmt: skip
 
 
@@ -56,9 +56,11 @@ class GuardedCache(KVCache):
     commit = _guarded("commit")
     evict = _guarded("evict")
     fits = _guarded("fits")
+    fix = _guarded("fix")
     forget = _guarded("forget")
     fork = _guarded("fork")
     held_bytes = _guarded("held_bytes")
+    loosen = _guarded("loosen")
     portions = _guarded("portions")
     refuse = _guarded("refuse")
     release = _guarded("release")

@@ -65,7 +65,12 @@ class Observer:
             return observe("compiler", registered, steps)
         made = self._compiled.compilation
         seen = observe("compiler", registered, self._compiled.steps, made.source)
-        return replace(seen, compiled=Compiled(made.graphs, made.seconds))
+        compiled = Compiled(made.graphs, made.seconds, num_bytes=made.num_bytes)
+        if (whole := self._compiled.recorded) is not None:
+            compiled = replace(
+                compiled, whole=whole.played, rows=whole.sizes, given_up=whole.given_up
+            )
+        return replace(seen, compiled=compiled)
 
     def _decoding(self, name: str) -> Observation:
         """The strategy that requests call `name`, and how many steps it took part in."""

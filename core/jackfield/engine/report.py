@@ -16,17 +16,34 @@ from jackfield.sampling.drafted import Drafted
 
 @dataclass(frozen=True)
 class Compiled:
-    """How many programs a compiler has made, and the seconds that this took."""
+    """How many programs a compiler has made, and the seconds that this took.
+
+    `whole` steps were played that are recorded with their attention, which steps of up to `rows`
+    sequences are now, of these sizes; `given_up` says why not more are that were planned.
+    `num_bytes` is what recordings take on the device.
+    """
 
     graphs: int = 0
     seconds: float = 0.0
+    whole: int = 0
+    rows: tuple[int, ...] = ()
+    given_up: str | None = None
+    num_bytes: int = 0
 
     def since(self, before: Compiled) -> Compiled:
-        """What was compiled after `before`."""
-        return Compiled(self.graphs - before.graphs, self.seconds - before.seconds)
+        """What was compiled and played after `before`."""
+        return replace(
+            self,
+            graphs=self.graphs - before.graphs,
+            seconds=self.seconds - before.seconds,
+            whole=self.whole - before.whole,
+        )
 
     def __str__(self) -> str:
-        return f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+        told = f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+        if self.rows:
+            told += f", {self.whole} steps played whole (of {', '.join(map(str, self.rows))} rows)"
+        return told + (f", {self.given_up}" if self.given_up else "")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
 from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
-from jackfield.planning.solving import ORDER, Refusal, Solution, failure, solve
+from jackfield.planning.solving import ORDER, Refusal, Solution, failure, reasons_of, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
 from jackfield.planning.wording import selected
 from jackfield.registry.backends import Choice, Registry
@@ -61,6 +61,19 @@ class Plan:
             for refusal, r in backends
             if r.kind == "attention" and device in r.backend.capabilities.devices  # type: ignore[attr-defined]
         )
+
+    @property
+    def recording(self) -> tuple[str, ...] | None:
+        """Why whole decode steps are not recorded; empty: they are; None: nothing is recorded."""
+        if not self["compiler"].backend.capabilities.records:
+            return None
+        against: list[str] = []
+        for kind in ("compiler", "attention", "cache"):
+            choice = self[kind]
+            asked = (choice.registered, "unrecordable", self.requirements, choice.options)
+            if reasons := reasons_of(*asked):
+                against.append(f"{kind} {choice.registered.name} ({'; '.join(reasons)})")
+        return tuple(against)
 
     def memory(self) -> CacheMemory | None:
         """What keys and values cost and how much fits, by the memory that is free now.
@@ -175,6 +188,9 @@ class Plan:
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
             "kernels": [choice.to_dict() for choice in self.kernels],
+            "recording": None if self.recording is None else {
+                "whole": not self.recording, "reasons": list(self.recording),
+            },
             "faster": [r.registered.name for r in self.faster],
             "refused": [
                 {"kind": r.registered.kind, "name": r.registered.name,
@@ -192,6 +208,8 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
+        if self.recording is not None:
+            lines.append(f"  recorded: {_recorded(self.recording)}")
         if self.placement:
             lines.append(f"  weights: {self.placement}")
         if self.adapter:
@@ -222,6 +240,12 @@ def _notice(plan: Plan, choice: Choice) -> str | None:
     if notice and choice is plan["attention"] and plan.faster:
         notice += f"; faster, and not to be had: {', '.join(map(str, plan.faster))}"
     return notice  # type: ignore[no-any-return]
+
+
+def _recorded(against: tuple[str, ...]) -> str:
+    if not against:
+        return "whole decode steps; those with drafts between attentions"
+    return f"between attentions; whole decode steps are not: {'; '.join(against)}"
 
 
 def _experts(needs: Requirements) -> str:

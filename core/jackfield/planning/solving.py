@@ -109,14 +109,15 @@ def reasons_against(registered: Registered, needs: Requirements, options: Any) -
     What this machine lacks is no reason where the job is another's (`needs.elsewhere`).
     """
     reasons = (
-        *(() if needs.elsewhere else _reasons(registered, "available")),
-        *_reasons(registered, "refuse", needs, options),
-        *_reasons(registered, "impossible", needs),
+        *(() if needs.elsewhere else reasons_of(registered, "available")),
+        *reasons_of(registered, "refuse", needs, options),
+        *reasons_of(registered, "impossible", needs),
     )
     return list(dict.fromkeys(reasons))
 
 
-def _reasons(registered: Registered, check: str, *arguments: Any) -> list[str]:
+def reasons_of(registered: Registered, check: str, *arguments: Any) -> list[str]:
+    """What the backend's own `check` returns; where it breaks, that is the reason."""
     try:
         reasons = registered.ask(check, *arguments)
     except JackfieldError as error:

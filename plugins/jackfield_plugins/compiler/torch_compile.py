@@ -18,6 +18,9 @@ from jackfield.errors import ExecutionError
 if TYPE_CHECKING:
     from jackfield.contracts.compiling import ModelStep
 
+#: From a traced graph and an example of its inputs to what runs in its place.
+Lower = Callable[[Any, Any], Callable[..., Any]]
+
 _PARTICULARS = ("Developer debug context:", "Caused by:")  # how torch begins the line with them
 
 
@@ -28,6 +31,8 @@ class TorchCompilation(Compilation):
     each function leaves every engine and every shape its own. `name` is the backend's, `model` what
     errors call the model. `bucketed`: a graph for each power of two, up to which steps are filled;
     otherwise one for a single token and one for any number of them.
+
+    torch calls `lower` with each graph that it traced of what `compile` is given.
     """
 
     name: ClassVar[str]
@@ -57,13 +62,20 @@ class TorchCompilation(Compilation):
         return 1 << (count - 1).bit_length() if self._bucketed else count
 
     def compile(self, step: ModelStep) -> ModelStep:
+        return self._compiled(step, self.lower, bucketed=self._bucketed)
+
+    def _compiled(self, step: ModelStep, lower: Lower, *, bucketed: bool) -> ModelStep:
+        """`step` with a graph for each shape, or `bucketed` or not, made by `lower`."""
         compiled: dict[tuple[int | None, ...], ModelStep] = {}
 
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
-            shape = (*map(self._size, ids.shape), None if keep is None else self._size(len(keep)))
+            shape: tuple[int | None, ...] = (*ids.shape, None if keep is None else len(keep))
+            if not bucketed:  # one is always special; else what a size is means nothing
+                shape = tuple(n and min(n, 2) for n in shape)
             if shape not in compiled:
-                compiled[shape] = self._of_one_shape(step)
-                self._mark(ids, positions, keep)
+                compiled[shape] = self._of_one_shape(step, lower, bucketed)
+                if not bucketed:
+                    _mark(ids, positions, keep)
             self._began = time.perf_counter()
             self._collects = gc.isenabled()
             try:
@@ -82,19 +94,11 @@ class TorchCompilation(Compilation):
 
         return run
 
-    def _size(self, count: int) -> int:
-        """What a size means to a graph: one is always special; else only which it is, if at all."""
-        return count if self._bucketed else min(count, 2)
+    def _of_one_shape(self, step: ModelStep, lower: Lower, bucketed: bool) -> ModelStep:
+        def traced(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
+            with _collecting(self._collects):  # it can take minutes, and leaves much behind
+                return lower(graph, inputs)
 
-    def _mark(self, *tensors: torch.Tensor | None) -> None:
-        """Let a graph hold for any size but one; `dynamic=True` would free other numbers, too."""
-        if not self._bucketed:
-            for tensor in tensors:
-                for at, size in enumerate(() if tensor is None else tensor.shape):
-                    if size > 1:
-                        torch._dynamo.maybe_mark_dynamic(tensor, at)
-
-    def _of_one_shape(self, step: ModelStep) -> ModelStep:
         own = types.FunctionType(
             step.__code__.replace(),
             step.__globals__,
@@ -104,19 +108,22 @@ class TorchCompilation(Compilation):
         )
         return torch.compile(
             own,
-            backend=self._lower,
+            backend=traced,
             fullgraph=True,
-            dynamic=False if self._bucketed else None,  # else torch frees a size that differs
+            dynamic=False if bucketed else None,  # else torch frees a size that differs
             options={"guard_filter_fn": _without_tables},
         )
 
-    def _lower(self, graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
-        """What torch calls with each graph that it traced."""
-        with _collecting(self._collects):  # it can take minutes, and leaves much behind
-            return self.lower(graph, inputs)
-
     def complaint(self, error: BaseException) -> str:
         return f"{self.name} cannot compile {self._model}: {cause(error)}; load it without compile"
+
+
+def _mark(*tensors: torch.Tensor | None) -> None:
+    """Let a graph hold for any size but one; `dynamic=True` would free other numbers, too."""
+    for tensor in tensors:
+        for at, size in enumerate(() if tensor is None else tensor.shape):
+            if size > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, at)
 
 
 def cause(error: BaseException) -> str:

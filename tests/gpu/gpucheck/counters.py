@@ -25,6 +25,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "paged, triton, cuda_graph": {
         "attn_implementation": "triton", "cache_implementation": POOL, "compile": "cuda_graph",
     },
+    "paged, triton, cuda_graph between": {
+        "attn_implementation": "triton", "cache_implementation": POOL,
+        "compile": "cuda_graph?whole=false",
+    },
     "paged, sdpa": {"attn_implementation": "sdpa", "cache_implementation": POOL},
 }  # fmt: skip
 

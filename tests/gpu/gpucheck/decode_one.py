@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gpucheck.bench import Bench
@@ -14,10 +15,13 @@ FLASH = {
 }
 TRITON = {"attn_implementation": "triton", "cache_implementation": POOL}
 GRAPHS = {"compile": "cuda_graph"}
+PIECES = {"compile": "cuda_graph?whole=false"}
+WHOLE, BETWEEN = "paged, triton, cuda_graph", "paged, triton, cuda_graph between attentions"
 AIMS = {"share_of_bandwidth": 0.8, "times_generate": 4.0}
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "paged, triton, cuda_graph": {**TRITON, **GRAPHS},
+    WHOLE: {**TRITON, **GRAPHS},
+    BETWEEN: {**TRITON, **PIECES},
     "paged, triton": TRITON,
     "auto": {},
     "paged, flash 2": FLASH,
@@ -31,11 +35,24 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def against_pieces(bench: Bench, taken: Mapping[str, float | None]) -> None:
+    """Steps that are played whole, against those recorded between attentions; seconds a step."""
+    whole, between = taken.get(WHOLE), taken.get(BETWEEN)
+    if whole and between:
+        bench.results.note(
+            "whole steps, against those between attentions", times_between=between / whole,
+            aim="times_between at least 1", met=between >= whole,
+        )  # fmt: skip
+
+
 def run(bench: Bench) -> None:
     race = Race.of(bench, 1, bench.sizes.decode_prompt)
     expected = race.generate(bench.sizes.decode_tokens)
-    for label, arguments in ENGINES.items():
-        race_engine(race, label, arguments, expected, AIMS)
+    taken = {
+        label: race_engine(race, label, arguments, expected, AIMS)
+        for label, arguments in ENGINES.items()
+    }
+    against_pieces(bench, taken)
     race_rival(race, "generate, static cache, compiled", race.generate_static, expected)
     for label, arguments in MORE.items():
         race_engine(race, label, arguments, expected, AIMS)

@@ -124,7 +124,9 @@ def race_engine(
         profile = profiled(bench, lambda: ours(PROFILED))  # what it leaves on slows later launches
         found.update(race.figures(seconds["ours"]))
         found["times_generate"] = seconds["generate"] / seconds["ours"]
-        found["source"] = engine.report()["attention"].source
+        report = engine.report()
+        found["source"] = report["attention"].source
+        found["compiled"] = str(report["compiler"].compiled or "")
         found["chosen"] = "{cache}, {attention}, {compiler}".format_map(
             {kind: engine.plan[kind].registered.name for kind in ("cache", "attention", "compiler")}
         )

@@ -50,6 +50,7 @@ class TritonAttention(Attention):
         features=frozenset(
             {"grouped_query", "mixed_head_sizes", "sliding_window", "softcap", "sinks"}
         ),
+        recordable=True,
     )
 
     def rank(self, requirements: Requirements) -> int | None:

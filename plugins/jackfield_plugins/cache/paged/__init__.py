@@ -110,6 +110,7 @@ class PagedCache(Cache):
         rollback=frozenset({"full_attention", "sliding_attention"}),
         compiles=True,
         forks=True,
+        recordable=True,
     )
 
     def rank(self, requirements: Requirements) -> int | None:
@@ -130,6 +131,12 @@ class PagedCache(Cache):
             )
         if requirements.batch_invariant and options.prefix_sharing:
             reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
+        return reasons
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().unrecordable(requirements, options)
+        if options.num_tokens is None and _share(requirements, options) is None:
+            reasons.append("its pools grow, and so move (with 'paged?num_tokens=…' they do not)")
         return reasons
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
@@ -217,6 +224,8 @@ class PagedCache(Cache):
             forgets=context.requirements.live,  # a live model, which may be trained on
             swap=device.type != "cpu" if options.swap is None else options.swap,
             first_pages=FIRST_PAGES,
+            spare=context.requirements.compiled,
+            longest=context.requirements.context_length,
         )
         made.allocate(context.requirements.packed_shapes, context.requirements.dtype)
         if _share(context.requirements, options) is not None:

@@ -34,12 +34,16 @@ class LayerGroup:
     """Layers with one page table per sequence in common, each with a pool of its own.
 
     `window`: a layer of it sees the last `window` tokens only; pages before them are given back.
+    `spare`: pools, which are `fixed` then, have a page that no sequence gets.
     """
 
-    def __init__(self, window: int | None, page_size: int, capacity: int, fixed: bool) -> None:
+    def __init__(
+        self, window: int | None, page_size: int, capacity: int, fixed: bool, *, spare: bool = False
+    ) -> None:
         self.window = window
         self.page_size = page_size
         self.fixed = fixed
+        self.spare = int(spare)
         self.allocator = PageAllocator(capacity)
         self.tables: dict[int, Table] = {}
         self.pools = Pools(page_size)
@@ -63,6 +67,19 @@ class LayerGroup:
     def pages_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
         """How many pages such a sequence holds at most."""
         return -(-self.places_for(tokens, prompt, chunk) // self.page_size)
+
+    def most_pages(self, tokens: int) -> int:
+        """How many pages a sequence of up to `tokens` tokens holds that feeds one a step."""
+        return self.pages_for(tokens, 1, None) + (self.window is not None)
+
+    @property
+    def capacity(self) -> int:
+        """How many pages the pools have, the spare one included."""
+        return self.allocator.capacity + self.spare
+
+    @property
+    def spare_page(self) -> int:
+        return self.allocator.capacity
 
     def missing(self, sequence: int, start: int, end: int) -> int:
         """How many pages `reserve` will take."""
@@ -218,6 +235,19 @@ class LayerGroup:
             slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
         ]
 
+    def use(self, tables: PageTables, targets: torch.Tensor | None = None) -> None:
+        """Have every layer read by `tables`, and write to the slots `targets`, `[tokens]`."""
+        self.now = tables
+        self.pools.point(tables)
+        if targets is not None:
+            self.targets = targets
+
+    def slot(self, sequence: int, position: int) -> int:
+        """Where a sequence has the token at `position`."""
+        table, size = self.tables[sequence], self.page_size
+        page, at = divmod(position - table.first, size)
+        return table.pages[page] * size + at
+
     def _slots(self, table: Table, span: Span) -> Iterator[int]:
         """Where the new tokens of one sequence go."""
         size = self.page_size
@@ -226,7 +256,7 @@ class LayerGroup:
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
-        layer = self.pools.layer(index, self.allocator.capacity, self.now, keys, values)
+        layer = self.pools.layer(index, self.capacity, self.now, keys, values)
         layer.flat_keys.index_copy_(0, self.targets, keys)
         layer.flat_values.index_copy_(0, self.targets, values)
         return layer

@@ -20,7 +20,7 @@ class StepLayout:
 
     def __init__(self, groups: Collection[LayerGroup], device: torch.device) -> None:
         self._groups = groups
-        self._block = StepBlock(device)
+        self.block = StepBlock(device)
         self._starts = CachedTensor()
 
     def inputs(self, step: Step) -> tuple[ModelInputs, int]:
@@ -36,9 +36,9 @@ class StepLayout:
             positions += range(feed.start, end)
         packed = self._packed_step(spans)
         numbers = [feed.sequence.id for feed in step.feeds]
-        slots = [group.lay_out(numbers, packed, self._block) for group in self._groups]
+        slots = [group.lay_out(numbers, packed, self.block) for group in self._groups]
         # One tensor for all that changes with every step: a small one costs as much as its call.
-        table = self._block.put([ids, positions, *slots])
+        table = self.block.put([ids, positions, *slots])
         for row, group in enumerate(self._groups):
             group.targets = table[2 + row]
         keep = 1 + max(len(feed.drafts) for feed in step.feeds)
@@ -48,7 +48,7 @@ class StepLayout:
             "use_cache": False,
             "logits_to_keep": self._wanted(spans, keep, len(ids)),
         }
-        self._block.send()
+        self.block.send()
         return ModelInputs(kwargs, rows=len(spans), decode=step.decode), len(ids)
 
     def _wanted(self, spans: list[Span], keep: int, tokens: int) -> int | torch.Tensor:
@@ -60,7 +60,7 @@ class StepLayout:
         if len(spans) == 1 or tokens == len(spans):
             return keep * len(spans)
         last = [max(0, s.query_start + s.query_len - keep + i) for s in spans for i in range(keep)]
-        return self._block.put(last)
+        return self.block.put(last)
 
     def _packed_step(self, spans: list[Span]) -> PackedStep:
         starts = [span.query_start for span in spans] + [
@@ -68,8 +68,8 @@ class StepLayout:
         ]
         return PackedStep(
             spans,
-            self._starts(starts, self._block),
-            self._block.put([s.kv_len for s in spans], torch.int32),
+            self._starts(starts, self.block),
+            self.block.put([s.kv_len for s in spans], torch.int32),
             max(span.query_len for span in spans),
             max(span.kv_len for span in spans),
         )

@@ -8,11 +8,13 @@ import torch
 
 from jackfield.contracts import (
     CacheUsage,
+    FixedStep,
     ModelInputs,
     PackedKVCache,
     PackedLayer,
 )
 from jackfield.errors import CacheFullError, ExecutionError
+from jackfield_plugins.cache.paged.fixed import MOST_TOKENS, FixedPlace, Rows
 from jackfield_plugins.cache.paged.groups import LayerGroup
 from jackfield_plugins.cache.paged.layout import StepLayout
 from jackfield_plugins.cache.paged.pages import OutOfPagesError
@@ -33,7 +35,9 @@ class PagedKVCache(PackedKVCache):
     full-attention layers can hold; None lets the pools grow from `first_pages`. With
     `prefix_sharing`, pages are found by what they hold; with `swap`, an evicted sequence is copied
     to host memory and back, as long as there is room for it. One that `forgets` keeps no pages once
-    the last sequence has left: its weights may change then.
+    the last sequence has left: its weights may change then. With `spare`, pools of a fixed size
+    have a page more, which steps at fixed places need; they hold sequences of up to `longest`
+    tokens.
     """
 
     page_size: int
@@ -49,17 +53,23 @@ class PagedKVCache(PackedKVCache):
         swap: bool = False,
         forgets: bool = False,
         first_pages: int = 64,
+        spare: bool = False,
+        longest: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_tokens = num_tokens
         self._device = device
         pages = -(-num_tokens // page_size) if num_tokens else first_pages
         self.groups = {
-            window: LayerGroup(window, page_size, pages, fixed=num_tokens is not None)
+            window: LayerGroup(
+                window, page_size, pages, num_tokens is not None, spare=spare and bool(num_tokens)
+            )
             for window in dict.fromkeys(windows)
         }
         self._group_of = [self.groups[window] for window in windows]
         self._layout = StepLayout(self.groups.values(), device)
+        self._fixed: list[FixedPlace] = []  # the smallest first
+        self._longest = MOST_TOKENS if longest is None else longest
         self._expected = 0  # tokens of the step between `prepare` and `commit`
         self._running: dict[int, Sequence] = {}
         self._room = Room(self.groups.values(), num_tokens, self._running)
@@ -84,7 +94,7 @@ class PagedKVCache(PackedKVCache):
                 group = self._group_of[index]
                 group.pools.allocate(
                     index,
-                    group.allocator.capacity,
+                    group.capacity,
                     keys,
                     values,
                     getattr(torch, dtype),
@@ -94,6 +104,7 @@ class PagedKVCache(PackedKVCache):
     def close(self) -> None:
         """Let go of the pools and of what was swapped out."""
         self._swapped.close()
+        self._fixed.clear()
         self._layout = StepLayout(self.groups.values(), self._device)
         for group in self.groups.values():
             group.close()
@@ -154,8 +165,33 @@ class PagedKVCache(PackedKVCache):
     def prepare(self, step: Step) -> ModelInputs:
         for feed in step.feeds:
             self._reserve(feed.sequence, feed.start, feed.start + len(feed.token_ids))
+        place = self._place_for(step)
+        if place is not None:
+            self._expected = place.rows
+            return place.prepare(Rows.of(step))
         inputs, self._expected = self._layout.inputs(step)
         return inputs
+
+    def _place_for(self, step: Step) -> FixedPlace | None:
+        """Where a step lies that is laid out at a fixed place; None: anywhere."""
+        if not (self._fixed and step.decode) or any(feed.drafts for feed in step.feeds):
+            return None
+        numbers = [feed.sequence.id for feed in step.feeds]
+        return next((place for place in self._fixed if place.holds(numbers)), None)
+
+    def fix(self, rows: int) -> FixedStep:
+        groups = list(self.groups.values())
+        if not all(group.spare for group in groups):
+            raise ExecutionError("the pages of this cache move; give it a fixed size")
+        place = FixedPlace(rows, groups, self._longest, self._layout.block)
+        self.loosen(rows)
+        self._fixed = sorted([*self._fixed, place], key=lambda place: place.rows)
+        self._expected = rows
+        place.enter()
+        return place.step
+
+    def loosen(self, rows: int) -> None:
+        self._fixed = [place for place in self._fixed if place.rows != rows]
 
     def _reserve(self, sequence: Sequence, start: int, end: int) -> None:
         try:
@@ -255,7 +291,7 @@ class PagedKVCache(PackedKVCache):
 
     def held_bytes(self) -> int:
         return sum(
-            group.pools.num_bytes * (pool.capacity - pool.num_free) // pool.capacity
+            group.pools.num_bytes * (pool.capacity - pool.num_free) // group.capacity
             for group in self.groups.values()
             for pool in (group.allocator,)
         )

@@ -1,13 +1,15 @@
-"""``cuda_graph``: what a step launches between two attentions is recorded once, and played again.
+"""``cuda_graph``: what a step launches is recorded once, and played again.
 
 Python launches the kernels of a step one by one, and where there are few tokens, launching can take
-longer than computing. A recording launches those of a whole stretch at once. The attention is left
-out, since its pages and lengths change with each step; after "piecewise" graphs, as vLLM calls them
+longer than computing. A recording launches them at once: those of a whole decode step, where
+attention and cache are `recordable`; else those between two attentions, whose pages and lengths
+change with each step. After "full" and "piecewise" graphs, as vLLM calls them
 (https://docs.vllm.ai/en/latest/design/cuda_graphs/).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
@@ -18,11 +20,19 @@ if TYPE_CHECKING:
     from jackfield.contracts import Compilation
 
 
+@dataclass(frozen=True)
+class CudaGraphOptions:
+    """`whole`: whole decode steps are recorded while a model is loaded, where that can be done."""
+
+    whole: bool = True
+
+
 class CudaGraphCompiler(Compiler):
     """CUDA graphs for 1, 2, 4, … rows, all of an engine in one pool of memory."""
 
     name = "cuda_graph"
-    capabilities = CompilerCapabilities(devices=frozenset({"cuda"}))
+    options = CudaGraphOptions
+    capabilities = CompilerCapabilities(devices=frozenset({"cuda"}), records=True)
 
     def available(self) -> list[str]:
         import torch
@@ -31,6 +41,10 @@ class CudaGraphCompiler(Compiler):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         return super().refuse(requirements, options) or cannot_trace()
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().unrecordable(requirements, options)
+        return reasons if options.whole else [*reasons, "whole=false"]
 
     def bind(self, context: BindContext) -> Compilation:
         from jackfield_plugins.compiler.cuda_graph.graphs import CudaGraphs

@@ -14,9 +14,10 @@ _recording = threading.Lock()
 
 
 class Recorder(Protocol):
-    """Records what a function has a device do."""
+    """Records what a function has a device do. `num_bytes`: what recordings take there so far."""
 
     source: str
+    num_bytes: int
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What `run` returns, and what fills it anew from the tensors that `run` reads.
@@ -36,6 +37,7 @@ class CudaGraphs:
     source = f"torch {torch.__version__}, CUDA graphs"
 
     def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
         self._device = device
         self._pool: Any = None
         self._stream: Any = None
@@ -51,8 +53,10 @@ class CudaGraphs:
                 with torch.cuda.stream(self._stream):
                     run()  # what libraries set up at their first call cannot be recorded
                     self._stream.synchronize()
+                    free, _ = torch.cuda.mem_get_info()
                     graph = torch.cuda.CUDAGraph()
                     outputs = self._capture(graph, run)
+                    self.num_bytes += max(0, free - torch.cuda.mem_get_info()[0])
             except BaseException:
                 # They may be left as in the middle of a recording. Others that lie in the pool
                 # go on to hold it.

@@ -1,4 +1,4 @@
-"""A traced step, cut at its attentions into stretches that are recorded."""
+"""A traced step, cut at its attentions into stretches that are recorded, or recorded whole."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.passes.split_module import split_module
 
 from jackfield.errors import ExecutionError
+from jackfield.units import in_units
+from jackfield_plugins.compiler.cuda_graph.whole import Whole
 from jackfield_plugins.compiler.torch_compile import TorchCompilation
 
 if TYPE_CHECKING:
+    from jackfield.contracts.compiling import ModelStep
     from jackfield_plugins.compiler.cuda_graph.graphs import Recorder
 
 _ATTEND = "jackfield::attend"
 
 #: `Recorder.record`.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
+
+#: The largest step that is recorded whole. Larger ones keep a GPU busy for longer than it takes
+#: to launch what lies between two attentions.
+MOST_ROWS = 64
+
+#: No more whole steps are recorded once these take so many bytes, beside what they return.
+MOST_BYTES = 1 << 30
 
 
 class RecordedCompilation(TorchCompilation):
@@ -29,6 +40,38 @@ class RecordedCompilation(TorchCompilation):
     def __init__(self, model: str, recorder: Recorder) -> None:
         super().__init__(model, recorder.source, bucketed=True)
         self._recorder = recorder
+        self._made: list[Whole] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._recorder.num_bytes
+
+    def sizes(self, most: int) -> list[int]:
+        """Powers of two, up to where all of `most` have room."""
+        return [1 << n for n in range(self.fill(min(most, MOST_ROWS)).bit_length())]
+
+    def record(self, step: ModelStep) -> ModelStep:
+        # Tracing takes seconds; one graph is recorded for all sizes but one.
+        return self._compiled(step, self._lower_whole, bucketed=False)
+
+    def _lower_whole(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        return aot_autograd(fw_compiler=self._recorded_whole)(graph, inputs)
+
+    def _recorded_whole(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self._made.append(Whole(graph, self._record_whole, inputs))
+        return self._counting(self._made[-1])
+
+    def close(self) -> None:
+        for made in self._made:
+            made.close()
+
+    def _record_whole(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        if (taken := self._recorder.num_bytes) > MOST_BYTES:
+            raise ExecutionError(
+                f"{self.name} records no more whole steps: recordings take {in_units(taken)}, of "
+                f"{in_units(MOST_BYTES)} that they may"
+            )
+        return self._record(run)
 
     def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         # What it makes of a graph changes no tensor that it is given, so a stretch can be repeated.
@@ -36,12 +79,13 @@ class RecordedCompilation(TorchCompilation):
 
     def _recorded(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         del inputs
-        whole = Stretches(graph, self._record)
+        return self._counting(Stretches(graph, self._record))
 
-        def run(*tensors: torch.Tensor) -> Any:
-            found = whole(*tensors)
-            if whole.recorded:
-                whole.recorded = False
+    def _counting(self, made: Stretches | Whole) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            found = made(*inputs)
+            if made.recorded:
+                made.recorded = False
                 self.count()
             return found
 

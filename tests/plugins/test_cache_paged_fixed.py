@@ -1,0 +1,185 @@
+"""Decode steps that lie at the same addresses each time, with the numbers of the step in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting_device import DEVICE, counting_device
+
+from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
+from jackfield.engine.checked_packed import CheckedPackedCache
+from jackfield.errors import ExecutionError, PluginError
+from jackfield_plugins.cache.paged.store import PagedKVCache
+
+CPU = torch.device("cpu")
+WINDOWS = (None, 6)
+
+
+def store(device: torch.device = CPU, windows: Any = WINDOWS, tokens: int = 160) -> PagedKVCache:
+    return PagedKVCache(windows, 4, tokens, device, spare=True, longest=64)
+
+
+def grown(cache: Any, lengths: list[int], first: int = 0) -> list[Sequence]:
+    """Sequences whose tokens are cached but for the last one."""
+    found = []
+    for number, length in enumerate(lengths, first):
+        sequence = Sequence(number, list(range(50, 50 + length)), Settings(max_new_tokens=40))
+        assert cache.admit(sequence)
+        step = Step([Feed(sequence, 0, length - 1)])
+        cache.prepare(step)
+        cache.commit(step, [length - 1])
+        found.append(sequence)
+    return found
+
+
+def decoding(sequences: list[Sequence]) -> Step:
+    return Step([Feed(s, s.num_cached, 1) for s in sequences])
+
+
+def addresses(fixed: Any) -> list[int]:
+    tensors = [fixed.input_ids, fixed.position_ids]
+    for tables in fixed.tables:
+        tensors += [tables.block_table, tables.first, tables.step.seq_lens]
+        tensors.append(tables.step.cu_seqlens_q)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_step_lies_in_the_smallest_place_with_its_numbers() -> None:
+    cache = store()
+    places = {rows: cache.fix(rows) for rows in (2, 4)}
+    before = {rows: addresses(fixed) for rows, fixed in places.items()}
+    sequences = grown(cache, [9, 14, 3])
+    for count, rows in ((1, 2), (2, 2), (3, 4), (2, 2), (3, 4)):
+        step = decoding(sequences[:count])
+        inputs = cache.prepare(step)
+        fixed = inputs.fixed
+        assert fixed is places[rows]
+        assert addresses(fixed) == before[rows]
+        starts = [feed.start for feed in step.feeds]
+        pad = rows - count
+        assert fixed.input_ids.tolist() == [[s.tokens[-1] for s in sequences[:count]] + [0] * pad]
+        assert fixed.position_ids.tolist() == [starts + [0] * pad]
+        assert inputs.kwargs["input_ids"].shape == (1, count)
+        for window, tables in zip(WINDOWS, fixed.tables, strict=True):
+            group = cache.groups[window]
+            held = [group.tables[s.id] for s in sequences[:count]]
+            assert tables.step.seq_lens.tolist() == [at + 1 for at in starts] + [1] * pad
+            assert tables.step.cu_seqlens_q.tolist() == list(range(rows + 1))
+            assert tables.first.tolist() == [t.first for t in held] + [0] * pad
+            for row, table in zip(tables.block_table.tolist(), held, strict=False):
+                assert row[: len(table.pages)] == table.pages
+            slots = [group.slot(s.id, s.num_cached) for s in sequences[:count]]
+            assert group.targets.tolist() == slots + [group.spare_page * 4] * pad
+            nobodys = [row[0] for row in tables.block_table.tolist()[count:]]
+            assert nobodys == [group.allocator.capacity] * pad
+        cache.commit(step, [1] * count)
+        for sequence in sequences[:count]:
+            list.append(sequence.tokens, 70 + sequence.num_cached)
+
+
+def test_what_does_not_fit_lies_anywhere() -> None:
+    """More rows, drafts, prompts, and texts longer than the tables; then nothing, once loosened."""
+    cache = store(windows=(None,), tokens=400)
+    cache.fix(2)
+    sequences = grown(cache, [9, 14, 3, 66])
+    assert cache.prepare(decoding(sequences[:3])).fixed is None
+    assert cache.prepare(decoding(sequences[3:])).fixed is None
+    drafts = Step([Feed(sequences[0], 8, 1, (4, 5))])
+    assert cache.prepare(drafts).fixed is None
+    prompts = Step([Feed(sequences[0], 8, 1), Feed(sequences[1], 10, 3)])
+    assert cache.prepare(prompts).fixed is None
+    assert cache.prepare(decoding(sequences[:2])).fixed is not None
+    cache.loosen(2)
+    assert cache.prepare(decoding(sequences[:2])).fixed is None
+
+
+def test_pages_that_move_are_not_fixed() -> None:
+    with pytest.raises(ExecutionError, match="move; give it a fixed size"):
+        PagedKVCache((None,), 4, None, CPU, spare=True).fix(1)
+
+
+def test_one_copy_fills_a_place() -> None:
+    """And another one the tables, where a sequence has taken a page."""
+    with counting_device(pytest.MonkeyPatch()) as fake:
+        cache = store(DEVICE, windows=(None,))
+        cache.fix(2)
+        sequences = grown(cache, [9, 14])
+        copies = []
+        for _ in range(8):
+            step = decoding(sequences)
+            begun = fake.copies.total()
+            torch.zeros(1, device=DEVICE).item()  # the step before has ended
+            fake.waits.clear()
+            inputs = cache.prepare(step)
+            assert inputs.fixed is not None
+            assert not fake.waits, fake.waits
+            copies.append(fake.copies.total() - begun)
+            cache.commit(step, [1, 1])
+            for sequence in sequences:
+                list.append(sequence.tokens, 7)
+    # 9 and 14 tokens take a page at 13 and 17, and at 17 and 21
+    assert copies == [2, 1, 1, 2, 2, 1, 1, 2]
+
+
+def test_what_is_put_into_a_place_has_room_there() -> None:
+    block = StepBlock(CPU)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    block.into(memory)
+    first = block.put([1, 2, 3])
+    second = block.put([4, 5], torch.int32)
+    assert first.data_ptr() == memory.data_ptr()
+    with pytest.raises(ValueError, match=r"72 bytes are put where 64 have room"):
+        block.put([1] * 3)
+    block.send()
+    assert (first.tolist(), second.tolist()) == ([1, 2, 3], [4, 5])
+    assert block.put([6]).untyped_storage().data_ptr() != memory.data_ptr()
+
+
+def _pages(tables: Any) -> None:
+    tables.tables = [[999], *tables.tables[1:]]
+
+
+def _too_few(tables: Any) -> None:
+    tables.tables = [tables.tables[0][:1], *tables.tables[1:]]
+
+
+def _first(tables: Any) -> None:
+    tables.firsts = [8, *tables.firsts[1:]]
+
+
+def _rows(tables: Any) -> None:
+    tables.tables = tables.tables[:1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (_pages, "page [999] for feed 0, of 41"),
+        (_too_few, "1 pages of 4 in 16 columns for 9 tokens"),
+        (_first, "pages from token 8 on for feed 0, which sees 0"),
+        (_rows, "pages of 1 rows for 2 feeds"),
+    ],
+)
+def test_what_is_wrong_in_a_place_is_seen_before_it_is_played(
+    wrong: Callable[[Any], None], said: str
+) -> None:
+    inner = store(windows=(None,))
+    cache = CheckedPackedCache(inner, "cache 'mine'", (None,))
+    fixed = cache.fix(2)
+    cache.write(0, torch.zeros(2, 1, 8), torch.zeros(2, 1, 8))
+    sequences = grown(inner, [9, 14])
+    assert cache.prepare(decoding(sequences)).fixed is fixed
+    (place,) = inner._fixed
+    fill = place._fill
+
+    def mistaken(rows: Any) -> None:
+        fill(rows)
+        wrong(place.step.tables[0])
+
+    place._fill = mistaken  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match="prepare has") as caught:
+        cache.prepare(decoding(sequences))
+    assert said in str(caught.value)
