@@ -13,8 +13,8 @@ import jackfield
 
 model_of = functools.cache(build)
 
-LOOKUP = "prompt_lookup?worth=0&max_matching_ngram_size=1"
-ASSISTED = "assisted?worth=0&assistant_confidence_threshold=0"
+LOOKUP = "prompt_lookup?min_acceptance_rate=0&max_matching_ngram_size=1"
+ASSISTED = "assisted?min_acceptance_rate=0&assistant_confidence_threshold=0"
 STRATEGIES = (LOOKUP, ASSISTED)
 
 

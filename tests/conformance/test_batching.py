@@ -285,5 +285,5 @@ class Guesses(Strategy):
     def __init__(self, make: Callable[[Any, Any], list[list[int]]]) -> None:
         self.propose = make  # type: ignore[method-assign]
 
-    def propose(self, sequences: Any, most: Any) -> list[list[int]]:
+    def propose(self, sequences: Any, max_drafts: Any) -> list[list[int]]:
         raise AssertionError

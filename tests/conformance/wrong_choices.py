@@ -130,7 +130,7 @@ class Sly(list[int]):
 
 def strategy(**members: Change) -> Decoding:
     class Guess(Strategy):
-        def propose(self, sequences: Any, most: Any) -> Any:
+        def propose(self, sequences: Any, max_drafts: Any) -> Any:
             return [[] for _ in sequences]
 
     class Wrong(Decoding):

@@ -57,7 +57,7 @@ def assert_wrong(error: type[JackfieldError], text: str, call: Any) -> None:
         ({"decoding": "assisted?num_assistant_tokens=0"}, OptionError, "at least 1, not 0"),
         ({"decoding": "assisted?num_assistant_tokens_schedule=x"}, OptionError, "one of constant"),
         ({"decoding": "assisted?assistant_confidence_threshold=2"}, OptionError, "from 0 to 1"),
-        ({"decoding": "prompt_lookup?worth=7"}, OptionError, "share from 0 to 1"),
+        ({"decoding": "prompt_lookup?min_acceptance_rate=7"}, OptionError, "share from 0 to 1"),
         ({"decoding": "prompt_lookup", "cache_implementation": "static"}, PlanError, "rollback"),
         ({"decoding": {"a": "sample", "b": "prompt_lookup"}, "cache_implementation": "static"},
          PlanError, "rollback"),
@@ -201,7 +201,10 @@ def test_settings_of_a_request(settings: dict[str, Any], text: str) -> None:
 
 def test_settings_of_a_request_that_are_honoured() -> None:
     """Under transformers' names, also from one of its config objects."""
-    offered = {"look": "prompt_lookup?worth=0", "assist": "assisted?worth=0"}
+    offered = {
+        "look": "prompt_lookup?min_acceptance_rate=0",
+        "assist": "assisted?min_acceptance_rate=0",
+    }
     asked = transformers.GenerationConfig(prompt_lookup_num_tokens=2, max_matching_ngram_size=1)
     text = prompts((3,))[0] * 4
     with jackfield.load(MODEL(), decoding=offered, assistant_model=DRAFT()) as engine:
@@ -232,7 +235,7 @@ class Broken(Strategy):
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    def propose(self, sequences: Any, most: Any) -> Any:
+    def propose(self, sequences: Any, max_drafts: Any) -> Any:
         return self.answer() if callable(self.answer) else self.answer
 
 

@@ -12,7 +12,7 @@ from random_settings import random_fields
 
 from jackfield.contracts import Accepted, Settings
 from jackfield.engine.sequences import RunningSequence
-from jackfield.sampling.drafted import FIRST_REST, JUDGED, LONGEST_REST, Drafted
+from jackfield.sampling.drafted import FIRST_COOLDOWN, JUDGED, LONGEST_COOLDOWN, Drafted
 from jackfield.sampling.sampler import Sampler
 
 VOCAB = 20
@@ -133,20 +133,20 @@ def test_a_failure_behind_a_right_draft_ends_nothing_yet() -> None:
 
 
 def test_a_strategy_that_does_not_pay_is_left_alone_for_longer_and_longer() -> None:
-    drafted, rests, waits = Drafted(), [], 0
+    drafted, cooldowns, waits = Drafted(), [], 0
     for _ in range(3000):
-        if drafted.rests():
+        if drafted.in_cooldown():
             waits += 1
             continue
         drafted.count(1, 4, 0)
-        if drafted.rest(0.25):
-            rests.append(waits)
-            assert drafted.resting
-    lengths = [b - a for a, b in itertools.pairwise(rests)]
-    assert lengths[0] == FIRST_REST
-    assert lengths[-1] == LONGEST_REST
+        if drafted.cool_down(0.25):
+            cooldowns.append(waits)
+            assert drafted.cooldown
+    lengths = [b - a for a, b in itertools.pairwise(cooldowns)]
+    assert lengths[0] == FIRST_COOLDOWN
+    assert lengths[-1] == LONGEST_COOLDOWN
     assert lengths == sorted(lengths)
-    assert drafted.pauses == len(rests)
+    assert drafted.cooldowns == len(cooldowns)
     assert drafted.proposed == 4 * (3000 - waits)
 
 
@@ -154,11 +154,11 @@ def test_one_that_pays_goes_on_and_a_good_time_forgives_a_bad_one() -> None:
     drafted = Drafted()
     for _ in range(JUDGED):
         drafted.count(1, 4, 0)
-    assert drafted.rest(0.25) == (0, 4 * JUDGED)
+    assert drafted.cool_down(0.25) == (0, 4 * JUDGED)
     for _ in range(10 * JUDGED):
         drafted.count(2, 4, 1)
-        assert drafted.rest(0.25) is None
+        assert drafted.cool_down(0.25) is None
     for _ in range(JUDGED):
         drafted.count(1, 4, 0)
-    assert drafted.rest(0.25) is not None
-    assert drafted.resting == FIRST_REST
+    assert drafted.cool_down(0.25) is not None
+    assert drafted.cooldown == FIRST_COOLDOWN

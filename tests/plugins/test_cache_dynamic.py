@@ -31,8 +31,8 @@ class Guesses(Strategy):
         self.expected = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
         self.longest = longest
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        return [self.draft(s)[:room] for s, room in zip(sequences, most, strict=True)]
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        return [self.draft(s)[:room] for s, room in zip(sequences, max_drafts, strict=True)]
 
     def draft(self, sequence: Sequence) -> list[int]:
         coming = self.expected[tuple(sequence.tokens[: sequence.prompt_length])]

@@ -14,15 +14,18 @@ class Assistant(Protocol):
     #: how many tokens it can read at most; None: any number
     context_length: int | None
 
-    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
+    def draft(
+        self, sequences: Seq[Sequence], max_drafts: Seq[int], confidence_threshold: Seq[float]
+    ) -> list[list[int]]:
         """Go on with copies of sequences, in batches; drawn by the random numbers of the sampler.
 
         Called in the loop's thread, from `Strategy.propose` alone.
 
         Args:
             sequences: As `propose` was handed them.
-            most: One number each: how many drafts at most.
-            sure: One probability each: a draft that the draft model gives less is the last.
+            max_drafts: One number each: how many drafts at most.
+            confidence_threshold: One probability each: a draft that the draft model gives less
+                is the last.
 
         Returns:
             One list of token ids of the main model each, fewer or none where the draft model's

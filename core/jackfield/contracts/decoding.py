@@ -106,14 +106,14 @@ class Strategy(ABC):
     open request. Wrong guesses are no lie.
 
     Attributes:
-        worth: The share of its drafts that must be kept for them to pay, 0 to 1, read once when it
+        min_acceptance_rate: The share of its drafts that must be kept for them to pay, 0 to 1, read once when it
             is bound. A request where they do not is left alone for a while.
     """
 
-    worth: float = 0.0
+    min_acceptance_rate: float = 0.0
 
     @abstractmethod
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
         """Guess what comes next. Called in the loop's thread, once a step at most.
 
         Asked only where the backend declares `rollback`.
@@ -121,10 +121,10 @@ class Strategy(ABC):
         Args:
             sequences: Those that decode now, chose this strategy and are not left alone. For
                 reading.
-            most: One number each, at least 1: how many drafts there is room for.
+            max_drafts: One number each, at least 1: how many drafts there is room for.
 
         Returns:
-            One list of token ids each, in the order of `sequences`, at most `most[i]` long; empty:
+            One list of token ids each, in the order of `sequences`, at most `max_drafts[i]` long; empty:
             no guess. They are copied at once.
         """
 
@@ -220,9 +220,9 @@ class Search(Strategy):
             One decision a group, in the order of `groups`.
         """
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        """None: a search has no drafts for `sequences`, whatever `most` there is room for."""
-        del most
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        """None: a search has no drafts for `sequences`, whatever `max_drafts` there is room for."""
+        del max_drafts
         return [[] for _ in sequences]
 
 

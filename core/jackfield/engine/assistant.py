@@ -28,12 +28,15 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True)
 class _Guess:
-    """One sequence's drafts as they grow: at most `room`, none after one less than `sure`."""
+    """One sequence's drafts as they grow: at most `room` of them.
+
+    None after one that is less likely than `confidence_threshold`.
+    """
 
     target: Sequence
     copy: Sequence
     room: int
-    sure: float
+    confidence_threshold: float
     drafts: list[int] = field(default_factory=list)
 
     @property
@@ -54,14 +57,17 @@ class DraftModel:
         self._block: StepBlock | None = None
         self.steps = 0
 
-    def draft(self, sequences: Seq[Sequence], most: Seq[int], sure: Seq[float]) -> list[list[int]]:
-        """Drafts for each sequence, at most `most[i]`, ending with one less likely than `sure[i]`.
+    def draft(
+        self, sequences: Seq[Sequence], max_drafts: Seq[int], confidence_threshold: Seq[float]
+    ) -> list[list[int]]:
+        """Drafts for each sequence, at most `max_drafts[i]`, ending with one less likely than
+        `confidence_threshold[i]`.
 
         Fewer, or none, where its context ends or its cache is full.
         """
         guesses = [
             guess
-            for s, room, least in zip(sequences, most, sure, strict=True)
+            for s, room, least in zip(sequences, max_drafts, confidence_threshold, strict=True)
             if (guess := self._begin(s, room, least)) is not None
         ]
         guesses = self._entered(guesses)
@@ -75,9 +81,9 @@ class DraftModel:
         found = {
             g.target.id: self.translator.back(g.target, g.copy.tokens, g.drafts) for g in guesses
         }
-        return [found.get(s.id, [])[:room] for s, room in zip(sequences, most, strict=True)]
+        return [found.get(s.id, [])[:room] for s, room in zip(sequences, max_drafts, strict=True)]
 
-    def _begin(self, target: Sequence, room: int, sure: float) -> _Guess | None:
+    def _begin(self, target: Sequence, room: int, confidence_threshold: float) -> _Guess | None:
         """Bring the copy of a sequence up to date."""
         tokens = self.translator.there(target)
         if tokens is None:
@@ -93,7 +99,7 @@ class DraftModel:
             self._rewind(copy, tokens)
         copy.prompt_length = target.prompt_length if self.translator.same else len(tokens)
         copy.tokens = tokens
-        return _Guess(target, copy, room, sure)
+        return _Guess(target, copy, room, confidence_threshold)
 
     def _settings(self, target: Sequence) -> Settings:
         """Those that shape the distribution; not what may have a memory, or a vocabulary apart."""
@@ -190,7 +196,7 @@ class DraftModel:
         chosen = torch.stack([tokens.to(likely.dtype), likely], 1).tolist()
         for guess, (token, probability) in zip(guesses, chosen, strict=True):
             guess.drafts.append(int(token))
-            if not probability >= guess.sure:  # also where it is not a number
+            if not probability >= guess.confidence_threshold:  # also where it is not a number
                 guess.room = len(guess.drafts)
 
     def _forget(self, copy: Sequence) -> None:

@@ -140,27 +140,28 @@ class CheckedStrategy(Strategy):
         self._inner = inner
         self._name = name
         self._vocab_size = vocab_size
-        self.worth = inner.worth
+        self.min_acceptance_rate = inner.min_acceptance_rate
 
     def __str__(self) -> str:
         return self._name
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        sequences, most = tuple(sequences), tuple(most)
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        sequences, max_drafts = tuple(sequences), tuple(max_drafts)
         with guarded(self, "propose"), unchanged(self, "propose", sequences):
-            said = self._inner.propose(sequences, most)
+            said = self._inner.propose(sequences, max_drafts)
             # Plain lists: those of a plugin may be of a class of its own, or have no end.
             found = [
-                list(islice(drafts, room + 1)) for drafts, room in zip(said, most, strict=False)
+                list(islice(drafts, room + 1))
+                for drafts, room in zip(said, max_drafts, strict=False)
             ]
             right = len(said) == len(sequences) and all(
                 len(drafts) <= room and all(map(self._is_token, drafts))
-                for drafts, room in zip(found, most, strict=True)
+                for drafts, room in zip(found, max_drafts, strict=True)
             )
         if not right:
             raise fault(
                 self,
-                f"propose must return {len(sequences)} lists of at most {list(most)} token "
+                f"propose must return {len(sequences)} lists of at most {list(max_drafts)} token "
                 f"ids from 0 to {self._vocab_size - 1}; got {quoted(said)}",
             )
         return found

@@ -53,15 +53,15 @@ class Decoder:
         self.decided: list[tuple[RunningGroup, Decision]] = []
 
     def propose(self, sequences: Seq[RunningSequence]) -> list[list[int]]:
-        """Drafts for each sequence; none for one that reads its prompt or is left alone."""
+        """Drafts for each sequence; none for one that reads its prompt or has a cooldown."""
         found: dict[int, list[int]] = {}
         for name in self.drafting:
-            most = {
+            max_drafts = {
                 s: room for s in sequences if s.settings.decoding == name and (room := _room(s))
             }
-            if most:
-                drafts = self.strategies[name].propose(list(most), list(most.values()))
-                found |= {s.id: own for s, own in zip(most, drafts, strict=True)}
+            if max_drafts:
+                drafts = self.strategies[name].propose(list(max_drafts), list(max_drafts.values()))
+                found |= {s.id: own for s, own in zip(max_drafts, drafts, strict=True)}
         return [found.get(sequence.id, []) for sequence in sequences]
 
     def expect(self, step: RunningStep) -> None:
@@ -122,12 +122,14 @@ class Decoder:
         right = feed.kept(gain) - feed.count
         self.totals[name].count(len(gain.tokens), len(feed.drafts), right)
         sequence.drafted.count(len(gain.tokens), len(feed.drafts), right)
-        judged = feed.drafts and sequence.drafted.rest(self.strategies[name].worth)
+        judged = feed.drafts and sequence.drafted.cool_down(
+            self.strategies[name].min_acceptance_rate
+        )
         if judged:
-            self.totals[name].pauses += 1
+            self.totals[name].cooldowns += 1
             logger.info(
-                "request %d: %s was right in %d of its last %d drafts and rests for %d tokens",
-                sequence.id, name, *judged, sequence.drafted.resting,
+                "request %d: %s was right in %d of its last %d drafts: none for %d tokens",
+                sequence.id, name, *judged, sequence.drafted.cooldown,
             )  # fmt: skip
 
     def width(self, settings: Settings) -> int | None:
@@ -194,7 +196,7 @@ def _parted(
 
 def _room(sequence: RunningSequence) -> int:
     """How many drafts a sequence can use now: the last new token is never fed."""
-    if len(sequence.tokens) - sequence.num_cached != 1 or sequence.drafted.rests():
+    if len(sequence.tokens) - sequence.num_cached != 1 or sequence.drafted.in_cooldown():
         return 0
     return sequence.settings.max_new_tokens - sequence.num_new - 1
 

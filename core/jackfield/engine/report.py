@@ -111,14 +111,15 @@ class Observation:
 class Speculation:
     """What drafts did: `steps` gave `tokens` tokens; of `proposed` drafts `accepted` were right.
 
-    `pauses` counts how often a strategy did not pay for a request and was left alone for a while.
+    `cooldowns` counts how often a strategy did not pay for a request, which went without for a
+    while.
     """
 
     steps: int = 0
     tokens: int = 0
     proposed: int = 0
     accepted: int = 0
-    pauses: int = 0
+    cooldowns: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -141,8 +142,8 @@ class Speculation:
 
     def __str__(self) -> str:
         told = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
-        paused = f", left alone {self.pauses} times" if self.pauses else ""
-        return f"{told}, {self.tokens_per_step or 0:.2f} tokens a step{paused}"
+        cooldowns = f", {self.cooldowns} cooldowns" if self.cooldowns else ""
+        return f"{told}, {self.tokens_per_step or 0:.2f} tokens a step{cooldowns}"
 
 
 @dataclass(frozen=True)

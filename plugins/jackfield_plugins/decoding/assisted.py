@@ -34,21 +34,21 @@ class AssistedOptions:
 
     With the schedule "heuristic" a request's drafts become two more when all were right and one
     less when not; "constant" keeps their number. A draft to which the draft model gives less than
-    `assistant_confidence_threshold` is the last one. `worth`: the share of the drafts that must be
-    right, or a request does without for a while.
+    `assistant_confidence_threshold` is the last one. `min_acceptance_rate`: the share of the
+    drafts that must be right, or a request does without for a while.
     """
 
     num_assistant_tokens: int = 4
     num_assistant_tokens_schedule: Literal["constant", "heuristic"] = "constant"
     assistant_confidence_threshold: float = 0.4
-    worth: float = 0.3
+    min_acceptance_rate: float = 0.3
 
     def __post_init__(self) -> None:
         if self.num_assistant_tokens < 1:
             raise ValueError(
                 f"num_assistant_tokens must be at least 1, not {self.num_assistant_tokens}"
             )
-        for name in ("assistant_confidence_threshold", "worth"):
+        for name in ("assistant_confidence_threshold", "min_acceptance_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
 
@@ -85,18 +85,22 @@ class AssistedStrategy(Strategy):
     def __init__(self, options: AssistedOptions, assistant: Assistant) -> None:
         self._options = options
         self._assistant = assistant
-        self.worth = options.worth
+        self.min_acceptance_rate = options.min_acceptance_rate
         self._lengths: dict[int, int] = {}
         self._last: dict[int, tuple[int, list[int]]] = {}  # where drafts began, and which
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        lengths = [min(self._length(s), room) for s, room in zip(sequences, most, strict=True)]
-        found = self._assistant.draft(sequences, lengths, [self._sure(s) for s in sequences])
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        lengths = [
+            min(self._length(s), room) for s, room in zip(sequences, max_drafts, strict=True)
+        ]
+        found = self._assistant.draft(
+            sequences, lengths, [self._confidence_threshold(s) for s in sequences]
+        )
         for sequence, drafts in zip(sequences, found, strict=True):
             self._last[sequence.id] = (len(sequence.tokens), drafts)
         return found
 
-    def _sure(self, sequence: Sequence) -> float:
+    def _confidence_threshold(self, sequence: Sequence) -> float:
         asked = sequence.settings.drafts.assistant_confidence_threshold
         return self._options.assistant_confidence_threshold if asked is None else asked
 

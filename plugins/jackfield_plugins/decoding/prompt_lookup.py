@@ -29,20 +29,22 @@ if TYPE_CHECKING:
 class LookupOptions:
     """Drafts at most, and the longest n-gram that is looked for (down to 2 tokens).
 
-    Requests override both by the settings of these names. `worth`: the share of the drafts that
-    must be right, or a request does without for a while.
+    Requests override both by the settings of these names. `min_acceptance_rate`: the share of the
+    drafts that must be right, or a request does without for a while.
     """
 
     prompt_lookup_num_tokens: int = 10
     max_matching_ngram_size: int = 3
-    worth: float = 0.1
+    min_acceptance_rate: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.worth <= 1:
-            raise ValueError(f"worth must be a share from 0 to 1, not {self.worth}")
+        if not 0 <= self.min_acceptance_rate <= 1:
+            raise ValueError(
+                f"min_acceptance_rate must be a share from 0 to 1, not {self.min_acceptance_rate}"
+            )
 
 
 class PromptLookup(Decoding):
@@ -94,11 +96,11 @@ class PromptLookupStrategy(Strategy):
 
     def __init__(self, options: LookupOptions) -> None:
         self._options = options
-        self.worth = options.worth
+        self.min_acceptance_rate = options.min_acceptance_rate
         self._indexes: dict[int, Index] = {}
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
-        return [self._drafts(s, room) for s, room in zip(sequences, most, strict=True)]
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
+        return [self._drafts(s, room) for s, room in zip(sequences, max_drafts, strict=True)]
 
     def _drafts(self, sequence: Sequence, room: int) -> list[int]:
         asked, tokens = sequence.settings.drafts, sequence.tokens

@@ -32,7 +32,7 @@ class Sample(Decoding):
 class NoDrafts(Strategy):
     """Leaves it all to the sampler."""
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:
         return [[] for _ in sequences]
 
 
