@@ -106,8 +106,8 @@ class Strategy(ABC):
     open request. Wrong guesses are no lie.
 
     Attributes:
-        min_acceptance_rate: The share of its drafts that must be kept for them to pay, 0 to 1, read once when it
-            is bound. A request where they do not is left alone for a while.
+        min_acceptance_rate: The share of its drafts that must be kept for them to pay, 0 to 1,
+            read once when it is bound. A request where they do not is left alone for a while.
     """
 
     min_acceptance_rate: float = 0.0
@@ -124,8 +124,8 @@ class Strategy(ABC):
             max_drafts: One number each, at least 1: how many drafts there is room for.
 
         Returns:
-            One list of token ids each, in the order of `sequences`, at most `max_drafts[i]` long; empty:
-            no guess. They are copied at once.
+            One list of token ids each, in the order of `sequences`, at most `max_drafts[i]` long;
+            empty: no guess. They are copied at once.
         """
 
     def refuse(self, prompt_length: int) -> str | None:
