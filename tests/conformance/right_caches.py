@@ -57,7 +57,7 @@ class Design:
     lie in one pool. `grows`: by how many pages a pool grows when it is full, into other memory.
     `copies`: a fork copies pages at once; otherwise they are shared until one writes. `shares`:
     pages of prefixes, whole ones or (`partly`) also tokens of the next, which are copied. `swaps`:
-    what is evicted is kept aside and comes back. `moves`: every step all pages lie elsewhere.
+    what is preempted is kept aside and comes back. `moves`: every step all pages lie elsewhere.
     `keeps`: a window lets go of nothing. `rounds`: what is left of keys and values once stored.
     """
 
@@ -250,7 +250,7 @@ class RightCache(PackedKVCache):
         self.claimed += best
         return best
 
-    def evict(self, sequence: Any) -> None:
+    def preempt(self, sequence: Any) -> None:
         if self.design.swaps:
             saved = []
             for group in self.groups:
@@ -329,7 +329,7 @@ class RightCache(PackedKVCache):
                 group.tables[into.id] = Table(pages, table.first)
 
     def fits(self, step: Any) -> bool:
-        """Now and then it is full, so that drafts are left out and somebody is evicted."""
+        """Now and then it is full, so that drafts are left out and somebody is preempted."""
         alone = len({feed.sequence.members[0].id for feed in step.feeds}) == 1
         self.calls += 1
         return alone or self.calls % 9 not in (7, 8)

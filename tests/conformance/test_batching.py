@@ -74,11 +74,11 @@ def test_staggered_requests_in_a_tight_pool_say_what_they_say_alone(
         )
         figures = engine.statistics()
     assert tokens(found) == references(family, LENGTHS, COUNT)
-    assert figures.evictions > 0
+    assert figures.preemptions > 0
     assert bool(max(swaps)) is swap
     assert figures.cache.pages_used == 0
     assert figures.cache.swapped == 0
-    if swap:  # what was evicted is not computed again
+    if swap:  # what was preempted is not computed again
         most = sum(LENGTHS) + len(LENGTHS) * (COUNT - 1)
         assert figures.tokens_computed <= most
     assert figures.finished == {"length": len(LENGTHS)}
@@ -99,12 +99,12 @@ def test_a_second_round_finds_its_prompts_and_says_the_same(family: str, chunk: 
         found = engine.statistics().cache.prefix_tokens - before
         salted = drive(engine, staggered(prompts(LENGTHS), cache_salt="another"))
         apart = engine.statistics().cache.prefix_tokens - before - found
-        evictions = engine.statistics().evictions
+        preemptions = engine.statistics().preemptions
     # Pages of one token are found by other prompts too, in the first round and under a new salt.
     assert first == tokens(again) == tokens(salted) == references(family, LENGTHS, COUNT)
     page = TIGHT[family][0]
     whole = sum((length - 1) // page * page for length in LENGTHS)
-    assert (found, apart, evictions) == (whole, before, 0)
+    assert (found, apart, preemptions) == (whole, before, 0)
 
 
 def test_without_sharing_nothing_is_found() -> None:
@@ -119,8 +119,8 @@ def test_without_sharing_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize("family", TIGHT)
-def test_prompts_with_one_beginning_share_it_while_it_is_held_and_evicted(family: str) -> None:
-    """Shared pages under eviction: nobody's beginning is given away while another reads it."""
+def test_prompts_with_one_beginning_share_it_while_it_is_held_and_preempted(family: str) -> None:
+    """Shared pages under preemption: nobody's beginning is given away while another reads it."""
     beginning = prompts((2 * WINDOW,))[0]
     texts = [[*beginning, *end] for end in prompts(tuple(1 + n % 7 for n in range(24)))]
     model = model_of(family)
@@ -131,7 +131,7 @@ def test_prompts_with_one_beginning_share_it_while_it_is_held_and_evicted(family
         )
         figures = engine.statistics()
     assert tokens(found) == [oracle(model, text, COUNT) for text in texts]
-    assert figures.evictions > 0 or family == "mistral"  # a window that is full grows no more
+    assert figures.preemptions > 0 or family == "mistral"  # a window that is full grows no more
     assert figures.cache.prefix_tokens > 0
     assert figures.cache.pages_used == 0
 
@@ -263,12 +263,12 @@ def test_demo_prompts_in_float32_equal_their_solo_runs(count: int) -> None:
             for n, text in enumerate(texts)
         ]
         found = tokens(drive(engine, arrivals))
-        assert engine.statistics().evictions > 0
+        assert engine.statistics().preemptions > 0
         parted = divergences(engine.model, texts, found, alone)
     print(f"{len(parted)} of {len(texts)} part", *parted, sep="\n")  # noqa: T201 - the report
 
 
-def test_drafts_of_one_sequence_evict_nobody() -> None:
+def test_drafts_of_one_sequence_preempt_nobody() -> None:
     """Guesses are given up before anybody goes, and never reach beyond the last token."""
     model = build("llama")
     (prompt,) = prompts((3,))

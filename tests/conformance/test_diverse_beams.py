@@ -25,7 +25,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=repr)
 def test_texts_and_scores_are_those_of_the_paper(asked: dict[str, Any]) -> None:
-    """Four prompts together, in both layouts; evicted ones too, in a small pool."""
+    """Four prompts together, in both layouts; preempted ones too, in a small pool."""
     expected = [one for prompt in prompts(LENGTHS) for one in diverse("llama", prompt, **asked)]
     for cache in ("paged?page_size=4", "dynamic"):
         with jackfield.load(model_of("llama"), decoding=BOTH, cache_implementation=cache) as engine:
@@ -57,7 +57,7 @@ def test_groups_that_cost_each_other_much_begin_differently() -> None:
     assert all(len(set(column)) == 5 for column in zip(*said, strict=True))
 
 
-def test_evictions_and_neighbours_change_nothing() -> None:
+def test_preemptions_and_neighbours_change_nothing() -> None:
     everyone = repetitive(9, WINDOW)
     arrivals = [
         Arrival(n // 2, text, max_new_tokens=COUNT, **(ASKED[1] if n % 3 else {"num_beams": 3}))
@@ -67,7 +67,7 @@ def test_evictions_and_neighbours_change_nothing() -> None:
         model_of("llama"), decoding=BOTH, cache_implementation="paged?page_size=4&num_tokens=96"
     ) as engine:
         found = drive(engine, arrivals)
-        assert engine.statistics().evictions > 0
+        assert engine.statistics().preemptions > 0
         assert engine.statistics().cache.pages_used == 0
         for n, text in enumerate(everyone):
             if n % 3:

@@ -90,7 +90,7 @@ def test_a_right_cache_is_found_right(
     made, drafts = backend.made
     if design.rounds is exactly:
         assert found == expected(family)
-    assert figures.evictions > 0
+    assert figures.preemptions > 0
     assert figures.speculation is not None
     assert figures.speculation.accepted > 0
     assert drafts.rewound > 0

@@ -107,7 +107,7 @@ def test_what_a_model_samples_with_leaves_beams_alone_that_are_not_drawn() -> No
     assert_same(texts(found[3:]), drawn("llama", prompts(LENGTHS)[0], 1, **drawn_with))
 
 
-def test_drawn_groups_that_are_evicted_go_on_as_if_nothing_had_happened() -> None:
+def test_drawn_groups_that_are_preempted_go_on_as_if_nothing_had_happened() -> None:
     asked: dict[str, Any] = {"num_beams": 3, "temperature": 1.5, "eos_token_id": list(ENDS)}
     everyone = repetitive(9, WINDOW)
     arrivals = [
@@ -118,7 +118,7 @@ def test_drawn_groups_that_are_evicted_go_on_as_if_nothing_had_happened() -> Non
         model_of("llama"), decoding=BOTH, cache_implementation="paged?page_size=4&num_tokens=96"
     ) as engine:
         found = drive(engine, arrivals)
-        assert engine.statistics().evictions > 0
+        assert engine.statistics().preemptions > 0
     for n, text in enumerate(everyone):
         assert_same(texts(found[n]), drawn("llama", text, n, do_sample=True, **asked))
 

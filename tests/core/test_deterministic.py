@@ -69,7 +69,7 @@ def test_the_demo_model_shuffled_ten_times(dtype: str) -> None:
     assert_same_bits("demo", range(3, 135, 3), 16, rounds=10, dtype=dtype)
 
 
-def test_chunks_budgets_and_evictions_change_no_bit() -> None:
+def test_chunks_budgets_and_preemptions_change_no_bit() -> None:
     model = build("llama", torch.float32)
     batch = prompts(tuple(range(3, 27)))
     bounds: list[dict[str, Any]] = [
@@ -79,13 +79,13 @@ def test_chunks_budgets_and_evictions_change_no_bit() -> None:
         {"cache_implementation": "paged?page_size=4&num_tokens=120&swap=true"},
         {"scheduler": "short-first", "max_batch_size": 3},
     ]
-    seen, evictions = [], 0
+    seen, preemptions = [], 0
     for bound in bounds:
         with jackfield.load(model, deterministic=True, **bound) as engine:
             seen.append(bits(engine, batch, 12))
-            evictions += engine.statistics().evictions
+            preemptions += engine.statistics().preemptions
     assert seen[1:] == seen[:1] * 4
-    assert evictions
+    assert preemptions
 
 
 @pytest.mark.parametrize("width", [8, 48, 192, 4864, 11008, 40000])

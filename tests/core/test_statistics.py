@@ -44,7 +44,7 @@ def test_a_new_engine_has_done_nothing(engine: jackfield.Engine) -> None:
     assert found.prefix_hit_rate == 0
     assert str(found) == (
         "0 running, 0 waiting; 0 finished; 0 tokens in, 0 out, 0 steps; "
-        "pages 0 used, 0 kept, of 64; prefix hits 0%, 0 evictions"
+        "pages 0 used, 0 kept, of 64; prefix hits 0%, 0 preemptions"
     )
 
 
@@ -56,7 +56,7 @@ def test_tokens_are_counted_in_out_and_through_the_model(engine: jackfield.Engin
     first = engine.statistics()
     assert (first.tokens_in, first.tokens_out) == (sum(LENGTHS), COUNT * len(LENGTHS))
     assert first.tokens_computed == sum(LENGTHS) + (COUNT - 1) * len(LENGTHS)
-    assert (first.steps, first.evictions, first.finished) == (COUNT, 0, {"length": 4})
+    assert (first.steps, first.preemptions, first.finished) == (COUNT, 0, {"length": 4})
     engine.generate(texts, max_new_tokens=COUNT)
     idle(engine)
     again = engine.statistics()
@@ -100,7 +100,7 @@ def test_how_requests_ended_is_counted(engine: jackfield.Engine) -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_evictions_and_what_they_cost_are_counted(model: Any, swap: bool) -> None:
+def test_preemptions_and_what_they_cost_are_counted(model: Any, swap: bool) -> None:
     seen: list[Statistics] = []
     with jackfield.load(
         model,
@@ -112,7 +112,7 @@ def test_evictions_and_what_they_cost_are_counted(model: Any, swap: bool) -> Non
             after=lambda loop: seen.append(engine.statistics()),
         )
         figures = engine.statistics()
-    assert figures.evictions == sum(s.evictions for (s,) in found) > 0
+    assert figures.preemptions == sum(s.preemptions for (s,) in found) > 0
     assert max(f.running for f in seen) > 1
     assert max(f.waiting for f in seen) > 0
     assert figures.cache is not None
@@ -120,7 +120,7 @@ def test_evictions_and_what_they_cost_are_counted(model: Any, swap: bool) -> Non
     once = 4 * (5 + 19)
     assert figures.tokens_computed == once if swap else figures.tokens_computed > once
     assert any(f.cache is not None and f.cache.swapped for f in seen) is swap
-    assert f"{figures.evictions} evictions" in str(figures)
+    assert f"{figures.preemptions} preemptions" in str(figures)
 
 
 def test_a_padded_cache_has_no_pages_to_tell_of(model: Any) -> None:
@@ -157,12 +157,12 @@ def test_the_words_are_short() -> None:
     )  # fmt: skip
     found = Statistics(
         running=2, waiting=1, steps=7, finished={"length": 2, "stop": 1}, tokens_in=200,
-        tokens_computed=150, tokens_out=40, evictions=1, time_to_first_token=0.25,
+        tokens_computed=150, tokens_out=40, preemptions=1, time_to_first_token=0.25,
         time_per_token=0.0125, cache=usage,
     )  # fmt: skip
     assert str(found) == (
         "2 running, 1 waiting; 3 finished; 200 tokens in, 40 out, 7 steps; pages 3 used, 2 kept, "
-        "of 10; prefix hits 25%, 1 evictions; first token after 0.250 s; then 12.5 ms a token"
+        "of 10; prefix hits 25%, 1 preemptions; first token after 0.250 s; then 12.5 ms a token"
     )
 
 

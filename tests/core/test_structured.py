@@ -204,12 +204,12 @@ def test_streams_stops_samples_and_log_probabilities(engine: Any) -> None:
     assert (found.finish_reason, "b" in found.text) == ("stop", False)
 
 
-def test_evicted_requests_go_on_where_they_were() -> None:
+def test_preempted_requests_go_on_where_they_were() -> None:
     cache = "paged?num_tokens=104&page_size=4"
     settings = [{"json_schema": PERSON, "temperature": 1.0, "seed": n} for n in range(8)]
     with jackfield.load("demo", cache_implementation=cache) as engine:
         found = engine.generate([PROMPT] * 8, settings=settings, max_new_tokens=60)
-        assert engine.statistics().evictions > 0
+        assert engine.statistics().preemptions > 0
         alone = [engine.generate(PROMPT, max_new_tokens=60, **own)[0] for own in settings]
     assert [c.token_ids for c in found] == [c.token_ids for c in alone]
 

@@ -350,12 +350,12 @@ def test_kept_pages_make_room_oldest_first() -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
-def test_an_evicted_sequence_gives_its_pages_back(window: int | None, swap: bool) -> None:
+def test_an_preempted_sequence_gives_its_pages_back(window: int | None, swap: bool) -> None:
     store = cache(window, num_tokens=64, swap=swap)
     a = sequence(1, 30)
     write(store, a)
     before = stored_all(store, window)
-    store.evict(a)
+    store.preempt(a)
     allocator = store.groups[window].allocator
     assert (a.num_cached, allocator.num_free, store.usage().swapped) == (0, 16, int(swap))
     blocker = sequence(2, 9)

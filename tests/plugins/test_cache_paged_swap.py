@@ -119,15 +119,15 @@ class Races(TorchDispatchMode):
 
 
 def driven(store: PagedKVCache, seed: int, rounds: int = 60) -> Iterator[dict[int, list[float]]]:
-    """Sequences that come, grow, are evicted and go; what each one's pages hold."""
+    """Sequences that come, grow, are preempted and go; what each one's pages hold."""
     chance = random.Random(seed)
     running: list[Sequence] = []
     waiting = [Sequence(n, list(range(100 * n, 100 * n + 30)), SETTINGS) for n in range(20)]
     for _ in range(rounds):
         if running and chance.random() < 0.4:
-            evicted = running.pop(chance.randrange(len(running)))
-            store.evict(evicted)
-            waiting.append(evicted)
+            preempted = running.pop(chance.randrange(len(running)))
+            store.preempt(preempted)
+            waiting.append(preempted)
         if waiting and store.admit(waiting[0]):
             running.append(waiting.pop(0))
             yield held(store, running)
@@ -157,7 +157,7 @@ def handed_over(store: PagedKVCache) -> None:
     first, second = (Sequence(n, list(range(10)), SETTINGS) for n in (1, 2))
     assert store.admit(first)
     step(store, first, 10)
-    store.evict(first)
+    store.preempt(first)
     assert store.admit(second)
     second.tokens = list(range(44))
     step(store, second, 44)
@@ -274,7 +274,7 @@ def test_a_step_waits_only_for_pages_that_it_writes(monkeypatch: pytest.MonkeyPa
         assert store.admit(sequence)
         step(store, sequence, 10)
     left = set(store.groups[None].tables[1].pages)
-    store.evict(first)
+    store.preempt(first)
     second.tokens = list(range(44))
     before = streams.steps.waits
     step(store, second, 1)
@@ -305,7 +305,7 @@ def test_numbers_of_pages_go_to_the_device_once_for_all_layers(
     sequence = Sequence(1, list(range(30)), SETTINGS)
     assert store.admit(sequence)
     step(store, sequence, 10)
-    store.evict(sequence)
+    store.preempt(sequence)
     assert len(made) == 1
     assert store.admit(sequence)
     assert len(made) == 2
@@ -334,7 +334,7 @@ def filled(store: PagedKVCache, counts: list[int]) -> list[Sequence]:
 def test_what_is_swapped_takes_a_part_of_the_host_and_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest is evicted all the same, and computed again; told once."""
+    """The rest is preempted all the same, and computed again; told once."""
     total = 6 * PER_PAGE
     store = store_on(PageSwap(), None, monkeypatch)
     monkeypatch.setattr(
@@ -342,7 +342,7 @@ def test_what_is_swapped_takes_a_part_of_the_host_and_no_more(
     )  # what is swapped is not free
     sequences = filled(store, [4, 8, 4, 4])
     for sequence in sequences:
-        store.evict(sequence)
+        store.preempt(sequence)
     usage = store.usage()
     assert (usage.swapped, usage.not_swapped) == (2, 2)  # three pages of the six
     assert store._swapped.num_bytes == 3 * PER_PAGE
@@ -351,7 +351,7 @@ def test_what_is_swapped_takes_a_part_of_the_host_and_no_more(
     assert all(store.admit(sequence) for sequence in sequences)
     assert [s.num_cached for s in sequences] == [4, 8, 0, 0]
     assert store._swapped.num_bytes == 0
-    store.evict(sequences[0])
+    store.preempt(sequences[0])
     store.release([sequences[0]])
     assert store._swapped.num_bytes == 0
 

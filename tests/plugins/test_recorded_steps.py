@@ -101,7 +101,7 @@ def test_requests_that_come_and_go(family: str) -> None:
 def test_one_engine_through_all_that_a_cache_does(
     tapes: type[WholeTapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evictions, drafts, beams, more rows and longer texts than were recorded, a moved weight."""
+    """Preemptions, drafts, beams, more rows and longer texts than were recorded, a moved weight."""
     monkeypatch.setattr(stretches, "MOST_ROWS", 2)
     monkeypatch.setattr(fixed, "MOST_TOKENS", 40)
     model, small = build("llama"), "paged?page_size=4&num_tokens=72&swap=true"
@@ -122,8 +122,8 @@ def test_one_engine_through_all_that_a_cache_does(
                 return seen.whole if seen else 1
 
             assert say(texts, max_new_tokens=14)
-            evictions = engine.statistics().evictions
-            assert evictions
+            preemptions = engine.statistics().preemptions
+            assert preemptions
             plain = say(texts[3], max_new_tokens=9)
             assert plain == (8 if recorded else 1)
             assert say(texts[:2], decoding="drafts", max_new_tokens=12)

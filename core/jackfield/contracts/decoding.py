@@ -236,7 +236,7 @@ class Decoding(Backend):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         """Drafts go against bits that do not depend on the batch: they are fed as space allows.
 
-        So do beams, which are fed in other pieces once they were evicted.
+        So do beams, which are fed in other pieces once they were preempted.
 
         Args:
             requirements: The job, with what the kinds decided before imply.
@@ -249,7 +249,7 @@ class Decoding(Backend):
         if self.capabilities.rollback:
             found.append("feeds drafts where there is room for them")
         if self.capabilities.forks:
-            found.append("feeds beams in other pieces after an eviction")
+            found.append("feeds beams in other pieces after a preemption")
         return [f"{why}, so bits depend on what else runs (deterministic=True)" for why in found]
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:

@@ -80,7 +80,7 @@ class CacheUsage:
         page_size: Tokens of a page.
         prompt_tokens: Prompt tokens of all sequences that entered.
         prefix_tokens: How many of these were there already.
-        swapped: Sequences that were evicted and wait in host memory.
+        swapped: Sequences that were preempted and wait in host memory.
         num_bytes: Memory of the pools, in bytes.
         not_swapped: How often there was no room in host memory, and one is computed again.
     """
@@ -100,7 +100,7 @@ class KVCache(ABC):
     """The keys and values of the running sequences, bound to one model.
 
     A sequence enters with `admit`. Then, once a step: `portions`, `fits`, `prepare`, the model's
-    forward call, `commit`. Between two steps: `fork`, `evict`, `release`. All of it runs in the
+    forward call, `commit`. Between two steps: `fork`, `preempt`, `release`. All of it runs in the
     loop's thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends
     without `commit`; all sequences are then released.
 
@@ -127,7 +127,7 @@ class KVCache(ABC):
         """Take in a sequence, if what it has so far fits beside the others.
 
         Called for the next in line, before a step; again later where it said no, and where the
-        sequence was evicted. Its `tokens` are then the prompt and what it had generated.
+        sequence was preempted. Its `tokens` are then the prompt and what it had generated.
 
         Changes: sets `num_cached` to how many of its tokens, from the first on, are there already:
         0 to `len(tokens) - 1` where the cache `joins`, for the last token is always fed; else 0.
@@ -211,14 +211,14 @@ class KVCache(ABC):
         Called when they end, also after a step that failed between `prepare` and `commit`.
 
         Args:
-            sequences: Running, evicted, or never admitted; unknown ones are ignored.
+            sequences: Running, preempted, or never admitted; unknown ones are ignored.
         """
 
     def fits(self, step: Step) -> bool:
         """Whether there is memory for `step`; it takes none yet.
 
         Where there is not, the loop asks again without drafts, then with one request less: it
-        evicts the youngest of the lowest priority. Where one request is left, it ends all with a
+        preempts the youngest of the lowest priority. Where one request is left, it ends all with a
         CacheFullError.
 
         Args:
@@ -230,7 +230,7 @@ class KVCache(ABC):
         del step
         return True
 
-    def evict(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's memory back for now; `admit` is called again later.
 
         Changes: sets `num_cached` to 0; anything else is a PluginError.
@@ -254,7 +254,7 @@ class KVCache(ABC):
             tokens: From 0 to less than `num_cached`.
         """
         del tokens
-        self.evict(sequence)
+        self.preempt(sequence)
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         """Forget `dropped`; then the second of each pair begins with what is cached of the first.

@@ -40,7 +40,7 @@ class Schedule(ABC):
     def portions(
         self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
     ) -> list[int]:
-        """Say how many tokens each feeds in this step; asked again after an eviction.
+        """Say how many tokens each feeds in this step; asked again after a preemption.
 
         With `deterministic=True` less than all that is pending counts as 0, and giving nobody all
         of it is a lie.

@@ -50,11 +50,11 @@ class Sequence:
         leader: The first of those, for all others; None: it is the first.
         group: The beams of a request that is searched; None: it is not.
         arrival: The loop's step before which it came.
-        evictions: How often its memory was taken from it.
+        preemptions: How often its memory was taken from it.
     """
 
     __slots__ = (
-        "arrival", "evictions", "group", "id", "leader", "num_cached", "prompt_length", "sample",
+        "arrival", "preemptions", "group", "id", "leader", "num_cached", "prompt_length", "sample",
         "settings", "tokens",
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ class Sequence:
         self.sample = sample
         self.group: BeamGroup | None = None
         self.arrival = 0
-        self.evictions = 0
+        self.preemptions = 0
 
     @property
     def members(self) -> Seq[Sequence]:

@@ -137,11 +137,11 @@ class CheckedCache(GuardedCache):
         with self._guards["release"], self._unchanged("release", sequences):
             self.inner.release(sequences)
 
-    def evict(self, sequence: Sequence) -> None:
-        with self._guards["evict"]:
-            self.inner.evict(sequence)
+    def preempt(self, sequence: Sequence) -> None:
+        with self._guards["preempt"]:
+            self.inner.preempt(sequence)
         if sequence.num_cached != 0:
-            raise self._lost("evict", sequence, 0)
+            raise self._lost("preempt", sequence, 0)
 
     def rewind(self, sequence: Sequence, tokens: int) -> None:
         with self._guards["rewind"]:

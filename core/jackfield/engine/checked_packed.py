@@ -91,9 +91,9 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             self._leaves(sequence)
         super().release(sequences)
 
-    def evict(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         self._leaves(sequence)
-        super().evict(sequence)
+        super().preempt(sequence)
 
     def rewind(self, sequence: Sequence, tokens: int) -> None:
         self._leaves(sequence, known=False)

@@ -77,7 +77,7 @@ class Prefixes:
         )
 
     def leave(self, sequence: Sequence) -> None:
-        """Called before it goes, or is evicted."""
+        """Called before it goes, or is preempted."""
         if self._here.pop(sequence.id, None) is None or not sequence.num_cached:
             return
         tokens = sequence.tokens[: sequence.num_cached]

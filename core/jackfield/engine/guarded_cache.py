@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
-    "admit", "close", "commit", "evict", "fits", "fix", "forget", "fork", "held_bytes",
+    "admit", "close", "commit", "preempt", "fits", "fix", "forget", "fork", "held_bytes",
     "loosen", "portions", "prepare", "refuse", "release", "rewind", "usage",
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ class GuardedCache(KVCache):
     admit = _guarded("admit")
     close = _guarded("close")
     commit = _guarded("commit")
-    evict = _guarded("evict")
+    preempt = _guarded("preempt")
     fits = _guarded("fits")
     fix = _guarded("fix")
     forget = _guarded("forget")

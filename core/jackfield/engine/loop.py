@@ -162,7 +162,7 @@ class Loop:
         for at, beam in enumerate(beams):
             if not self.cache.admit(beam):
                 for other in beams[:at]:
-                    self.cache.evict(other)
+                    self.cache.preempt(other)
                 return False
         self.running += beams
         return True
@@ -178,13 +178,13 @@ class Loop:
         )
 
     def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
-        """The next step. Where the cache is too small for it, the youngest is evicted and waits."""
+        """The next step. Where the cache is too small for it, the youngest is preempted and waits."""
         proposed = dict(zip(self.running, drafts, strict=True))
         while True:
             step = self._schedule(proposed)
             if self.cache.fits(step):
                 return step
-            if any(feed.drafts for feed in step.feeds):  # a guess is not worth an eviction
+            if any(feed.drafts for feed in step.feeds):  # a guess is not worth a preemption
                 proposed = {s: [] for s in self.running}
                 continue
             if len({s.group or s for s in self.running}) == 1:
@@ -192,7 +192,7 @@ class Loop:
                     f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
                     "tokens alone; make it larger"
                 )
-            self._evict(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
+            self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
 
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
@@ -223,7 +223,7 @@ class Loop:
     def _pending(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
         left = len(sequence.tokens) - sequence.num_cached
-        if self.bounds.whole_chunks:  # an evicted one goes through its new tokens one by one again
+        if self.bounds.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
         return min(left, self.bounds.max_portion or left)
 
@@ -241,15 +241,15 @@ class Loop:
             raise fault(self.schedule, "portions gives no request all of its beams")
         return held
 
-    def _evict(self, sequence: RunningSequence) -> None:
+    def _preempt(self, sequence: RunningSequence) -> None:
         """Take a sequence out, and the other beams of its group with it; the first one waits."""
         beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
         for beam in beams:
             self.running.remove(beam)
-            self.cache.evict(beam)
-            beam.evictions += 1
+            self.cache.preempt(beam)
+            beam.preemptions += 1
         self.waiting[beams[0].id] = beams[0]
-        self.recorder.evictions += 1
+        self.recorder.preemptions += 1
 
     def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []

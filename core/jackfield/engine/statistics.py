@@ -25,7 +25,7 @@ class Statistics:
 
     `tokens_in` are the prompt tokens of the requests that came, `tokens_computed` those that went
     through the model (less what was found in the cache, more what was computed again after an
-    eviction), `tokens_out` the new ones. `finished` counts requests by their finish reason. Times
+    preemption), `tokens_out` the new ones. `finished` counts requests by their finish reason. Times
     are medians over the last 1000 requests, in seconds; None before the first. `speculation` is
     what drafts did; None where no decoding drafts.
     """
@@ -37,7 +37,7 @@ class Statistics:
     tokens_in: int
     tokens_computed: int
     tokens_out: int
-    evictions: int
+    preemptions: int
     time_to_first_token: float | None
     time_per_token: float | None
     cache: CacheUsage | None
@@ -63,9 +63,9 @@ class Statistics:
         if self.cache is not None:
             c = self.cache
             parts.append(f"pages {c.pages_used} used, {c.pages_kept} kept, of {c.pages}")
-            parts.append(f"prefix hits {self.prefix_hit_rate:.0%}, {self.evictions} evictions")
+            parts.append(f"prefix hits {self.prefix_hit_rate:.0%}, {self.preemptions} preemptions")
             if c.not_swapped:
-                parts.append(f"{c.not_swapped} evicted without room in host memory")
+                parts.append(f"{c.not_swapped} preempted without room in host memory")
         if self.speculation is not None:
             parts.append(str(self.speculation))
         if self.time_to_first_token is not None:
@@ -82,7 +82,7 @@ class Recorder:
         self.tokens_in = 0
         self.tokens_computed = 0
         self.tokens_out = 0
-        self.evictions = 0
+        self.preemptions = 0
         self.finished: Counter[str] = Counter()
         self._first: deque[float] = deque(maxlen=REMEMBERED)
         self._later: deque[float] = deque(maxlen=REMEMBERED)

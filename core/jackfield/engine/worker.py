@@ -249,7 +249,7 @@ class Worker:
             tokens_in=recorder.tokens_in,
             tokens_computed=recorder.tokens_computed,
             tokens_out=recorder.tokens_out,
-            evictions=recorder.evictions,
+            preemptions=recorder.preemptions,
             time_to_first_token=first,
             time_per_token=later,
             cache=loop.cache.usage(),

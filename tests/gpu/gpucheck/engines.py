@@ -70,7 +70,7 @@ def run(bench: Bench) -> None:
     with bench.results.check("paged, triton, swap") as found:
         pool = f"paged?page_size=1&num_tokens={bench.sizes.swapped}&swap=true"
         found.update(judged(bench, _run("", "triton", pool)))
-        found["ok"] = found["ok"] and found["evictions"] > 0
+        found["ok"] = found["ok"] and found["preemptions"] > 0
     with tempfile.TemporaryDirectory() as folder:
         build("llama", torch.float32).save_pretrained(folder)
         placements(bench, folder)
@@ -91,7 +91,7 @@ def judged(bench: Bench, each: Run) -> Values:
         report = engine.report()
         seen = {
             "source": report["attention"].source,
-            "evictions": engine.statistics().evictions,
+            "preemptions": engine.statistics().preemptions,
             "compiled": str(report["compiler"].compiled or ""),
         }
     bound = BOUNDS[each.dtype]

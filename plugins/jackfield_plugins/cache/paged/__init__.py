@@ -43,7 +43,7 @@ class PagedOptions:
     device once the weights are there; without either, 0.9 on a GPU, and on the CPU the pools grow
     as needed.
     `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: an
-    evicted sequence is copied to host memory instead of computed again, as long as there is room;
+    preempted sequence is copied to host memory instead of computed again, as long as there is room;
     None: where the device is not the CPU.
     """
 

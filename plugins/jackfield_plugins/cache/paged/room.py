@@ -30,7 +30,7 @@ class Room:
         """Whether what the sequence has so far fits beside what the others have so far.
 
         In each group it shares the pages `shared`. Each of the others keeps a page to grow into, so
-        that nobody enters to be evicted at once.
+        that nobody enters to be preempted at once.
         """
         if self._num_tokens is None or self._alone(sequence):
             return True
@@ -96,7 +96,7 @@ class Room:
         ):
             return None
         needed = max(group.places_for(*size) for group in self._groups)
-        if copies > 1:  # share no page once they were evicted; each ends with a page of its own
+        if copies > 1:  # share no page once they were preempted; each ends with a page of its own
             page_size = next(iter(self._groups)).page_size
             needed = copies * -(-needed // page_size) * page_size
         each = "" if copies == 1 else f", each of {copies} beams by itself,"

@@ -33,7 +33,7 @@ class PagedKVCache(PackedKVCache):
 
     `windows` has one entry per layer, its window or None. `num_tokens` fixes how many tokens the
     full-attention layers can hold; None lets the pools grow from `first_pages`. With
-    `prefix_sharing`, pages are found by what they hold; with `swap`, an evicted sequence is copied
+    `prefix_sharing`, pages are found by what they hold; with `swap`, a preempted sequence is copied
     to host memory and back, as long as there is room for it. One that `forgets` keeps no pages once
     the last sequence has left: its weights may change then. With `spare`, pools of a fixed size
     have a page more, which steps at fixed places need; they hold sequences of up to `longest`
@@ -127,7 +127,7 @@ class PagedKVCache(PackedKVCache):
         sequence.num_cached = hits
         self._published[sequence.id] = hits // self.page_size
         self._running[sequence.id] = sequence
-        if not sequence.evictions:
+        if not sequence.preemptions:
             self._prompt_tokens += sequence.prompt_length
             self._prefix_tokens += hits
         return True
@@ -147,7 +147,7 @@ class PagedKVCache(PackedKVCache):
             return whole * self.page_size, [group.find(keys[:whole]) or [] for group in groups]
         return 0, [[] for _ in groups]
 
-    def evict(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         if self._swap:
             self._swapped.out(sequence.id, sequence.num_cached)
         self._drop(sequence)

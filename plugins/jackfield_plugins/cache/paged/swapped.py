@@ -101,7 +101,7 @@ class SwappedSequences:
         self.refused += 1
         level = logging.DEBUG if self._told else logging.WARNING
         self._told = True
-        logger.log(level, "an evicted request is computed again instead of %s", why)
+        logger.log(level, "a preempted request is computed again instead of %s", why)
 
     def forget(self, sequence: int) -> None:
         self._waiting.pop(sequence, None)
