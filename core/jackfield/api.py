@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.weights import tokenizer_of
-from jackfield.engine.bounds import Bounds, bounds_for, check_bounds
+from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
 from jackfield.engine.engine import Engine
 from jackfield.engine.reading import read_assistant, read_weights
 from jackfield.errors import UsageError
@@ -106,15 +106,15 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     _check_given(model, "jackfield.load")
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
-    check_bounds(spec)
+    check_limits(spec)
     job = resolve_job(model, spec)
     plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
-    bounds = bounds_for(plan, spec)
-    plan = plan.limited(bounds.max_batch_tokens, bounds.max_batch_size)
+    limits = limits_for(plan, spec)
+    plan = plan.limited(limits.max_batch_tokens, limits.max_batch_size)
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
-    return Prepared(job, plan, helper, tokenizer, bounds, spec)
+    return Prepared(job, plan, helper, tokenizer, limits, spec)
 
 
 def _check_given(model: Any, call: str) -> None:
@@ -130,7 +130,7 @@ class Prepared:
     plan: Plan
     assistant: FoundAssistant | None
     tokenizer: Any | None
-    bounds: Bounds
+    limits: BatchLimits
     spec: LoadSpec
 
     def load(self) -> Engine:
@@ -143,7 +143,7 @@ class Prepared:
                 model,
                 self.plan,
                 self.tokenizer,
-                self.bounds,
+                self.limits,
                 max_waiting=self.spec.max_waiting,
                 stall_after=self.spec.stall_after,
                 assistance=draft,

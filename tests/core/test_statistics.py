@@ -14,7 +14,7 @@ from families import build, prompts
 import jackfield
 from jackfield.contracts import CacheUsage
 from jackfield.engine import worker as worker_module
-from jackfield.engine.statistics import REMEMBERED, Recorder, Statistics
+from jackfield.engine.statistics import REMEMBERED, Metrics, Statistics
 
 LENGTHS = (9, 4, 13, 6)
 COUNT = 5
@@ -142,12 +142,12 @@ def test_they_are_plain_data(engine: jackfield.Engine) -> None:
 
 
 def test_only_the_last_thousand_requests_count_in_the_times() -> None:
-    recorder = Recorder()
-    recorder._first.extend([9.0] * REMEMBERED)
-    recorder._later.extend([1.0, 3.0])
-    assert recorder.times() == (9.0, 2.0)
-    recorder._first.extend([1.0] * REMEMBERED)
-    assert recorder.times() == (1.0, 2.0)
+    metrics = Metrics()
+    metrics._first.extend([9.0] * REMEMBERED)
+    metrics._later.extend([1.0, 3.0])
+    assert metrics.times() == (9.0, 2.0)
+    metrics._first.extend([1.0] * REMEMBERED)
+    assert metrics.times() == (1.0, 2.0)
 
 
 def test_the_words_are_short() -> None:

@@ -20,7 +20,7 @@ CAUSAL = masking_utils.causal_mask_function
 SLIDING = masking_utils.sliding_window_causal_mask_function(WINDOW)
 
 
-class Recorder:
+class Metrics:
     """A kernel that computes the reference and remembers what it was given."""
 
     def __init__(self, page_multiple: int | None = None) -> None:
@@ -53,8 +53,8 @@ class Recorder:
         return reference(query, keys, values, rows, scoring)
 
 
-def padded(recorder: Recorder, window: int | None = None) -> BoundAttention:
-    return bind_varlen(recorder.kernel, [window])
+def padded(metrics: Metrics, window: int | None = None) -> BoundAttention:
+    return bind_varlen(metrics.kernel, [window])
 
 
 def attend(bound: BoundAttention, mask: Any, *tensors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -106,8 +106,8 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int | None) -> None:
     valid = torch.tensor(MASKS[name]).bool()
-    recorder = Recorder()
-    bound = padded(recorder, window)
+    metrics = Metrics()
+    bound = padded(metrics, window)
     tensors = step(len(valid), queries, 6)
     mask = bound.mask(
         batch_size=len(valid), q_length=queries, kv_length=6, q_offset=6 - queries,
@@ -117,7 +117,7 @@ def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int 
     found = attend(bound, mask, *tensors)
     torch.testing.assert_close(found, by_columns(*tensors, visible(valid, queries, window)))
     assert (found[~valid[:, -queries:]] == 0).all()
-    ((rows, scoring),) = recorder.calls
+    ((rows, scoring),) = metrics.calls
     assert scoring.window == window
     asking = valid[:, -queries:].any(1)
     assert rows.cu_seqlens_q.diff().tolist() == valid[asking, -queries:].sum(1).tolist()
@@ -127,8 +127,8 @@ def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (1, 6), (4, 6)])
 def test_without_padding_nothing_is_gathered(queries: int, keys: int, window: int | None) -> None:
-    recorder = Recorder()
-    bound = padded(recorder, window)
+    metrics = Metrics()
+    bound = padded(metrics, window)
     tensors = step(2, queries, keys)
     everything = torch.ones(2, keys, dtype=torch.long)
     for given in (None, everything):
@@ -143,7 +143,7 @@ def test_without_padding_nothing_is_gathered(queries: int, keys: int, window: in
 @pytest.mark.parametrize("length", [None, 5, 8])
 def test_what_a_static_cache_has_not_written_is_not_seen(offset: Any, length: int | None) -> None:
     """Two queries at 3 and 4 of a cache of eight columns; the mask may end with them or not."""
-    bound = padded(Recorder())
+    bound = padded(Metrics())
     query, key, value = step(2, 2, 8)
     valid = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]).bool()
     if length is None:
@@ -158,7 +158,7 @@ def test_what_a_static_cache_has_not_written_is_not_seen(offset: Any, length: in
 
 def test_a_mask_made_ahead_goes_through_once_more_unchanged() -> None:
     """`generate` makes the mask of a static cache itself, and the model makes it again from it."""
-    bound = padded(Recorder(), WINDOW)
+    bound = padded(Metrics(), WINDOW)
     valid = torch.tensor([[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
     place = {"q_length": 1, "kv_length": 3, "q_offset": 5, "kv_offset": 3}
     once = bound.mask(2, **place, mask_function=SLIDING, attention_mask=valid)
@@ -170,15 +170,15 @@ def test_a_mask_made_ahead_goes_through_once_more_unchanged() -> None:
 
 
 def test_layers_of_one_step_share_the_layout() -> None:
-    bound = padded(recorder := Recorder())
+    bound = padded(metrics := Metrics())
     tensors = step(2, 2, 6)
     valid = torch.tensor(MASKS["left"][:2]).bool()
     mask = bound.mask(2, 2, 6, 4, attention_mask=valid)
     for _ in range(3):
         attend(bound, mask, *tensors)
-    assert len({id(rows) for rows, _ in recorder.calls}) == 1
+    assert len({id(rows) for rows, _ in metrics.calls}) == 1
     attend(bound, mask.clone(), *tensors)
-    assert len({id(rows) for rows, _ in recorder.calls}) == 2
+    assert len({id(rows) for rows, _ in metrics.calls}) == 2
 
 
 PATTERNS = {
@@ -195,31 +195,31 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_that_rows_cannot_express_is_refused(name: str) -> None:
-    bound = padded(Recorder())
+    bound = padded(Metrics())
     mask = bound.mask(2, 6, 6, mask_function=PATTERNS[name])
     with pytest.raises(ExecutionError, match="which this attention cannot express; choose another"):
         attend(bound, mask, *step(2, 6, 6))
 
 
 def test_a_window_that_no_layer_has_is_refused() -> None:
-    bound = padded(Recorder(), WINDOW + 1)
+    bound = padded(Metrics(), WINDOW + 1)
     mask = bound.mask(2, 6, 6, mask_function=SLIDING)
     with pytest.raises(ExecutionError, match="masks with a window of 3, which no layer's cache"):
         attend(bound, mask, *step(2, 6, 6))
     with pytest.raises(ExecutionError, match="asks for a window of 3, its cache for 4"):
-        attend(padded(Recorder(), 4), None, *step(1, 2, 2), sliding_window=3)
+        attend(padded(Metrics(), 4), None, *step(1, 2, 2), sliding_window=3)
 
 
 def test_a_ready_made_mask_is_refused() -> None:
     with pytest.raises(ExecutionError, match="no ready-made mask of 4 dimensions"):
-        attend(padded(Recorder()), torch.zeros(1, 1, 2, 2), *step(1, 2, 2))
+        attend(padded(Metrics()), torch.zeros(1, 1, 2, 2), *step(1, 2, 2))
 
 
 def test_what_scores_need_reaches_the_kernel() -> None:
-    recorder = Recorder()
+    metrics = Metrics()
     sinks = torch.zeros(HEADS)
-    attend(padded(recorder), None, *step(1, 2, 2), softcap=2.0, s_aux=sinks, is_causal=False)
-    ((_, scoring),) = recorder.calls
+    attend(padded(metrics), None, *step(1, 2, 2), softcap=2.0, s_aux=sinks, is_causal=False)
+    ((_, scoring),) = metrics.calls
     assert scoring == Scoring(0.4, False, None, 2.0, sinks)
 
 
@@ -256,8 +256,8 @@ def test_pages_are_gathered_or_read_in_place(multiple: int | None, window: int |
     layer = pages(tables, firsts, spans, 2, window)
     torch.manual_seed(1)
     query = torch.randn(HEADS, 8, SIZE, dtype=torch.float64).transpose(0, 1)
-    recorder = Recorder(multiple)
-    bound = bind_varlen(recorder.kernel, [window])
+    metrics = Metrics(multiple)
+    bound = bind_varlen(metrics.kernel, [window])
     assert bound.packed is not None
     found = bound.packed(SimpleNamespace(layer_idx=0), query, layer, scaling=0.4)
     for row, span in enumerate(spans):
@@ -269,11 +269,11 @@ def test_pages_are_gathered_or_read_in_place(multiple: int | None, window: int |
         torch.testing.assert_close(
             found[span.query_start : span.query_start + span.query_len], wanted
         )
-    ((rows, scoring),) = recorder.calls
+    ((rows, scoring),) = metrics.calls
     assert (rows.block_table is layer.block_table) == (multiple == 2)
     assert scoring == Scoring(0.4, True, window)
     bound.packed(SimpleNamespace(layer_idx=1), query, layer, scaling=0.4)
-    assert recorder.calls[1][0] is rows
+    assert metrics.calls[1][0] is rows
 
 
 # Published signatures.

@@ -239,7 +239,7 @@ class FakeGraph:
 
 def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = graphs.CudaGraphs(torch.device("cuda"))
+    metrics = graphs.CudaGraphs(torch.device("cuda"))
     broken = False
 
     def run() -> str:
@@ -253,7 +253,7 @@ def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPat
         begin = f"begin in pool {pool}, thread_local"
         return [f"{own} waits for default", "run", f"wait for {own}", begin, "run", "end"]
 
-    result, play = recorder.record(run)
+    result, play = metrics.record(run)
     play()
     assert cuda.said == [*recorded(0), "default waits for stream 1", "play"]
     assert result == "result"
@@ -261,12 +261,12 @@ def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPat
     cuda.said.clear()
     broken = True
     with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.record(run)
+        metrics.record(run)
     assert cuda.said == recorded(0)
 
     cuda.said.clear()
     broken = False
-    recorder.record(run)  # in a new pool and on a new stream
+    metrics.record(run)  # in a new pool and on a new stream
     assert cuda.said == [*recorded(2), "default waits for stream 3"]
 
 

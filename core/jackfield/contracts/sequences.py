@@ -54,8 +54,16 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "preemptions", "group", "id", "leader", "num_cached", "prompt_length", "sample",
-        "settings", "tokens",
+        "arrival",
+        "group",
+        "id",
+        "leader",
+        "num_cached",
+        "preemptions",
+        "prompt_length",
+        "sample",
+        "settings",
+        "tokens",
     )  # fmt: skip
 
     def __init__(

@@ -11,8 +11,8 @@ from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Search, Strategy
 from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
+from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.bound import BoundModel, plug_all
-from jackfield.engine.bounds import Bounds
 from jackfield.engine.checked import CheckedSchedule
 from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
@@ -49,7 +49,7 @@ def assemble(
     model: PreTrainedModel,
     plan: Plan,
     tokenizer: Any | None,
-    bounds: Bounds,
+    limits: BatchLimits,
     *,
     max_waiting: int | None,
     stall_after: float,
@@ -67,7 +67,7 @@ def assemble(
     schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
     draft = None if assistance is None else _draft_model(assistance, bound, text)
     decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
-    loop = Loop(bound.forward, bound.cache, decoder, schedule, bounds)
+    loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
     # A backend that fails to bind must leave a live model as it was, so this comes last.
     restore = plug_all([bound] if draft is None else [bound, draft.bound])
     try:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jackfield.engine.assembly import assemble
-from jackfield.engine.bounds import Bounds
+from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.completions import Completion, Delta
 from jackfield.engine.intake import Intake
 from jackfield.engine.reading import Assistance
@@ -59,7 +59,7 @@ class Engine:
         model: PreTrainedModel,
         plan: Plan,
         tokenizer: Any | None,
-        bounds: Bounds,
+        limits: BatchLimits,
         *,
         max_waiting: int | None = None,
         stall_after: float = 60.0,
@@ -72,7 +72,7 @@ class Engine:
             model,
             plan,
             tokenizer,
-            bounds,
+            limits,
             max_waiting=max_waiting,
             stall_after=stall_after,
             assistance=assistance,

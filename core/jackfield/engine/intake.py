@@ -76,7 +76,7 @@ class Intake:
         """Raise SettingsError or CacheFullError for a request that can never be held."""
         copies = () if width is None else (width,)
         if width is not None:
-            places = self._loop.bounds.max_batch_size
+            places = self._loop.limits.max_batch_size
             check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
         if reason := self._loop.cache.refuse(length, settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
-from jackfield.engine.bounds import UNLIMITED, Bounds
+from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
-from jackfield.engine.statistics import Recorder
+from jackfield.engine.statistics import Metrics
 from jackfield.engine.steps import Event, RunningFeed, RunningStep
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
@@ -37,14 +37,14 @@ class Loop:
         cache: KVCache,
         decoding: Decoder,
         schedule: Schedule,
-        bounds: Bounds,
+        limits: BatchLimits,
     ) -> None:
         self.forward = forward
         self.cache = cache
         self.decoding = decoding
         self.schedule = schedule
-        self.bounds = bounds
-        cache.max_portion = bounds.max_portion
+        self.limits = limits
+        cache.max_portion = limits.max_portion
         self.waiting: dict[int, RunningSequence] = {}
         self.running: list[RunningSequence] = []
         self._timed: dict[int, RunningSequence] = {}  # those with a deadline
@@ -52,7 +52,7 @@ class Loop:
         self._full = False  # the cache refused who is next, and holds no less since
         self.steps = 0
         self.doing: str | None = None  # what of a step is no plugin's and takes long
-        self.recorder = Recorder()
+        self.metrics = Metrics()
 
     def submit(self, sequence: RunningSequence) -> None:
         """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
@@ -63,7 +63,7 @@ class Loop:
         sequence.arrival = self.steps
         self.waiting[sequence.id] = sequence
         self._full = False
-        self.recorder.tokens_in += sequence.prompt_length
+        self.metrics.tokens_in += sequence.prompt_length
 
     def cancel(self, sequence: RunningSequence, why: str | None = None) -> list[Event]:
         """End a sequence wherever it is, and its group; nothing is computed for it from now on."""
@@ -134,7 +134,7 @@ class Loop:
 
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
-        free = self.bounds.max_batch_size - len(self.running)
+        free = self.limits.max_batch_size - len(self.running)
         closed = self._full or (self.running and not self.cache.joins)
         if free < 1 or not self.waiting or closed:
             return
@@ -178,7 +178,7 @@ class Loop:
         )
 
     def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
-        """The next step. Where the cache is too small for it, the youngest is preempted and waits."""
+        """The next step. Where it does not fit into the cache, the youngest is preempted."""
         proposed = dict(zip(self.running, drafts, strict=True))
         while True:
             step = self._schedule(proposed)
@@ -197,14 +197,14 @@ class Loop:
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
         pending = [self._pending(sequence) for sequence in self.running]
-        budget = self.bounds.max_batch_tokens or UNLIMITED
+        budget = self.limits.max_batch_tokens or UNLIMITED
         wanted = self.schedule.portions(self.running, pending, budget, self.steps)
         for sequence, count in zip(self.running, wanted, strict=True):
             if count:
                 sequence.passed_over = 0
             else:
                 self._pass_over(sequence)
-        if self.bounds.whole_chunks:
+        if self.limits.whole_chunks:
             wanted = [
                 n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
             ]
@@ -223,9 +223,9 @@ class Loop:
     def _pending(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
         left = len(sequence.tokens) - sequence.num_cached
-        if self.bounds.whole_chunks:  # a preempted one goes through its new tokens one by one again
+        if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
-        return min(left, self.bounds.max_portion or left)
+        return min(left, self.limits.max_portion or left)
 
     def _together(self, counts: list[int]) -> list[int]:
         """A group is decided as a whole: who is ready before the others keeps its last token."""
@@ -249,7 +249,7 @@ class Loop:
             self.cache.preempt(beam)
             beam.preemptions += 1
         self.waiting[beams[0].id] = beams[0]
-        self.recorder.preemptions += 1
+        self.metrics.preemptions += 1
 
     def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
@@ -267,7 +267,7 @@ class Loop:
             events += found
             finished += [event.sequence for event in found]
         self._retire(finished)
-        self.recorder.count(step, events)
+        self.metrics.count(step, events)
         return events
 
     def _branch(self) -> list[Event]:
@@ -295,7 +295,7 @@ class Loop:
             gone = {one.id for sequence in finished for one in sequence.members}
             self.running = [s for s in self.running if s.id not in gone]
             self._full = False
-            self.recorder.ended(finished)
+            self.metrics.ended(finished)
             self._release(finished)
 
     def _release(self, ended: Seq[RunningSequence]) -> None:

@@ -25,7 +25,7 @@ from jackfield.contracts import (
     Step,
     StepBlock,
 )
-from jackfield.engine.bounds import UNLIMITED
+from jackfield.engine.batch_limits import UNLIMITED
 from jackfield.errors import CacheFullError, PluginError, quoted
 
 

@@ -75,7 +75,7 @@ class Statistics:
         return "; ".join(parts)
 
 
-class Recorder:
+class Metrics:
     """Counts what the loop does."""
 
     def __init__(self) -> None:

@@ -239,17 +239,17 @@ class Worker:
                 logger.warning("no statistics: %s", told(error))
 
     def statistics(self) -> Statistics:
-        loop, recorder = self._loop, self._loop.recorder
-        first, later = recorder.times()
+        loop, metrics = self._loop, self._loop.metrics
+        first, later = metrics.times()
         return Statistics(
             running=len(loop.running),
             waiting=self._waiting,
             steps=loop.steps,
-            finished=dict(recorder.finished),
-            tokens_in=recorder.tokens_in,
-            tokens_computed=recorder.tokens_computed,
-            tokens_out=recorder.tokens_out,
-            preemptions=recorder.preemptions,
+            finished=dict(metrics.finished),
+            tokens_in=metrics.tokens_in,
+            tokens_computed=metrics.tokens_computed,
+            tokens_out=metrics.tokens_out,
+            preemptions=metrics.preemptions,
             time_to_first_token=first,
             time_per_token=later,
             cache=loop.cache.usage(),

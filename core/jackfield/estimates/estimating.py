@@ -12,7 +12,7 @@ from jackfield.contracts import Requirements
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, DTYPES
 from jackfield.devices import free_bytes
-from jackfield.engine.bounds import check_sizes
+from jackfield.engine.batch_limits import check_sizes
 from jackfield.errors import UsageError
 from jackfield.estimates.backend_sizes import (
     CacheBytes,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield import errors
-from jackfield.engine.bounds import check_sizes
+from jackfield.engine.batch_limits import check_sizes
 from jackfield.errors import ExecutionError, JackfieldError, UsageError
 from jackfield.estimates.estimating import Estimate, estimate
 

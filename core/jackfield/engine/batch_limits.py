@@ -14,7 +14,7 @@ WHOLE_CHUNK = 64  # tokens of a prompt that a deterministic step feeds, where no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class BatchLimits:
     """How much the loop does at once. All are at least 1; None: no bound.
 
     `max_batch_size` sequences run together, a step computes `max_batch_tokens` (drafts come on
@@ -48,7 +48,7 @@ def check_seconds(**times: object) -> None:
             raise UsageError(f"{name} must be a number of seconds, more than 0, not {time!r}")
 
 
-def check_bounds(spec: LoadSpec) -> None:
+def check_limits(spec: LoadSpec) -> None:
     """Raise UsageError for what is no size, whatever the model."""
     check_sizes(
         max_batch_size=spec.max_batch_size,
@@ -59,7 +59,7 @@ def check_bounds(spec: LoadSpec) -> None:
     check_seconds(stall_after=spec.stall_after)
 
 
-def bounds_for(plan: Plan, spec: LoadSpec) -> Bounds:
+def limits_for(plan: Plan, spec: LoadSpec) -> BatchLimits:
     """The bounds of an engine with this plan. Raises UsageError where they contradict each other.
 
     A step must have room for a token of every sequence and, in the end, for a prompt beside them.
@@ -88,7 +88,7 @@ def bounds_for(plan: Plan, spec: LoadSpec) -> Bounds:
             f"max_batch_tokens={max_batch_tokens} bounds steps of the packed layout, and the cache "
             f"{plan['cache'].registered.name!r} pads; select cache 'paged', or drop it"
         )
-    return Bounds(
+    return BatchLimits(
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
         prefill_chunk_size=prefill_chunk_size,
