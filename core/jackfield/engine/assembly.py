@@ -73,7 +73,7 @@ def assemble(
     try:
         for one in [bound] if draft is None else [bound, draft.bound]:
             settle(one.model)
-            one.record(bounds.max_batch_size)
+            one.record(limits.max_batch_size)
         observer = Observer(plan, bound, loop, text, draft)
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
