@@ -21,6 +21,8 @@ from jackfield_plugins.quantizer.libraries import import_bitsandbytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: It imports what builds extensions, where torch's CUDA build notes that there is no GPU.
+_BUILDER = ("torch.utils.cpp_extension",)
 #: What tells gptqmodel not to compile.
 EXTENSION = "GPTQMODEL_DISABLE_PACK_EXT"
 
@@ -82,7 +84,7 @@ def _contained() -> Iterator[None]:
     handlers, level, own_level = root.handlers[:], root.level, own.level
     own.setLevel(logging.ERROR)
     try:
-        with quieted("optimum", *TORCHAO), warnings.catch_warnings():
+        with quieted("optimum", *_BUILDER, *TORCHAO), warnings.catch_warnings():
             # A kernel is chosen beside the config that the checkpoint has, as is foreseen.
             warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
             yield

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from gpucheck import page
@@ -35,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(listed(reason))
         return 0
     stages = [stage for stage in STAGES if not asked.only or stage.name in asked.only]
+    if asked.device == "cpu":  # which shows that all of it runs, however loaded the machine is
+        stages = [replace(stage, limit=10 * stage.limit) for stage in stages]
     out = asked.out.absolute()
     return 0 if run_stages(out, stage_command(out, asked.device, asked.sizes), stages) else 1
 
