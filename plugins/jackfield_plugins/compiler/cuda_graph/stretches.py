@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.passes.split_module import split_module
 
+from jackfield.contracts import in_units
 from jackfield.errors import ExecutionError
-from jackfield.units import in_units
 from jackfield_plugins.compiler.cuda_graph.whole import Whole
 from jackfield_plugins.compiler.torch_compile import TorchCompilation
 
