@@ -31,10 +31,10 @@ __all__ = [
     "SelectionError",
     "SettingsError",
     "UsageError",
+    "error_text",
     "first_line",
     "quoted",
     "shown",
-    "told",
 ]
 
 LONGEST = 10_000  # characters of a message, whatever a plugin or a library puts into it
@@ -71,7 +71,7 @@ def first_line(error: BaseException) -> str:
     return shown(lines[0], 400) if lines else type(error).__name__
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type of an error and its `first_line`, for a message of ours: ``ValueError: no``."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"

@@ -97,10 +97,10 @@ def named(what: str, kind: type[UsageError] = CheckpointError) -> Iterator[None]
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise kind(f"{what}: {told(error)}") from error
+        raise kind(f"{what}: {error_line(error)}") from error
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Its first line; of an error that says no more than a key, also what it is."""
     line = first_line(error)
     return f"{type(error).__name__}: {line}" if isinstance(error, KeyError) else line

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 from types import TracebackType
 
-from jackfield.errors import JackfieldError, PluginError, first_line, told
+from jackfield.errors import JackfieldError, PluginError, error_text, first_line
 
 logger = logging.getLogger("jackfield")
 
@@ -51,7 +51,7 @@ class guarded:  # noqa: N801 - reads as a word of the language
         if error is None or isinstance(error, KeyboardInterrupt):
             return
         if not isinstance(error, JackfieldError):
-            raise fault(self.who, f"{self.what} raised {told(error)}") from error
+            raise fault(self.who, f"{self.what} raised {error_text(error)}") from error
         if error.plugin is None:
             error.plugin = str(self.who)
             error.args = (f"{self.who}: {first_line(error)}",)
@@ -78,7 +78,7 @@ def all_of(acts: Iterable[Callable[[], object]]) -> None:
             act()
         except BaseException as error:  # noqa: BLE001 - of plugins, mostly
             if first is not None:
-                logger.error("giving back failed as well: %s", told(error))
+                logger.error("giving back failed as well: %s", error_text(error))
             first = first or error
     if first is not None:
         raise first

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from jackfield.errors import OptionError, SelectionError, first_line, told
+from jackfield.errors import OptionError, SelectionError, error_text, first_line
 from jackfield.guarded import guarded
 
 AUTO = "auto"
@@ -134,7 +134,7 @@ def option_flaws(options: type) -> list[str]:
     try:
         hints = typing.get_type_hints(options)
     except BaseException as error:  # noqa: BLE001 - a plugin's own annotations
-        return [f"the types of `options` cannot be read: {told(error)}"]
+        return [f"the types of `options` cannot be read: {error_text(error)}"]
     return [
         f"option {field.name!r} is of type {hints[field.name]}; options are int, float, bool, str, "
         "Literal or one of these | None"

@@ -46,7 +46,7 @@ def unchecked() -> None:
     modules: list[Any] = [attention, bound, assembly]
     attention, bound, assembly = modules
     attention.guarded = _NoGuard
-    attention.AttentionPort._check = lambda *_: None
+    attention.AttentionBinding._check = lambda *_: None
     bound.checked_cache = lambda cache, *_: cache
     assembly.CheckedSchedule = lambda inner, *_, **__: inner
     assembly.checked = lambda strategy, *_: strategy

@@ -207,7 +207,7 @@ class RightCache(PackedKVCache):
         self.running: dict[int, Any] = {}
         self.aside: dict[int, tuple[int, list[Any]]] = {}
         self.known: list[tuple[str, list[int], list[Table]]] = []  # of those that left
-        self.claimed = self.shared = self.swapped = self.rewound = self.calls = 0
+        self.claimed = self.shared = self.swapped = self.truncated = self.calls = 0
 
     def admit(self, sequence: Any) -> bool:
         number = sequence.id
@@ -305,8 +305,8 @@ class RightCache(PackedKVCache):
                 group.allocator.give(table.pages)
         self.known = []
 
-    def rewind(self, sequence: Any, tokens: int) -> None:
-        self.rewound += 1
+    def truncate(self, sequence: Any, tokens: int) -> None:
+        self.truncated += 1
         if any(group.tables[sequence.id].first for group in self.groups):
             self._drop(sequence.id)
             sequence.num_cached = 0

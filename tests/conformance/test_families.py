@@ -79,7 +79,7 @@ def test_what_a_backend_lacks_is_refused_by_name_from_the_config(
 def test_head_counts_and_sizes_are_read_off_the_model() -> None:
     def needs(family: str) -> tuple[int, tuple[int, ...], bool]:
         found = jackfield.plan(config_of(family)).requirements
-        return found.num_key_value_heads, found.head_sizes, "grouped_query" in found.features
+        return found.num_key_value_heads, found.head_dims, "grouped_query" in found.features
 
     assert needs("llama") == (2, (8,), True)
     assert needs("llama-mqa") == (1, (8,), True)

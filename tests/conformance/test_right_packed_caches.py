@@ -93,7 +93,7 @@ def test_a_right_cache_is_found_right(
     assert figures.preemptions > 0
     assert figures.speculation is not None
     assert figures.speculation.accepted > 0
-    assert drafts.rewound > 0
+    assert drafts.truncated > 0
     assert bool(made.claimed) is design.shares
     assert bool(made.swapped) is design.swaps
     if not (design.copies or design.moves or design.page_size > len(LONG)):

@@ -43,7 +43,7 @@ def test_a_plan_needs_no_weights(llama: str) -> None:
     plan = jackfield.plan(llama, attn_implementation="plugin:sdpa", dtype="bfloat16")
     assert plan["attention"].registered.name == "sdpa"
     assert plan.requirements.dtype == "bfloat16"
-    assert plan.requirements.head_sizes == (8,)
+    assert plan.requirements.head_dims == (8,)
     assert "grouped_query" in plan.requirements.features
 
 

@@ -112,7 +112,7 @@ def test_what_fails_while_it_closes_leaves_no_model_in_use(
 ) -> None:
     model = build("llama").train()
     engine = jackfield.load(model)
-    monkeypatch.setattr(attention.AttentionPort, "remove", lambda self: 1 / 0)
+    monkeypatch.setattr(attention.AttentionBinding, "remove", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.close()
     monkeypatch.undo()

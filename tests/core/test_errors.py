@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield import errors
-from jackfield.errors import JackfieldError, quoted, shown, told
+from jackfield.errors import JackfieldError, error_text, quoted, shown
 
 KINDS = [
     kind
@@ -51,7 +51,7 @@ def test_a_copy_says_the_same(kind: type[JackfieldError]) -> None:
     ],
 )
 def test_an_error_is_told_with_its_type_once(error: Exception, text: str) -> None:
-    assert told(error) == text
+    assert error_text(error) == text
 
 
 class Unspeakable:

@@ -16,8 +16,8 @@ from jackfield.errors import (
     JackfieldError,
     PluginError,
     SettingsError,
+    error_text,
     quoted,
-    told,
 )
 from jackfield.guarded import fault, guarded
 
@@ -76,7 +76,7 @@ def test_who_interrupts_is_not_the_plugin() -> None:
 @given(st.text())
 def test_an_error_is_told_on_one_line(said: str) -> None:
     assert len(str(raised(ValueError(said))).splitlines()) == 1
-    assert len(told(ValueError(said * 1000))) < 500
+    assert len(error_text(ValueError(said * 1000))) < 500
 
 
 @pytest.mark.parametrize(

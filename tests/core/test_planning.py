@@ -33,7 +33,7 @@ NEEDS = Requirements(
     device="cpu",
     num_attention_heads=4,
     num_key_value_heads=4,
-    head_sizes=(16,),
+    head_dims=(16,),
     layer_types=("full_attention", "full_attention"),
     windows=(None, None),
 )
@@ -380,9 +380,9 @@ def test_a_strategy_that_takes_tokens_back_needs_a_cache_that_can() -> None:
         "cache_implementation='auto' cannot run TinyForCausalLM here with decoding='drafts': "
         f"grow ({reason}); no other cache can either"
     )
-    registry = socket(drafting, fake("cache", "rewind", **REWINDS))
+    registry = socket(drafting, fake("cache", "truncate", **REWINDS))
     plan = choose(registry, decoding="drafts")
-    assert chosen(plan) == ("drafts", "rewind", "plain")
+    assert chosen(plan) == ("drafts", "truncate", "plain")
     assert plan.requirements.rollback is True
     assert refused(plan) == {"grow": (reason,)}
 

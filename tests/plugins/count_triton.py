@@ -24,7 +24,7 @@ from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
 HEADS, KV_HEADS, SIZE, PAGE, WINDOW = 6, 2, 72, 32, 1000
 NEEDS = Requirements(
     architecture="Tiny", dtype="bfloat16", device="cuda",
-    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_sizes=(SIZE,),
+    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dims=(SIZE,),
     layer_types=("full_attention", "sliding_attention"), windows=(None, WINDOW),
     packed_numbers=(2 * KV_HEADS * SIZE,) * 2,
 )  # fmt: skip

@@ -40,7 +40,7 @@ ON_CUDA = Requirements(
     device="cuda",
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_sizes=(64,),
+    head_dims=(64,),
     layer_types=("full_attention",),
     windows=(None,),
 )
@@ -107,8 +107,8 @@ def test_refused_by_name_on_a_cpu(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_sizes": (264,)}, "has no kernel for head size 264"),
-        ({"head_sizes": (20,)}, "has no kernel for head size 20"),
+        ({"head_dims": (264,)}, "has no kernel for head size 264"),
+        ({"head_dims": (20,)}, "has no kernel for head size 20"),
         ({"dtype": "float32"}, "does not run with dtype float32"),
         ({"dtype": "float64"}, "does not run with dtype float64"),
         ({"device": "mps"}, "does not run with device mps (only cuda)"),
@@ -384,7 +384,7 @@ def test_they_run_only_when_they_are_named() -> None:
 def test_torchs_own_kernel_on_a_real_gpu(dtype: str, size: int) -> None:
     kernel, _ = TorchVarlen().load(ON_CUDA)
     request = {
-        "device": "cuda", "dtype": dtype, "head_sizes": [size], "group": 2,
+        "device": "cuda", "dtype": dtype, "head_dims": [size], "group": 2,
         "features": ["grouped_query", "sliding_window"],
     }  # fmt: skip
     assert trial(kernel, request) == {"page_multiple": 256}

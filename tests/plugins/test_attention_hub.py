@@ -89,7 +89,7 @@ def tried(folder: Path, *features: str) -> str:
     """What the process that tries a kernel answers, without the process."""
     request = {
         "folder": str(folder / "build/torch-cpu"), "function": None, "device": "cpu",
-        "dtype": "float64", "head_sizes": [8], "group": 2, "features": features,
+        "dtype": "float64", "head_dims": [8], "group": 2, "features": features,
     }  # fmt: skip
     return str(varlen_probe.examine(request)["refused"])
 

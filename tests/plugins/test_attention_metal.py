@@ -35,7 +35,7 @@ ON_MPS = Requirements(
     device="mps",
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_sizes=(64,),
+    head_dims=(64,),
     layer_types=("full_attention",),
     windows=(None,),
     features={"grouped_query": "4 query heads on 2 key/value heads"},
@@ -142,7 +142,7 @@ def test_refused_by_name_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_sizes": (24,)}, "has no kernel for head size 24 (only 32, 64, 72"),
+        ({"head_dims": (24,)}, "has no kernel for head size 24 (only 32, 64, 72"),
         ({"dtype": "float64"}, "does not run with dtype float64"),
         ({"features": {"sliding_window": "w"}}, "does not support sliding_window (w)"),
         ({"features": {"sinks": "s"}}, "does not support sinks (s)"),

@@ -239,7 +239,7 @@ def test_what_only_the_interpreter_can_do_is_refused_natively(
     job = jackfield.plan(config_of("llama"), attn_implementation="eager").requirements
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    job = replace(job, layout="packed", dtype="float64", head_sizes=(8, 576))
+    job = replace(job, layout="packed", dtype="float64", head_dims=(8, 576))
     assert backend.refuse(replace(job, device="cpu"), None) == [
         "has no tiles for head size 576 (at most 512)",
         "runs on a CPU only under TRITON_INTERPRET=1, set before Python starts",
@@ -249,7 +249,7 @@ def test_what_only_the_interpreter_can_do_is_refused_natively(
         "needs a GPU of compute capability 8.0 or later, not 7.5",
     ]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    fits = replace(job, device="cuda", dtype="bfloat16", head_sizes=(128,))
+    fits = replace(job, device="cuda", dtype="bfloat16", head_dims=(128,))
     assert backend.refuse(fits, None) == []
 
 

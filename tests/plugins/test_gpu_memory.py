@@ -227,7 +227,7 @@ def test_what_is_left_for_a_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
             cache_implementation="paged?num_tokens=4096",
         ).requirements  # fmt: skip
         tokens = min(STEP_TOKENS, needs.context_length or STEP_TOKENS)
-        dry = DryRun(config, needs, whole_scores=False)
+        dry = DryRun(config, needs, materializes_scores=False)
         prompt, decode = dry.activations(tokens, tokens), dry.activations(1, 2, STEP_ROWS)
         if prompt is None or decode is None:
             continue

@@ -35,7 +35,7 @@ class Searching:
 def storm(
     allocator: PageAllocator, rounds: int, seed: int, see: Callable[[int | None, int], None]
 ) -> None:
-    """Sequences that come, grow, share, publish, rewind and go; `see(after, page)` for each take.
+    """Sequences that come, grow, share, publish, truncate and go; `see(after, page)` for each take.
 
     About 50 pages are held at most, by eight sequences.
     """

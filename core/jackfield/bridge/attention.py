@@ -44,7 +44,7 @@ KEY = "jackfield-"  # what our keys in transformers' tables begin with; means no
 _serial = itertools.count(1)
 
 
-class AttentionPort:
+class AttentionBinding:
     """One binding of one attention backend: its key in transformers, and what was observed.
 
     `like` is the model that is bound, or a meta model of it while it is loading.

@@ -25,7 +25,7 @@ from jackfield.guarded import fault, guarded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from jackfield.bridge.attention import AttentionPort
+    from jackfield.bridge.attention import AttentionBinding
     from jackfield.bridge.opaque import Attend
     from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
     from jackfield.registry.backends import Registered
@@ -65,7 +65,7 @@ class CompiledForward:
         self.steps = 0
         self.recorded: RecordedSteps | None = None
 
-    def record(self, cache: KVCache, port: AttentionPort, most: int) -> None:
+    def record(self, cache: KVCache, port: AttentionBinding, most: int) -> None:
         """Record whole decode steps of up to `most` sequences; the model runs what was planned."""
         made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
         made.record(cache, port, most)

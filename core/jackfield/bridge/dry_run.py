@@ -96,17 +96,17 @@ class _Watch(TorchDispatchMode):
 class DryRun:
     """Steps of the model of `config` as `needs` describes it, without weights and without memory.
 
-    `whole_scores`: its attention makes the whole matrix of scores. In the packed layout keys and
-    values are written to where they stay; otherwise a layer's are put together anew in each step,
-    as transformers' dynamic cache does it. Scratch memory of kernels is not seen.
+    `materializes_scores`: its attention makes the whole matrix of scores. In the packed layout keys
+    and values are written to where they stay; otherwise a layer's are put together anew in each
+    step, as transformers' dynamic cache does it. Scratch memory of kernels is not seen.
     """
 
-    def __init__(self, config: PreTrainedConfig, needs: Requirements, *, whole_scores: bool):
+    def __init__(self, config: PreTrainedConfig, needs: Requirements, *, materializes_scores: bool):
         config = copy.deepcopy(config)
         for part in config_tree(config):
             part.dtype = getattr(torch, needs.dtype)
         self._needs = needs
-        self._scores = whole_scores
+        self._scores = materializes_scores
         self._model = meta_model(config).eval()
         self._keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         standing = (*self._model.parameters(), *self._model.buffers())

@@ -25,7 +25,7 @@ from jackfield.bridge.headers import (
     stored,
 )
 from jackfield.contracts.checkpoint import StoredTensor, Tensors
-from jackfield.errors import CheckpointError, told
+from jackfield.errors import CheckpointError, error_text
 from jackfield.foreign import parsed
 
 logger = logging.getLogger("jackfield")
@@ -136,7 +136,9 @@ def _header(location: str, folder: Path, name: str) -> dict[str, StoredTensor] |
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - of whichever library speaks HTTP
-        logger.info("the header of %s is not read before it is fetched: %s", origin, told(error))
+        logger.info(
+            "the header of %s is not read before it is fetched: %s", origin, error_text(error)
+        )
         return None
     try:
         header = laid_out(parsed(content, f"the header of {origin}"), 8 + len(content), size)

@@ -20,7 +20,7 @@ from jackfield.guarded import fault, guarded
 if TYPE_CHECKING:
     from torch import nn
 
-    from jackfield.bridge.attention import AttentionPort
+    from jackfield.bridge.attention import AttentionBinding
     from jackfield.contracts import Compilation, FixedStep, KVCache
     from jackfield.contracts.compiling import ModelStep
     from jackfield.registry.backends import Registered
@@ -51,7 +51,7 @@ class RecordedSteps:
         self._guard = guarded(registered, "its recorded step")
         self._modules = modules
         self._calls: dict[int, list[int]] = {}  # the layers that a size's recording calls
-        self._port: AttentionPort
+        self._port: AttentionBinding
         self._cache: KVCache
         with guarded(registered, "record"):
             self._run = compilation.record(step)
@@ -59,7 +59,7 @@ class RecordedSteps:
             raise fault(registered, "record must return a recorded step")
 
     @torch.inference_mode()
-    def record(self, cache: KVCache, port: AttentionPort, most: int) -> None:
+    def record(self, cache: KVCache, port: AttentionBinding, most: int) -> None:
         """Record steps of up to `most` sequences, before the first one comes."""
         self._cache, self._port = cache, port
         with guarded(self._registered, "sizes"):

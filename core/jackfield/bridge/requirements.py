@@ -138,7 +138,7 @@ def describe(
         device_index=device_index,
         num_attention_heads=heads,
         num_key_value_heads=min(kv_heads),
-        head_sizes=tuple(sorted({size for _, m in layers for size in _head_sizes(m, text)})),
+        head_dims=tuple(sorted({size for _, m in layers for size in _head_dims(m, text)})),
         layer_types=types,
         windows=windows(config),
         dynamic_only=_dynamic_only(text),
@@ -258,7 +258,7 @@ def _dynamic_only(text: PreTrainedConfig) -> tuple[str, ...]:
     return () if known is None else tuple(sorted(declared - set(known)))
 
 
-def _head_sizes(module: nn.Module, text: PreTrainedConfig) -> set[int]:
+def _head_dims(module: nn.Module, text: PreTrainedConfig) -> set[int]:
     """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
     own = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
     return {size for size in own if size is not None} or {
@@ -279,7 +279,7 @@ def _features(
     groups = max((int(getattr(m, "num_key_value_groups", 1)) for _, m in layers), default=1)
     if groups > 1:
         found["grouped_query"] = f"{heads} query heads on {heads // groups} key/value heads"
-    if any(len(_head_sizes(m, text)) > 1 for _, m in layers):
+    if any(len(_head_dims(m, text)) > 1 for _, m in layers):
         found["mixed_head_sizes"] = "query/key and value heads differ in size"
     types = layer_types(text)
     if "sliding_attention" in types:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from jackfield.bridge.config_values import check_values
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, quoted, shown
-from jackfield.foreign import read_json, told
+from jackfield.foreign import error_line, read_json
 from jackfield.spelling import nearest
 
 logger = logging.getLogger("jackfield")
@@ -222,7 +222,7 @@ def blamed(source: ModelSource) -> Iterator[None]:
     except Exception as error:
         if source.live is not None:
             raise
-        raise CheckpointError(f"{origin} gives no model that runs: {told(error)}") from error
+        raise CheckpointError(f"{origin} gives no model that runs: {error_line(error)}") from error
 
 
 def is_folder(folder: Path, location: str) -> bool:

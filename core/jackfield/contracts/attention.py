@@ -21,10 +21,10 @@ class AttentionCapabilities:
         devices: torch device types.
         features: Keys of `FEATURES`. A model that needs another one is refused; one that hands the
             keyword argument of another one over while it runs ends with an ExecutionError.
-        head_sizes: The sizes of heads that there are kernels for; None: any.
+        head_dims: The sizes of heads that there are kernels for; None: any.
         batch_invariant: In the packed layout, the bits of one sequence's output do not depend on
             the others in the step.
-        whole_scores: It makes the whole matrix of scores, queries by keys, which takes memory.
+        materializes_scores: It makes the matrix of scores, queries by keys, which takes memory.
         recordable: What `packed` tells the device in a step of single queries can be recorded and
             played for later steps: it reads lengths and pages on the device, takes from the host no
             more than the most that they can be (`Span.end`, `max_seq_length`), and waits for
@@ -38,9 +38,9 @@ class AttentionCapabilities:
     dtypes: frozenset[str] = frozenset(DTYPES)
     devices: frozenset[str] = frozenset(DEVICES)
     features: frozenset[str] = field(default_factory=frozenset)
-    head_sizes: frozenset[int] | None = None
+    head_dims: frozenset[int] | None = None
     batch_invariant: bool = False
-    whole_scores: bool = False
+    materializes_scores: bool = False
     recordable: bool = False
 
     def __post_init__(self) -> None:
@@ -50,11 +50,11 @@ class AttentionCapabilities:
         unknown(self.features, FEATURES, "feature")
         if not (self.layouts and self.dtypes and self.devices):
             raise ValueError("an attention needs at least one layout, one dtype and one device")
-        sizes: Any = self.head_sizes
+        sizes: Any = self.head_dims
         if sizes is not None and not (
             isinstance(sizes, Set) and sizes and all(type(s) is int and s > 0 for s in sizes)
         ):
-            raise ValueError(f"head_sizes must be a frozenset of positive ints, not {sizes!r}")
+            raise ValueError(f"head_dims must be a frozenset of positive ints, not {sizes!r}")
 
     def lacks(self, requirements: Requirements) -> list[str]:
         """Each of `requirements` that is not met, as a reason that names it and its evidence."""
@@ -73,9 +73,9 @@ class AttentionCapabilities:
                 reasons.append(f"does not run with {what} {value} (only {_names(declared)})")
         if r.batch_invariant and not self.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
-        if self.head_sizes is not None and (odd := set(r.head_sizes) - self.head_sizes):
+        if self.head_dims is not None and (odd := set(r.head_dims) - self.head_dims):
             sizes = ", ".join(map(str, sorted(odd)))
-            reasons.append(f"has no kernel for head size {sizes} (only {_names(self.head_sizes)})")
+            reasons.append(f"has no kernel for head size {sizes} (only {_names(self.head_dims)})")
         return reasons
 
 

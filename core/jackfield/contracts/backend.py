@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jackfield.contracts.assistant import Assistant
 from jackfield.contracts.requirements import Requirements
 from jackfield.devices import input_device
-from jackfield.errors import told
+from jackfield.errors import error_text
 from jackfield.spelling import option_flaws
 
 if TYPE_CHECKING:
@@ -193,7 +193,9 @@ class Backend(ABC):
             try:
                 options()
             except BaseException as error:  # noqa: BLE001 - `auto` must not stumble over it later
-                found.append(f"`auto_rank` needs options that all have defaults: {told(error)}")
+                found.append(
+                    f"`auto_rank` needs options that all have defaults: {error_text(error)}"
+                )
         return found
 
 

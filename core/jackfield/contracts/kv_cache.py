@@ -241,7 +241,7 @@ class KVCache(ABC):
         self.release([sequence])
         sequence.num_cached = 0
 
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Take back all but the first `tokens` cached tokens, in whatever steps they were fed.
 
         Called between steps, where the cache belongs to a draft model, and only there.

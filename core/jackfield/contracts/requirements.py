@@ -71,7 +71,7 @@ class Requirements:
         device_index: The job: the number of that device, None: the current one.
         num_attention_heads: Attention: query heads of a layer.
         num_key_value_heads: Attention: key and value heads, of the layer that has the fewest.
-        head_sizes: Attention: the sizes of heads that there are, ascending.
+        head_dims: Attention: the sizes of heads that there are, ascending.
         layer_types: Layers: "full_attention", "sliding_attention", "chunked_attention" or
             "linear_attention", one each.
         windows: Layers: how many tokens each keeps, None where it sees everything.
@@ -131,7 +131,7 @@ class Requirements:
     device_index: int | None = None
     num_attention_heads: int
     num_key_value_heads: int
-    head_sizes: tuple[int, ...]
+    head_dims: tuple[int, ...]
     layer_types: tuple[str, ...]
     windows: tuple[int | None, ...] = ()
     dynamic_only: tuple[str, ...] = ()

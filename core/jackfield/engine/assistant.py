@@ -18,7 +18,7 @@ from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
 from jackfield.engine.token_translation import TokenTranslator
-from jackfield.errors import ExecutionError, JackfieldError, told
+from jackfield.errors import ExecutionError, JackfieldError, error_text
 from jackfield.sampling.pipeline import Pipeline
 from jackfield.sampling.rows import RowMap
 
@@ -96,7 +96,7 @@ class DraftModel:
         if copy is None:
             copy = Sequence(target.id, tokens, self._settings(target), sample=target.sample)
         else:
-            self._rewind(copy, tokens)
+            self._truncate(copy, tokens)
         copy.prompt_length = target.prompt_length if self.translator.same else len(tokens)
         copy.tokens = tokens
         return _Guess(target, copy, room, confidence_threshold)
@@ -114,14 +114,14 @@ class DraftModel:
             sequence_bias=MappingProxyType(known), eos_token_ids=eos,
         )  # fmt: skip
 
-    def _rewind(self, copy: Sequence, tokens: list[int]) -> None:
+    def _truncate(self, copy: Sequence, tokens: list[int]) -> None:
         """Take back what the cache holds of rejected drafts; at least one token is fed again."""
         held = [*copy.tokens, *self._fed.pop(copy.id, [])][: copy.num_cached]
         same = _common(held, tokens[:-1])
         if same < min(len(copy.tokens) - 1, copy.num_cached):  # another text: begin anew
             self._forget(copy)
         elif same < copy.num_cached:
-            self._cache.rewind(copy, same)
+            self._cache.truncate(copy, same)
             if not copy.num_cached and self._cache.joins:  # it forgot all: to be admitted again
                 self._forget(copy)
 
@@ -182,8 +182,8 @@ class DraftModel:
             raise
         except Exception as error:
             raise ExecutionError(
-                f"assistant_model, a {type(self.bound.model).__name__}, raised {told(error)}; mend "
-                "it, or choose another decoding"
+                f"assistant_model, a {type(self.bound.model).__name__}, raised "
+                f"{error_text(error)}; mend it, or choose another decoding"
             ) from error
 
     def _choose(self, guesses: list[_Guess], logits: torch.Tensor) -> None:

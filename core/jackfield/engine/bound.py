@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import AdapterSwitch
-from jackfield.bridge.attention import AttentionPort, decoder_configs
+from jackfield.bridge.attention import AttentionBinding, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
@@ -56,7 +56,7 @@ class BoundModel:
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
         bound = laid_out(cache.bind(context), context)
         self.cache: KVCache = checked_cache(bound, cache, plan.requirements.windows)
-        self.port: AttentionPort  # bound with `plug`, as it is put into transformers' tables
+        self.port: AttentionBinding  # bound with `plug`, as it is put into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
@@ -128,7 +128,7 @@ class BoundModel:
         model = self.model
         self.stored = stored_as(model, self.plan["quantizer"].registered)
         self.unchanged = Unchanged(model)
-        self.port = AttentionPort(
+        self.port = AttentionBinding(
             self.plan["attention"].registered,
             self.context("attention"),
             model,
@@ -153,7 +153,7 @@ class BoundModel:
             undo.append(self.adapter.restore)
         return partial(all_of, (as_before, *undo))
 
-    def _replaceable(self, port: AttentionPort) -> Callable[..., Any]:
+    def _replaceable(self, port: AttentionBinding) -> Callable[..., Any]:
         if port.forward is None:
             raise PlanError(
                 f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "

@@ -143,11 +143,11 @@ class CheckedCache(GuardedCache):
         if sequence.num_cached != 0:
             raise self._lost("preempt", sequence, 0)
 
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
-        with self._guards["rewind"]:
-            self.inner.rewind(sequence, tokens)
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        with self._guards["truncate"]:
+            self.inner.truncate(sequence, tokens)
         if sequence.num_cached not in (0, tokens):
-            raise self._lost("rewind", sequence, f"{tokens}, or 0")
+            raise self._lost("truncate", sequence, f"{tokens}, or 0")
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         due = [source.num_cached for source, _ in copies]

@@ -95,9 +95,9 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         self._leaves(sequence)
         super().preempt(sequence)
 
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
         self._leaves(sequence, known=False)
-        super().rewind(sequence, tokens)
+        super().truncate(sequence, tokens)
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         for sequence in (*dropped, *(into for _, into in copies)):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
     "admit", "close", "commit", "preempt", "fits", "fix", "forget", "fork", "held_bytes",
-    "loosen", "portions", "prepare", "refuse", "release", "rewind", "usage",
+    "loosen", "portions", "prepare", "refuse", "release", "truncate", "usage",
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class GuardedCache(KVCache):
     portions = _guarded("portions")
     refuse = _guarded("refuse")
     release = _guarded("release")
-    rewind = _guarded("rewind")
+    truncate = _guarded("truncate")
     usage = _guarded("usage")
 
     def prepare(self, step: Step) -> ModelInputs:

@@ -208,7 +208,7 @@ class PaddedKVCache(KVCache):
                 count = gone if sequence is None else rejected[id(sequence)]
                 mask[row, self._columns - (count - gone) :] = 0
 
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
         """What is taken back is a hole, until no row has anything in its columns."""
         row = next(i for i, other in enumerate(self._rows) if other is sequence)
         mask = self._masked(self._columns)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, NoReturn
 
 from jackfield.engine.completions import Completion, Delta
-from jackfield.errors import ExecutionError, JackfieldError, UsageError, told
+from jackfield.errors import ExecutionError, JackfieldError, UsageError, error_text
 
 FORKED = "an engine does not survive a fork; load one in the child process"
 
@@ -121,7 +121,7 @@ class Request:
         assert self._failure is not None
         if isinstance(self._failure, JackfieldError):
             return self._failure
-        what = told(self._failure)
+        what = error_text(self._failure)
         error = ExecutionError(f"the model failed: {what}")
         error.__cause__ = self._failure
         return error

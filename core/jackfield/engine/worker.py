@@ -20,7 +20,7 @@ from jackfield.engine.requests import FORKED, Request
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.steps import Event
-from jackfield.errors import ExecutionError, QueueFullError, UsageError, told
+from jackfield.errors import ExecutionError, QueueFullError, UsageError, error_text
 from jackfield.guarded import all_of
 from jackfield.guarded import inside as within_plugin
 from jackfield.sampling.fenced import inside
@@ -208,12 +208,12 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Every request fails with the cause; nothing is left of them."""
-        self._failure = told(error)
+        self._failure = error_text(error)
         self._fail_all(error)
         try:
             self._loop.reset()
         except BaseException as again:  # noqa: BLE001 - requests that come after it must not hang
-            logger.error("giving memory back failed too: %s", told(again))
+            logger.error("giving memory back failed too: %s", error_text(again))
 
     def _fail_forgotten(self) -> None:
         """Nothing is left to do: a request that is open all the same would wait for ever."""
@@ -236,7 +236,7 @@ class Worker:
             try:
                 logger.info("%s", self.statistics())
             except Exception as error:  # noqa: BLE001 - of a cache; the thread must not end of it
-                logger.warning("no statistics: %s", told(error))
+                logger.warning("no statistics: %s", error_text(error))
 
     def statistics(self) -> Statistics:
         loop, metrics = self._loop, self._loop.metrics
@@ -321,7 +321,7 @@ def drop(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
     try:
         _give_back(worker, acts, STOP_WITHIN)
     except BaseException as error:  # noqa: BLE001 - of plugins, mostly
-        logging.getLogger("jackfield").error("an engine was dropped: %s", told(error))
+        logging.getLogger("jackfield").error("an engine was dropped: %s", error_text(error))
 
 
 def _give_back(worker: Worker, acts: Iterable[Callable[[], None]], seconds: float) -> None:

@@ -275,10 +275,10 @@ def estimate(
     sized = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     tokens = _lengths(lengths, needs.context_length)
     limit = prefill_tokens or (STEP_TOKENS if needs.layout == "packed" else None)
-    scores = planned["attention"].backend.capabilities.whole_scores
+    scores = planned["attention"].backend.capabilities.materializes_scores
     memory = _free(needs) if size is None else size
     left = memory - needs.weight_bytes - planned.limited(limit, STEP_ROWS).step_bytes()
-    dry = DryRun(config, needs, whole_scores=scores)
+    dry = DryRun(config, needs, materializes_scores=scores)
     return Estimate(
         plan=planned,
         device_memory=memory,

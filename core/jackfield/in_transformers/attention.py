@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers import PreTrainedModel
 
-from jackfield.bridge.attention import KEY, AttentionPort
+from jackfield.bridge.attention import KEY, AttentionBinding
 from jackfield.bridge.requirements import describe, meta_model, replaceable
 from jackfield.contracts import BindContext
 from jackfield.devices import input_device
@@ -27,7 +27,7 @@ logger = logging.getLogger("jackfield")
 _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
 #: transformers' own methods, while ours stand in their place.
 _originals: dict[str, Callable[..., Any]] = {}
-_ports: dict[str, AttentionPort] = {}
+_ports: dict[str, AttentionBinding] = {}
 #: key -> what it was registered for: the same selection for the same model needs no other.
 _uses: dict[str, tuple[Any, ...]] = {}
 #: key -> the selection that the caller gave
@@ -196,7 +196,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
         if before == used:
             _users[key].add(model)
             return key
-    port = AttentionPort(registered, context, shape)
+    port = AttentionBinding(registered, context, shape)
     if not port.by_lookup:
         # Its classes may be chosen by transformers' own names while it is made.
         port.remove()

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from packaging.utils import canonicalize_name
 
-from jackfield.errors import PluginError, told
+from jackfield.errors import PluginError, error_text
 from jackfield.registry.backends import PluginRecord, Registered, Registry
 from jackfield.registry.contained import is_loading
 from jackfield.registry.loading import DISTRIBUTION as DISTRIBUTION
@@ -56,7 +56,7 @@ def installed() -> tuple[list[importlib.metadata.EntryPoint], list[str]]:
     try:
         return list(importlib.metadata.entry_points(group=GROUP)), []
     except Exception as error:  # noqa: BLE001 - any distribution on the path can cause anything
-        logger.debug("reading distributions one by one: %s", told(error))
+        logger.debug("reading distributions one by one: %s", error_text(error))
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
     warnings = []
     for dist in importlib.metadata.distributions():
@@ -66,7 +66,9 @@ def installed() -> tuple[list[importlib.metadata.EntryPoint], list[str]]:
                 found[name] = list(dist.entry_points.select(group=GROUP))
         except Exception as error:  # noqa: BLE001 - as above
             name = vars(dist).get("_path", dist)
-            warnings.append(f"the metadata in {name} cannot be read, reinstall it: {told(error)}")
+            warnings.append(
+                f"the metadata in {name} cannot be read, reinstall it: {error_text(error)}"
+            )
     return [entry_point for several in found.values() for entry_point in several], warnings
 
 

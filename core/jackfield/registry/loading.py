@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from jackfield import hookspecs
 from jackfield.contracts import CONTRACTS, Backend
 from jackfield.contracts.backend import NAME
-from jackfield.errors import PluginError, quoted, told
+from jackfield.errors import PluginError, error_text, quoted
 from jackfield.hookspecs import HOOKS
 from jackfield.registry.contained import Seen, contained, loads
 from jackfield.registry.trial_process import tried
@@ -151,7 +151,7 @@ def within(timeout: float, source: Source) -> list[Offer]:
     if isinstance(result, PluginError):
         raise result
     if isinstance(result, BaseException):
-        raise PluginError(f"{what} failed: {told(result)}") from result
+        raise PluginError(f"{what} failed: {error_text(result)}") from result
     return result
 
 
@@ -175,9 +175,9 @@ def _import(source: Source) -> Any:
                 f"its entry point names the module {entry_point.module}, which does not exist: the "
                 f"installed metadata is stale, reinstall {source.distribution}"
             ) from error
-        raise PluginError(f"import failed: {told(error)}") from error
+        raise PluginError(f"import failed: {error_text(error)}") from error
     except BaseException as error:
-        raise PluginError(f"import failed: {told(error)}") from error
+        raise PluginError(f"import failed: {error_text(error)}") from error
 
 
 def _collect(module: Any, source: Source) -> list[Offer]:
@@ -221,7 +221,7 @@ def _ask(hook: Callable[[], Any], kind: str) -> list[Offer]:
     try:
         backends = hook()
     except BaseException as error:
-        raise PluginError(f"hook {name} raised {told(error)}") from error
+        raise PluginError(f"hook {name} raised {error_text(error)}") from error
     if not isinstance(backends, list | tuple):
         raise PluginError(f"hook {name} must return a list of backends, got {quoted(backends)}")
     offers = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from jackfield.errors import told
+from jackfield.errors import error_text
 from jackfield.sampling.left_on import left_on, surroundings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def fenced(what: str, request: int, act: Callable[[], T]) -> T:
         found = act()
     except BaseException as error:
         left = left_on(before)
-        why = _LEFT.format(left) if left else told(error)
+        why = _LEFT.format(left) if left else error_text(error)
         raise OwnFailure(failed(what, why)) from error
     finally:
         _inside.pop(thread, None)

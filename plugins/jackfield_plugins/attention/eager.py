@@ -21,7 +21,7 @@ class EagerAttention(Attention):
         layouts=frozenset({"padded", "packed"}),
         features=frozenset(FEATURES),
         batch_invariant=True,
-        whole_scores=True,
+        materializes_scores=True,
     )
 
     def bind(self, context: BindContext) -> ModelAttention:

@@ -38,7 +38,7 @@ class FlashAttention2(VarlenAttention):
         dtypes=frozenset({"bfloat16", "float16"}),
         devices=frozenset({"cuda"}),
         features=frozenset({"grouped_query", "sliding_window", "softcap"}),
-        head_sizes=frozenset(range(8, 257, 8)),
+        head_dims=frozenset(range(8, 257, 8)),
     )
     places: ClassVar[dict[str, Source]] = {
         "package": Package("flash_attn", ("flash-attn", "flash_attn")),

@@ -29,7 +29,7 @@ class FlashAttention3(VarlenAttention):
         dtypes=frozenset({"bfloat16", "float16"}),
         devices=frozenset({"cuda"}),
         features=frozenset({"grouped_query", "sliding_window", "softcap"}),
-        head_sizes=frozenset(range(8, 257, 8)),
+        head_dims=frozenset(range(8, 257, 8)),
     )
     places: ClassVar[dict[str, Source]] = {
         "package": Package("flash_attn_interface", ("flash-attn-3", "flash_attn_3")),

@@ -167,7 +167,7 @@ def _refuse_compiled(requirements: Requirements) -> list[str]:
     hint = "use 'flex_attention?compile=false'"
     if requirements.dtype == "float64":
         reasons.append(f"its compiled kernel takes no float64; {hint}")
-    small = min(requirements.head_sizes, default=SMALLEST_COMPILED_HEAD)
+    small = min(requirements.head_dims, default=SMALLEST_COMPILED_HEAD)
     if small < SMALLEST_COMPILED_HEAD:
         at_least = SMALLEST_COMPILED_HEAD
         reasons.append(

@@ -25,7 +25,7 @@ class MetalFlashSdpa(VarlenAttention):
         dtypes=frozenset({"bfloat16", "float16", "float32"}),
         devices=frozenset({"mps"}),
         features=frozenset({"grouped_query", "softcap"}),
-        head_sizes=frozenset({32, 64, 72, 80, 96, 128, 256}),
+        head_dims=frozenset({32, 64, 72, 80, 96, 128, 256}),
     )
     source: ClassVar[Source] = HubKernel(
         "kernels-community/metal-flash-sdpa", "v2", "flash_attention_varlen"

@@ -145,7 +145,7 @@ class HubKernel(Source):
             "function": self.function,
             "device": pin.device,
             "dtype": needs.dtype,
-            "head_sizes": list(needs.head_sizes),
+            "head_dims": list(needs.head_dims),
             "group": needs.num_attention_heads // needs.num_key_value_heads,
             "features": sorted(VARLEN_FEATURES & needs.features.keys()),
         }

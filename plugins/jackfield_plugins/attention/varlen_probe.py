@@ -96,7 +96,7 @@ def trial(kernel: VarlenKernel, request: dict[str, Any]) -> dict[str, Any]:
     if lacking := sorted(set(request["features"]) - kernel.features):
         return {"refused": f"it has no parameter for {', '.join(lacking)}"}
     reads_pages = kernel.page_multiple is not None
-    for size, (queries, keys) in itertools.product(request["head_sizes"], LENGTHS):
+    for size, (queries, keys) in itertools.product(request["head_dims"], LENGTHS):
         step = _step(size, request, queries, keys)
         plain = Scoring(scale=0.7)
         asked = _asked(request["features"], step.query)

@@ -103,7 +103,7 @@ class QuantizedCache(TransformersCache):
 def _misfits(requirements: Requirements, options: QuantizedOptions) -> list[str]:
     """Why keys and values do not fall into whole groups, and those into whole bytes."""
     size = options.q_group_size or GROUP_SIZE
-    head = math.gcd(*requirements.head_sizes)
+    head = math.gcd(*requirements.head_dims)
     if head % size:
         better = math.gcd(head, size)
         return [f"groups of {size} do not divide heads of {head}; write 'q_group_size={better}'"]

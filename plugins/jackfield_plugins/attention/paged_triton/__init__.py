@@ -63,7 +63,7 @@ class TritonAttention(Attention):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        largest = max(requirements.head_sizes, default=0)
+        largest = max(requirements.head_dims, default=0)
         if largest > LARGEST_HEAD:
             reasons.append(f"has no tiles for head size {largest} (at most {LARGEST_HEAD})")
         if not interpreting():

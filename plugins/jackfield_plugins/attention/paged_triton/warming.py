@@ -24,7 +24,7 @@ def shapes(needs: Requirements, page_size: int) -> Iterator[Shape]:
 
     None where its heads are of several sizes or numbers: the first step compiles for those.
     """
-    sizes, kv_heads = set(needs.head_sizes), needs.num_key_value_heads
+    sizes, kv_heads = set(needs.head_dims), needs.num_key_value_heads
     if len(sizes) != 1 or set(needs.packed_numbers) != {2 * kv_heads * max(sizes)}:
         return
     (size,) = sizes

@@ -231,7 +231,7 @@ class PagedKVCache(PackedKVCache):
                 group.publish(sequence.id, chain, begin)
             self._published[sequence.id] = full
 
-    def rewind(self, sequence: Sequence, tokens: int) -> None:
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forgets it where a window has let go of pages that are seen again, or others see them."""
         shared = tokens < self._published[sequence.id] * self.page_size
         if shared or any(group.lacks(sequence.id, tokens) for group in self.groups.values()):
