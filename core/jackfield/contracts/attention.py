@@ -194,7 +194,12 @@ class Attention(Backend):
         return self.capabilities.lacks(requirements)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job's steps cannot be recorded with the attention in them; empty: they can."""
+        """Why this job's steps cannot be recorded with the attention in them; empty: they can.
+
+        Args:
+            requirements: The job, as in `refuse`.
+            options: The options that were selected.
+        """
         del requirements, options
         return [] if self.capabilities.recordable else ["does not declare recordable"]
 

@@ -209,7 +209,12 @@ class Cache(Backend):
         return replace(requirements, layout=self.capabilities.layout)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job's steps cannot lie at fixed places; empty: they can."""
+        """Why this job's steps cannot lie at fixed places; empty: they can.
+
+        Args:
+            requirements: The job, as in `refuse`.
+            options: The options that were selected.
+        """
         del requirements, options
         return [] if self.capabilities.recordable else ["does not declare recordable"]
 

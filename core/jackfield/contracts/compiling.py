@@ -75,6 +75,7 @@ class Compilation(ABC):
 
     @property
     def num_bytes(self) -> int:
+        """What recordings take on the device; 0 where nothing is recorded."""
         return 0
 
     def fill(self, count: int) -> int:
@@ -124,9 +125,15 @@ class Compilation(ABC):
 
         What it returns is called with each of `sizes` while a model is loaded, and then records;
         later it plays, and records again where a tensor or the model is not what it was. The
-        attention is called while it records, any number of times, and never while it plays. Raises
-        ExecutionError where a size cannot be recorded, and leaves nothing of it; steps of it then
-        go through what `compile` returned. Asked for where the backend declares `records`.
+        attention is called while it records, any number of times, and never while it plays. Asked
+        for where the backend declares `records`.
+
+        Args:
+            step: As in `compile`, with the attention in it.
+
+        Raises:
+            ExecutionError: A size cannot be recorded. Nothing is left of it, and steps of that size
+                go through what `compile` returned.
         """
         raise NotImplementedError(f"{type(self).__name__} records no whole steps")
 
@@ -201,7 +208,12 @@ class Compiler(Backend):
         return replace(requirements, compiled=True) if self.compiles else requirements
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why it records no whole steps of this job, though it `records`; empty: it does."""
+        """Why it records no whole steps of this job, though it `records`; empty: it does.
+
+        Args:
+            requirements: The job, as in `refuse`.
+            options: The options that were selected.
+        """
         del requirements, options
         return []
 

@@ -38,6 +38,7 @@ class FixedStep:
 
     @property
     def rows(self) -> int:
+        """How many sequences a step can have here."""
         return self.input_ids.shape[1]
 
 
