@@ -18,7 +18,7 @@ from jackfield.cli.app import COMMANDS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/null, /proc and fork")
 
 #: Imported once for all commands of a surrounding, within it; each then runs in a process.
-IMPORTED = ("jackfield.front", "transformers.models.llama.modeling_llama", "kernels", "filelock")
+IMPORTED = ("jackfield.api", "transformers.models.llama.modeling_llama", "kernels", "filelock")
 
 VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
 BELOW = "/dev/null/below"
