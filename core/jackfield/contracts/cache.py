@@ -257,9 +257,14 @@ class TransformersCache(Cache):
     the same object to plain transformers code. Rows that finish are taken out with the object's
     `reorder_cache`; where `capabilities.static_shapes`, they stay where they are and idle. Rejected
     drafts are taken back with `crop`.
+
+    Attributes:
+        plain_tensors: Layers keep keys and values as tensors, whose bytes can be counted; False
+            where they are packed, and nobody can tell what running requests hold.
     """
 
     bound: ClassVar[tuple[type, ...]] = (PaddedCache,)
+    plain_tensors: ClassVar[bool] = True
 
     @abstractmethod
     def make(self, context: BindContext, length: int | None) -> transformers.Cache:
@@ -295,4 +300,5 @@ class TransformersCache(Cache):
             lambda length: self.make(context, length),
             max_cache_len=self.max_cache_len(context.options),
             static_shapes=self.capabilities.static_shapes,
+            plain_tensors=self.plain_tensors,
         )

@@ -406,8 +406,10 @@ class PaddedCache:
             more is refused.
         static_shapes: Buffers keep their address and shape while a batch runs. Rows that finish
             then idle; otherwise they are taken out with `transformers.Cache.reorder_cache`.
+        plain_tensors: Layers keep keys and values as tensors, whose bytes can be counted.
     """
 
     make: Callable[[int | None], transformers.Cache]
     max_cache_len: int | None = None
     static_shapes: bool = False
+    plain_tensors: bool = True

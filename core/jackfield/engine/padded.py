@@ -49,6 +49,7 @@ class PaddedKVCache(KVCache):
         self._block = StepBlock(context.device)
         self._max_cache_len = bound.max_cache_len
         self._static = bound.static_shapes
+        self._plain_tensors = bound.plain_tensors
         self._equal_lengths = context.requirements.ragged is not None
         self._drafts = context.requirements.rollback
         self._forget()
@@ -143,12 +144,12 @@ class PaddedKVCache(KVCache):
 
     def held_bytes(self) -> int | None:
         """None where layers keep something else: linear ones a state, quantized ones codes."""
-        from transformers.cache_utils import QuantizedLayer
-
+        if not self._plain_tensors:
+            return None
         layers = [] if self._past is None else self._past.layers
         states = [getattr(x, name, None) for x in layers for name in ("keys", "values")]
         tensors = [state for state in states if isinstance(state, torch.Tensor)]
-        if len(tensors) < len(states) or any(isinstance(x, QuantizedLayer) for x in layers):
+        if len(tensors) < len(states):
             return None
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 

@@ -65,6 +65,7 @@ class QuantizedCache(TransformersCache):
 
     name = "quantized"
     options = QuantizedOptions
+    plain_tensors = False
     capabilities = CacheCapabilities(
         layout="padded",
         layer_types=frozenset({"full_attention"}),
