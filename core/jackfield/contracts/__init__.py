@@ -1,7 +1,8 @@
 """What a backend of each kind must be, and every type that one is handed.
 
 One file a kind; `sequences`, `settings`, `packed`, `requirements` are what they are handed. A
-backend needs nothing else of jackfield. Importable without torch.
+backend needs nothing else of jackfield but `hookimpl` and `jackfield.errors`. Importable without
+torch.
 """
 
 from jackfield.contracts.assistant import Assistant

@@ -13,7 +13,9 @@ from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS,
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCapabilities:
-    """What an attention backend declares it can do. What is not declared is not had.
+    """What an attention backend declares it can do.
+
+    A capability that is not declared counts as missing.
 
     Attributes:
         layouts: "padded" (`forward` and `mask`), "packed" (`packed`), or both.
@@ -27,7 +29,7 @@ class AttentionCapabilities:
         materializes_scores: It makes the matrix of scores, queries by keys, which takes memory.
         recordable: What `packed` tells the device in a step of single queries can be recorded and
             played for later steps: it reads lengths and pages on the device, takes from the host no
-            more than the most that they can be (`Span.end`, `max_seq_length`), and waits for
+            more than the most that they can be (`Span.kv_len`, `max_seq_length`), and waits for
             nothing.
 
     Raises:
@@ -103,7 +105,7 @@ class BoundAttention:
     `dropout` (0.0; anything else is refused before the call), and, for the features that the
     backend declares, `sliding_window` (int | None, tokens), `softcap` (float | None), `s_aux`
     (sinks, `[heads]`) and `position_bias` (added to the scores). Others, such as `position_ids`,
-    are for nobody: take `**kwargs`.
+    can be ignored: accept `**kwargs`.
 
     `mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
     dtype, device, **kwargs)` is called with keywords, by transformers, once a forward call for

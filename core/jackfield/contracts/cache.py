@@ -21,7 +21,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "line
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCapabilities:
-    """What a cache backend declares it can do. What is not declared is not had.
+    """What a cache backend declares it can do.
+
+    A capability that is not declared counts as missing.
 
     When it lies: the methods that it then lacks fail, or their results do; see `KVCache`.
 

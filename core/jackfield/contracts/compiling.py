@@ -27,7 +27,9 @@ _NOT_COMPILED = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerCapabilities:
-    """What a compiler declares. What is not declared is not had.
+    """What a compiler declares.
+
+    A capability that is not declared counts as missing.
 
     Attributes:
         dtypes: Those of weights and activations.
@@ -79,7 +81,7 @@ class Compilation(ABC):
         return 0
 
     def fill(self, count: int) -> int:
-        """To how many a step is filled up, so that few shapes are compiled; `count` by default.
+        """The size to which a step is padded, so that few shapes are compiled; `count` by default.
 
         Asked for rows, for tokens a row, and for columns whose logits are wanted, each by itself.
 
@@ -116,7 +118,7 @@ class Compilation(ABC):
         return
 
     def sizes(self, most: int) -> list[int]:
-        """Of how many rows whole steps are recorded for `most` sequences, the smallest first."""
+        """The batch sizes to record, ascending, for at most `most` sequences."""
         del most
         return []
 

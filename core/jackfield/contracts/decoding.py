@@ -165,8 +165,9 @@ class Decision:
 
     Attributes:
         beams: At most as many as the group has members. They may have parents in common. The first
-            are the texts of a search that is cut off. None goes behind `max_new_tokens`, and no two
-            are the same, unless the request has several `num_beam_groups`.
+            are the texts of a search that is cut off. No beam may be longer than
+            `max_new_tokens`, and no two are the same, unless the request has several
+            `num_beam_groups`.
         hypotheses: All complete texts that are worth keeping, best first, those of the steps before
             too: the best one must stay. A new one is what a beam has and a token for which
             `BeamGroup.ends` says yes.
@@ -234,7 +235,7 @@ class Decoding(Backend):
     capabilities: ClassVar[DecodingCapabilities]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        """Drafts go against bits that do not depend on the batch: they are fed as space allows.
+        """Drafts make results depend on the batch: they are fed as space allows.
 
         So do beams, which are fed in other pieces once they were preempted.
 

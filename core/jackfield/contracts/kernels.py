@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCapabilities:
-    """What a kernel declares. What is not declared is not had.
+    """What a kernel declares.
+
+    A capability that is not declared counts as missing.
 
     Attributes:
         devices: torch device types.

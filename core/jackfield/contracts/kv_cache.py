@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class FixedStep:
     """Where all decode steps of up to so many sequences lie: at the same addresses each time.
 
-    Rows behind those of a step are nobody's: a token 0 at position 0, whose keys and values go to
+    Rows after the last sequence are padding: a token 0 at position 0, whose keys and values go to
     a page that no sequence has.
 
     Lives: until `loosen` or `close`; each `prepare` that lays a step out here changes the numbers.
@@ -100,10 +100,11 @@ class CacheUsage:
 class KVCache(ABC):
     """The keys and values of the running sequences, bound to one model.
 
-    A sequence enters with `admit`. Then, once a step: `portions`, `fits`, `prepare`, the model's
-    forward call, `commit`. Between two steps: `fork`, `preempt`, `release`. All of it runs in the
-    loop's thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends
-    without `commit`; all sequences are then released.
+    A sequence enters with `admit`. Then, in every step: `portions` and `fits`, both again where the
+    step does not fit; `prepare`, the model's forward call, `commit`. Between two steps: `fork`,
+    `preempt`, `release`; `preempt` also where a step does not fit. All of it runs in the loop's
+    thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends without
+    `commit`; all sequences are then released.
 
     Changes: `num_cached` of sequences, as each method says. All else of a sequence is for reading.
 
@@ -114,7 +115,7 @@ class KVCache(ABC):
     a wrong text.
 
     Attributes:
-        joins: Whether sequences enter and are left out of steps at any time. Otherwise they enter
+        joins: Whether a sequence may enter, or skip a step, at any time. Otherwise they enter
             together, and each takes part in every step until it is released.
         max_portion: How many tokens of a sequence a step feeds at most, drafts aside; None: any
             number. The loop sets it before the first sequence enters.
@@ -179,7 +180,7 @@ class KVCache(ABC):
 
         Args:
             step: The feeds, each of a sequence that was admitted; `feed.start` is its
-                `num_cached`. In a cache that does not `joins` there is a feed for every row, of 0
+                `num_cached`. In a cache with `joins = False` there is a feed for every row, of 0
                 tokens where it waits.
 
         Returns:
@@ -260,9 +261,9 @@ class KVCache(ABC):
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         """Forget `dropped`; then the second of each pair begins with what is cached of the first.
 
-        Called after `commit`, where the backend declares `forks`. In a cache that does not
-        `joins`, rows that stay keep their order, and the new ones come behind them in the order of
-        `copies`.
+        Called after `commit`, where the backend declares `forks`. In a cache with
+        `joins = False`, rows that stay keep their order, and the new ones come behind them in the
+        order of `copies`.
 
         Changes: sets `num_cached` of each second to that of its first; anything else is a
         PluginError.

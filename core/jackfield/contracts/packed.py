@@ -17,7 +17,8 @@ from jackfield.contracts.requirements import Requirements
 if TYPE_CHECKING:
     import torch
 
-#: The layer types that a packed layer can describe: it names a window, and nothing else.
+#: The layer types that a packed layer can describe: the only restriction it can express
+#: is a window.
 PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 #: What a model needs of its attention -> why it cannot be packed. The attention is told what
@@ -78,7 +79,8 @@ class PackedStep:
 
     Lives: until the cache's next `prepare`. Nothing of it is to be changed.
 
-    When it lies: PluginError, whose numbers are read on a CPU in every step, on a GPU in some.
+    When it lies: PluginError for wrong values. They are checked in every step on a CPU, in some
+    steps on a GPU.
 
     Attributes:
         spans: One a sequence, in the order of feeds.

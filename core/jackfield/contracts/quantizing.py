@@ -23,7 +23,9 @@ PREFERRED = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizerCapabilities:
-    """What a quantizer declares. What is not declared is not had.
+    """What a quantizer declares.
+
+    A capability that is not declared counts as missing.
 
     Attributes:
         dtypes: Those of activations and of the weights that stay as they are.

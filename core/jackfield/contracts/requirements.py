@@ -60,8 +60,8 @@ class Weight:
 class Requirements:
     """One job, as backends see it when they accept or refuse it. It is read from a model's config.
 
-    Where a field is *evidence*, it is a sentence's part that says what of the model shows it; None
-    means that it is not so. Layers are cached layers, in their order.
+    Where a field is *evidence*, it is a phrase that names the part of the model that proves it;
+    None means that it is not so. Layers are cached layers, in their order.
 
     Attributes:
         architecture: The model: the name of its class.

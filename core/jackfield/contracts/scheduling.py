@@ -26,7 +26,7 @@ class Schedule(ABC):
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
         """Say who enters first. No request may be overtaken for ever.
 
-        Who does not fit into the cache yet holds up those behind.
+        A request that does not fit into the cache yet blocks the requests after it.
 
         Args:
             waiting: Those that may enter; of a group the first member, for all of it.

@@ -1,4 +1,4 @@
-"""The engine's figures: counted by the loop, shown as an object and as a log line."""
+"""The engine's statistics: counted by the loop, shown as an object and as a log line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Statistics:
     """What an engine has done since it was made, and what it is doing now.
 
     `tokens_in` are the prompt tokens of the requests that came, `tokens_computed` those that went
-    through the model (less what was found in the cache, more what was computed again after an
+    through the model (less what was found in the cache, more what was computed again after a
     preemption), `tokens_out` the new ones. `finished` counts requests by their finish reason. Times
     are medians over the last 1000 requests, in seconds; None before the first. `speculation` is
     what drafts did; None where no decoding drafts.

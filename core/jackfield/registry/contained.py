@@ -1,8 +1,8 @@
 """While a stranger's plugin loads: what it prints is kept, and what it changes is put back.
 
 Other threads go on meanwhile, and what they print and change is theirs. So what is put back is
-only what the plugin was seen to change in a process of its own (`trial`), thing by thing: nothing
-of a plugin that changes nothing.
+only what the plugin was seen to change in a process of its own (`trial_process`), thing by thing:
+nothing of a plugin that changes nothing.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class PagedOptions:
     `num_tokens`: how many tokens fit at all. `memory`: the same as a share of what is free on the
     device once the weights are there; without either, 0.9 on a GPU, and on the CPU the pools grow
     as needed.
-    `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: an
+    `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: a
     preempted sequence is copied to host memory instead of computed again, as long as there is room;
     None: where the device is not the CPU.
     """
