@@ -131,7 +131,7 @@ class BoundAttention:
     layers of a step, so that what is worked out from them can be kept for the step. The output
     belongs to the model.
 
-    When it lies: PluginError for an output of another shape, dtype or device, and for whatever is
+    Violations: PluginError for an output of another shape, dtype or device, and for whatever is
     raised; ExecutionError where a layer never calls it. Nobody notices wrong numbers while it runs.
 
     Attributes:

@@ -70,7 +70,7 @@ class Backend(ABC):
     A plan asks every candidate `rank`, `available`, `refuse`, `impossible` and `imply`, maybe often
     and in any thread: they are quick, change nothing and load no weights. `bind` does the work.
 
-    When it lies: a definition with `flaws` fails to load, and its plugin is reported. What raises
+    Violations: a definition with `flaws` fails to load, and its plugin is reported. What raises
     while a plan is made counts as a reason against the backend; what raises in `bind` or later is a
     PluginError that names it. Errors of `jackfield.errors` keep their type.
 

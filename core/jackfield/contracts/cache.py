@@ -25,7 +25,7 @@ class CacheCapabilities:
 
     A capability that is not declared counts as missing.
 
-    When it lies: the methods that it then lacks fail, or their results do; see `KVCache`.
+    Violations: the methods that it then lacks fail, or their results do; see `KVCache`.
 
     Attributes:
         layout: "padded" (batch × time) or "packed" (all tokens of a step in one row).
@@ -274,7 +274,7 @@ class TransformersCache(Cache):
 
         Lives: until the last row of the batch has ended; then it is dropped.
 
-        When it lies: PluginError for anything but a `transformers.Cache`. In caches that are not
+        Violations: PluginError for anything but a `transformers.Cache`. In caches that are not
         jackfield's own, what `update` returns is held to shape, dtype, device and length.
 
         Args:

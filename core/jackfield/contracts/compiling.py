@@ -57,7 +57,7 @@ class CompilerCapabilities:
 class Compilation(ABC):
     """A compiler bound to a model: compiles its step for one shape after another.
 
-    When it lies: PluginError where `compile` returns the step itself or no function, the compiled
+    Violations: PluginError where `compile` returns the step itself or no function, the compiled
     step returns other shapes, a layer does not call its attention or calls it twice, `fill` returns
     less than it was given, or nothing is counted in `graphs`. Nobody notices wrong numbers.
 

@@ -101,7 +101,7 @@ class Strategy(ABC):
     what plain decoding would say there. Drafts are kept for as long as they are the same, so a
     wrong guess costs time and never changes a text.
 
-    When it lies: what it returns is checked in every call. Anything but token ids, more drafts
+    Violations: what it returns is checked in every call. Anything but token ids, more drafts
     than there is room for, and a sequence that was changed are a PluginError, which ends every
     open request. Wrong guesses are no lie.
 
@@ -186,7 +186,7 @@ class Search(Strategy):
     last token; then `decide` says which continuations the group goes on with. The loop copies
     what is cached for those that have a parent in common, and drops what nobody goes on with.
 
-    When it lies: a decision that breaks what `Decision`, `Continuation` and `Hypothesis` say, or
+    Violations: a decision that breaks what `Decision`, `Continuation` and `Hypothesis` say, or
     that ends a request without a text while a token was allowed, is a PluginError, which ends every
     open request. That a better text was passed over is not noticed.
     """

@@ -62,7 +62,7 @@ class Kernel(Backend):
     Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
     the first parameter.
 
-    When it lies: the first layer of each class and shape is compared with the kernel, on 5 random
+    Violations: the first layer of each class and shape is compared with the kernel, on 5 random
     rows. An output of another shape, or one that is further from the layer's own in float64 than
     twice the layer's rounding and a little, is an ExecutionError when the model is loaded. What
     only shows with other inputs is not noticed. Calls are counted.

@@ -108,7 +108,7 @@ class KVCache(ABC):
 
     Changes: `num_cached` of sequences, as each method says. All else of a sequence is for reading.
 
-    When it lies: what a method returns, and `num_cached` after it, is checked in every step. What
+    Violations: what a method returns, and `num_cached` after it, is checked in every step. What
     is wrong is a PluginError that names the cache and ends every open request. In caches that are
     not jackfield's own, sequences that were changed and the numbers in `input_ids` and
     `position_ids` are looked at too. Keys and values of the padded layout are not: wrong ones are
@@ -134,7 +134,7 @@ class KVCache(ABC):
         Changes: sets `num_cached` to how many of its tokens, from the first on, are there already:
         0 to `len(tokens) - 1` where the cache `joins`, for the last token is always fed; else 0.
 
-        When it lies: PluginError for another number, for a no while nothing else is held, and, in
+        Violations: PluginError for another number, for a no while nothing else is held, and, in
         the packed layout, for tokens that no sequence with the same `cache_salt` has fed.
 
         Args:
@@ -173,7 +173,7 @@ class KVCache(ABC):
 
         Called once a step, after `fits` said yes to the same step.
 
-        When it lies: PluginError for wrong types, shapes, `rows` or `decode`. In caches that are
+        Violations: PluginError for wrong types, shapes, `rows` or `decode`. In caches that are
         not jackfield's own, also for other tokens or positions (on a GPU in some steps only), for
         too few logits, and for an `update` of `past_key_values` that returns fewer tokens, other
         rows or another dtype than were stored.
@@ -300,7 +300,7 @@ class KVCache(ABC):
         For a cache whose rows move together: it evens them out. A cache that `joins` returns
         `wanted`, as it does by default, or less where a pool is smaller, but at least 1 of each.
 
-        When it lies: PluginError for anything but whole numbers in these bounds, not all 0.
+        Violations: PluginError for anything but whole numbers in these bounds, not all 0.
 
         Args:
             sequences: All that run, in the order of the loop.
@@ -378,7 +378,7 @@ class PackedKVCache(KVCache):
         Lives: the returned layer until the attention has returned. It may be the same object in
         every step, with other tables.
 
-        When it lies: PluginError, in every step, for spans, lengths, page numbers, first tokens,
+        Violations: PluginError, in every step, for spans, lengths, page numbers, first tokens,
         window and shapes that are not those of the step. In some steps (the first ones, those with
         new sequences, and the 2ⁿth) all page tables are compared, no page may belong to two
         sequences whose tokens differ, and what was stored is read back: a cache may round the keys

@@ -79,7 +79,7 @@ class PackedStep:
 
     Lives: until the cache's next `prepare`. Nothing of it is to be changed.
 
-    When it lies: PluginError for wrong values. They are checked in every step on a CPU, in some
+    Violations: PluginError for wrong values. They are checked in every step on a CPU, in some
     steps on a GPU.
 
     Attributes:
@@ -116,7 +116,7 @@ class PageTables:
     Lives: until the cache's next `prepare`. Nothing of it is to be changed. All layers with one
     window have the same object in a step, and another one in the next.
 
-    When it lies: see `PackedKVCache.write`.
+    Violations: see `PackedKVCache.write`.
 
     Attributes:
         step: How the tokens of the step lie.

@@ -130,7 +130,7 @@ class Quantizer(Backend):
     wake transformers looks them up: `register_quantization_config` and `register_quantizer` of
     `transformers.quantizers`. These raise where a name is taken, so register once.
 
-    When it lies: every layer that `weight_bytes` counts as stored, and every one that `converted`
+    Violations: every layer that `weight_bytes` counts as stored, and every one that `converted`
     knows, is looked at after reading. It has to be there, to return the planned dtype, shape and
     device, and, where the file has its weights whole, to multiply as these do, as far as 2 bits
     allow. What stays whole has to be what the file holds. All else is a PluginError that names the

@@ -17,7 +17,7 @@ class Schedule(ABC):
 
     Changes: nothing. Sequences are for reading; `sequence.settings.priority` is what was asked for.
 
-    When it lies: what breaks the contract fails every request with a PluginError that names the
+    Violations: what breaks the contract fails every request with a PluginError that names the
     scheduler. A request that it passes over for ever (10,000 turns of others, after it has waited
     10,000 steps or while it runs) ends by itself, with an error that names the scheduler.
     """
@@ -43,7 +43,7 @@ class Schedule(ABC):
         """Say how many tokens each feeds in this step; asked again after a preemption.
 
         With `deterministic=True` less than all that is pending counts as 0, and giving nobody all
-        of it is a lie.
+        of it breaks the contract.
 
         Args:
             running: All that run.

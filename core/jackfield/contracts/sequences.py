@@ -36,7 +36,7 @@ class Sequence:
 
     Lives: from `admit` or the first `order` to `release`; compare sequences by identity or `id`.
 
-    When it lies: a backend that changes anything else in one is a PluginError, and every open
+    Violations: a backend that changes anything else in one is a PluginError, and every open
     request ends. It is looked for in calls of schedules, of strategies, and of caches that are not
     jackfield's own; of a text's tokens mostly the last are compared, now and then all.
 
