@@ -65,7 +65,7 @@ def bare(engine: Any) -> Any:
     """A forward call of one token in which layers attend and do nothing else."""
     import torch
 
-    config, port = engine._bound.model.config, engine._bound.port
+    config, attention = engine._bound.model.config, engine._bound.attention
     shapes = [
         (1, n, 1, config.head_dim)
         for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)
@@ -76,7 +76,7 @@ def bare(engine: Any) -> Any:
 
     def forward(_: Any) -> Any:
         for module in modules:
-            port.forward(module, *states, None, scaling=module.scaling)
+            attention.forward(module, *states, None, scaling=module.scaling)
         return logits.clone()
 
     return forward

@@ -31,7 +31,7 @@ def test_two_models_that_share_a_config_do_not_share_an_attention() -> None:
 def test_a_layer_that_is_not_reached_fails_every_request(model: Any, count: int) -> None:
     with jackfield.load(model) as engine:
         inner: Any = engine._bound._forward
-        called = engine._bound.port._called
+        called = engine._bound.attention._called
         engine._bound._forward = lambda inputs: (inner(inputs), called.clear())[0]
         with pytest.raises(ExecutionError, match="was not called by layers"):
             engine.generate(prompts((3,)), max_new_tokens=count)
@@ -143,7 +143,7 @@ def test_dropout_is_refused_rather_than_left_out(model: Any) -> None:
     with jackfield.load(
         model, attn_implementation="sdpa", cache_implementation="dynamic"
     ) as engine:
-        attend = transformers.AttentionInterface._global_mapping[engine._bound.port.key]
+        attend = transformers.AttentionInterface._global_mapping[engine._bound.attention.key]
         layer = model.model.layers[0].self_attn
         states = [torch.ones(1, heads, 2, 8, dtype=torch.float64) for heads in (4, 2, 2)]
         with pytest.raises(ExecutionError, match="drops nothing out"):

@@ -65,10 +65,10 @@ class CompiledForward:
         self.steps = 0
         self.recorded: RecordedSteps | None = None
 
-    def record(self, cache: KVCache, port: AttentionBinding, most: int) -> None:
+    def record(self, cache: KVCache, attention: AttentionBinding, most: int) -> None:
         """Record whole decode steps of up to `most` sequences; the model runs what was planned."""
         made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
-        made.record(cache, port, most)
+        made.record(cache, attention, most)
         self.recorded = made
 
     def close(self) -> None:

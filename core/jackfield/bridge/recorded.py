@@ -51,7 +51,7 @@ class RecordedSteps:
         self._guard = guarded(registered, "its recorded step")
         self._modules = modules
         self._calls: dict[int, list[int]] = {}  # the layers that a size's recording calls
-        self._port: AttentionBinding
+        self._attention: AttentionBinding
         self._cache: KVCache
         with guarded(registered, "record"):
             self._run = compilation.record(step)
@@ -59,9 +59,9 @@ class RecordedSteps:
             raise fault(registered, "record must return a recorded step")
 
     @torch.inference_mode()
-    def record(self, cache: KVCache, port: AttentionBinding, most: int) -> None:
+    def record(self, cache: KVCache, attention: AttentionBinding, most: int) -> None:
         """Record steps of up to `most` sequences, before the first one comes."""
-        self._cache, self._port = cache, port
+        self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
         for rows in sizes:
@@ -85,20 +85,20 @@ class RecordedSteps:
         except ExecutionError as error:
             self._give_up(fixed.rows, error)
             return otherwise(fixed)
-        self._port.played(self._calls[fixed.rows])
+        self._attention.played(self._calls[fixed.rows])
         self.played += 1
         return found
 
     def logits(self, fixed: FixedStep) -> torch.Tensor:
         """The same, or an ExecutionError. Records where that was not done."""
-        rows, port = fixed.rows, self._port
-        assert port.forward is not None
-        step = OpaqueStep(port.forward, self._modules, 1, rows)
-        with within(step), self._guard, port.recording() as calls:
+        rows, attention = fixed.rows, self._attention
+        assert attention.forward is not None
+        step = OpaqueStep(attention.forward, self._modules, 1, rows)
+        with within(step), self._guard, attention.recording() as calls:
             logits = self._run(fixed.input_ids, fixed.position_ids, None)
         if calls:
             self._calls[rows] = calls
-        if set(self._calls.get(rows, ())) != port.expected:
+        if set(self._calls.get(rows, ())) != attention.expected:
             raise fault(self._registered, f"played a step of {rows} rows that it never recorded")
         if logits.shape[:2] != (1, rows):
             raise fault(

@@ -215,9 +215,14 @@ class DraftModel:
 
     def observations(self) -> tuple[Observation, ...]:
         """What was observed to run of its plan."""
-        plan, port = self.bound.plan, self.bound.port
+        plan, attention = self.bound.plan, self.bound.attention
         return (
-            observe("assistant attention", plan["attention"].registered, port.tally, port.source),
+            observe(
+                "assistant attention",
+                plan["attention"].registered,
+                attention.tally,
+                attention.source,
+            ),
             observe("assistant cache", plan["cache"].registered, self.steps),
         )
 

@@ -56,7 +56,7 @@ class BoundModel:
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
         bound = laid_out(cache.bind(context), context)
         self.cache: KVCache = checked_cache(bound, cache, plan.requirements.windows)
-        self.port: AttentionBinding  # bound with `plug`, as it is put into transformers' tables
+        self.attention: AttentionBinding  # bound with `plug`, into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
@@ -73,20 +73,20 @@ class BoundModel:
         layer's attention once, or as often as it did in the probe; and where the model was cast
         or moved.
         """
-        port, compiled = self.port, self.compiled
+        attention, compiled = self.attention, self.compiled
         before = compiled.steps if compiled is not None else 0
         self.unchanged.check_weights()
-        port.begin()
+        attention.begin()
         try:
             logits = self._forward(inputs)
         except BaseException:
-            port.check_selected()  # which is then the cause
+            attention.check_selected()  # which is then the cause
             raise
-        port.check_selected()
+        attention.check_selected()
         if compiled is not None and compiled.steps > before:
-            port.check_called(self.plan["compiler"].registered)
+            attention.check_called(self.plan["compiler"].registered)
         else:
-            port.check_called()
+            attention.check_called()
         return logits
 
     def check_unchanged(self) -> None:
@@ -121,22 +121,22 @@ class BoundModel:
     def record(self, most: int) -> None:
         """Record whole decode steps of up to `most` sequences, where that was planned."""
         if self.compiled is not None and self.plan.recording == ():
-            self.compiled.record(self.cache, self.port, most)
+            self.compiled.record(self.cache, self.attention, most)
 
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
         self.stored = stored_as(model, self.plan["quantizer"].registered)
         self.unchanged = Unchanged(model)
-        self.port = AttentionBinding(
+        self.attention = AttentionBinding(
             self.plan["attention"].registered,
             self.context("attention"),
             model,
             self.cache if isinstance(self.cache, PackedKVCache) else None,
         )
         if self.compiled is not None:
-            self.compiled.attend = self._replaceable(self.port)
-        undo = [self.port.plug(model), *(layers.plug() for layers in self.layers)]
+            self.compiled.attend = self._replaceable(self.attention)
+        undo = [self.attention.plug(model), *(layers.plug() for layers in self.layers)]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         in_use.update(map(id, decoder_configs(model)))
@@ -153,10 +153,10 @@ class BoundModel:
             undo.append(self.adapter.restore)
         return partial(all_of, (as_before, *undo))
 
-    def _replaceable(self, port: AttentionBinding) -> Callable[..., Any]:
-        if port.forward is None:
+    def _replaceable(self, attention: AttentionBinding) -> Callable[..., Any]:
+        if attention.forward is None:
             raise PlanError(
                 f"{type(self.model).__name__} calls an attention of its own, which cannot be taken "
                 "out of a compiled step; load it without compile"
             )
-        return port.forward
+        return attention.forward

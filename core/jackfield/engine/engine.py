@@ -235,7 +235,7 @@ class Engine:
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
         told = {
-            "attention runs on": self._bound.port.source,
+            "attention runs on": self._bound.attention.source,
             "weights:": self._bound.stored,
         }
         found = [f"  {what} {source}" for what, source in told.items() if source]

@@ -27,7 +27,7 @@ class Observer:
         self, plan: Plan, bound: BoundModel, loop: Loop, text: Text, draft: DraftModel | None
     ) -> None:
         self._plan = plan
-        self._port = bound.port
+        self._attention = bound.attention
         self._loop = loop
         self._text = text
         self._stored = bound.stored
@@ -42,7 +42,7 @@ class Observer:
         steps = self._loop.steps
         return Report(
             (
-                observe("attention", attention, self._port.tally, self._port.source),
+                observe("attention", attention, self._attention.tally, self._attention.source),
                 observe("cache", self._plan["cache"].registered, steps),
                 *map(self._decoding, self._plan.decodings),
                 observe("scheduler", self._plan["scheduler"].registered, steps),

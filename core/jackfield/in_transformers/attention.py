@@ -27,7 +27,7 @@ logger = logging.getLogger("jackfield")
 _CHECK, _SET = "_check_and_adjust_attn_implementation", "set_attn_implementation"
 #: transformers' own methods, while ours stand in their place.
 _originals: dict[str, Callable[..., Any]] = {}
-_ports: dict[str, AttentionBinding] = {}
+_bindings: dict[str, AttentionBinding] = {}
 #: key -> what it was registered for: the same selection for the same model needs no other.
 _uses: dict[str, tuple[Any, ...]] = {}
 #: key -> the selection that the caller gave
@@ -124,7 +124,7 @@ def uninstall() -> None:
     for name, original in _originals.items():
         setattr(PreTrainedModel, name, original)
     _originals.clear()
-    for key in list(_ports):
+    for key in list(_bindings):
         for model in _users.get(key, ()):
             model.register_forward_pre_hook(_TakenAway(key, _names[key]))
         _drop(key)
@@ -153,13 +153,13 @@ class _TakenAway:
 
 def report(model: PreTrainedModel) -> Report:
     """What was observed to run in a model that selected ``plugin:NAME`` by itself."""
-    port = _ports.get(model.config.get_text_config(decoder=True)._attn_implementation)
-    if port is None:
+    binding = _bindings.get(model.config.get_text_config(decoder=True)._attn_implementation)
+    if binding is None:
         raise UsageError(
             "this model does not run an attention plugin; load it with "
             "attn_implementation='plugin:NAME' after jackfield.install()"
         )
-    return Report((observe("attention", port.registered, port.tally, port.source),))
+    return Report((observe("attention", binding.registered, binding.tally, binding.source),))
 
 
 def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = None) -> str:
@@ -196,16 +196,16 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
         if before == used:
             _users[key].add(model)
             return key
-    port = AttentionBinding(registered, context, shape)
-    if not port.by_lookup:
+    binding = AttentionBinding(registered, context, shape)
+    if not binding.by_lookup:
         # Its classes may be chosen by transformers' own names while it is made.
-        port.remove()
+        binding.remove()
         return "eager"
-    _ports[port.key], _uses[port.key], _names[port.key] = port, used, name
-    _users[port.key] = weakref.WeakSet([model])
+    _bindings[binding.key], _uses[binding.key], _names[binding.key] = binding, used, name
+    _users[binding.key] = weakref.WeakSet([model])
     # A key is written in a config and lives as long; must not refer to the config.
-    weakref.finalize(model.config, _drop, port.key).atexit = False
-    return port.key
+    weakref.finalize(model.config, _drop, binding.key).atexit = False
+    return binding.key
 
 
 def selected(model: PreTrainedModel) -> str:
@@ -250,5 +250,5 @@ def _check_part(model: PreTrainedModel, name: str, given: Any) -> None:
 def _drop(key: str) -> None:
     for known in (_uses, _names, _users):
         known.pop(key, None)
-    if (port := _ports.pop(key, None)) is not None:
-        port.remove()
+    if (binding := _bindings.pop(key, None)) is not None:
+        binding.remove()
