@@ -80,7 +80,7 @@ def theirs(pools: Pools) -> Run:
 
     kernel, step = torch_varlen(varlen_attn), pools.layers[0].step
     ends = torch.nn.functional.pad(step.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    rows = Rows(step.cu_seqlens_q, ends, step.max_seqlen_q, step.max_seq_length)
+    rows = Rows(step.cu_seqlens_q, ends, step.max_seqlen_q, step.max_seqlen_k)
     scoring = Scoring(SCALING)
     if step.max_seqlen_q == 1 and kernel.page_multiple is not None:
 

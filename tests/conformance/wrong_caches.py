@@ -359,7 +359,7 @@ PACKED: dict[str, dict[str, Change]] = {
     "seq_lens one less": {"write": stepwise(_set("seq_lens", lambda lengths: lengths - 1))},
     "seq_lens beyond": {"write": stepwise(_set("seq_lens", lambda lengths: lengths + 10**6))},
     "max_seqlen_q of 1": {"write": stepwise(_set("max_seqlen_q", lambda n: 1))},
-    "max_seq_length of 1": {"write": stepwise(_set("max_seq_length", lambda n: 1))},
+    "max_seqlen_k of 1": {"write": stepwise(_set("max_seqlen_k", lambda n: 1))},
     "max_seqlen_q None": {"write": stepwise(_set("max_seqlen_q", lambda n: None))},
     "stores all layers in the first": {"write": Astray()},
     "stores nothing": {"write": storing(lambda keys, values: (keys * 0, values * 0))},

@@ -29,7 +29,7 @@ class AttentionCapabilities:
         materializes_scores: It makes the matrix of scores, queries by keys, which takes memory.
         recordable: What `packed` tells the device in a step of single queries can be recorded and
             played for later steps: it reads lengths and pages on the device, takes from the host no
-            more than the most that they can be (`Span.kv_len`, `max_seq_length`), and waits for
+            more than the most that they can be (`Span.kv_len`, `max_seqlen_k`), and waits for
             nothing.
 
     Raises:

@@ -88,7 +88,7 @@ class PackedStep:
             last.
         seq_lens: int32 `[sequences]`, how many tokens each has, those of this step included.
         max_seqlen_q: The longest `query_len` of `spans`, exactly.
-        max_seq_length: The longest `kv_len` of `spans`, or more.
+        max_seqlen_k: The longest `kv_len` of `spans`, or more.
         query_lengths: Made here, for counting calls: the longest length, and 1 where some decode
             beside prefill.
     """
@@ -97,7 +97,7 @@ class PackedStep:
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     max_seqlen_q: int
-    max_seq_length: int
+    max_seqlen_k: int
     query_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

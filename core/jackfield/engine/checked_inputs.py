@@ -86,9 +86,9 @@ def flaw_of_step(step: PackedStep, *, read: bool) -> str:
     """What is wrong with the lengths that kernels read, in words; `read`: also their numbers."""
     spans = step.spans
     longest, farthest = max(s.query_len for s in spans), max(s.kv_len for s in spans)
-    if step.max_seqlen_q != longest or step.max_seq_length < farthest:
-        most = (step.max_seqlen_q, step.max_seq_length)
-        return f"(max_seqlen_q, max_seq_length) {quoted(most)}, {(longest, farthest)} due"
+    if step.max_seqlen_q != longest or step.max_seqlen_k < farthest:
+        most = (step.max_seqlen_q, step.max_seqlen_k)
+        return f"(max_seqlen_q, max_seqlen_k) {quoted(most)}, {(longest, farthest)} due"
     starts = [*(s.query_start for s in spans), spans[-1].query_start + spans[-1].query_len]
     dues = (("cu_seqlens_q", starts), ("seq_lens", [s.kv_len for s in spans]))
     for name, due in dues:

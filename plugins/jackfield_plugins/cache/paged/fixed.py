@@ -53,7 +53,7 @@ class FixedPlace:
             torch.arange(rows + 1, dtype=torch.int32, device=block.device),
             seq_lens,
             max_seqlen_q=1,
-            max_seq_length=most,
+            max_seqlen_k=most,
         )
         self._tables = [
             _Table(group, group.most_pages(most), first, step, block)
