@@ -40,8 +40,8 @@ def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
         return f"write --decoding '{backend}?{name}=…'"
     habit = KEYWORDS.get(name)
     if habit is not None:
-        worth = next(iter(habit.values.values()), "…")
-        return f"write {_flag(habit.ours)} {worth}" if habit.ours else _with_flags(habit.answer)
+        value = next(iter(habit.values.values()), "…")
+        return f"write {_flag(habit.ours)} {value}" if habit.ours else _with_flags(habit.answer)
     return _setting(name, known)
 
 

@@ -39,8 +39,8 @@ def in_our_words(given: Mapping[str, Any], known: Collection[str], call: str) ->
             _put(found, typed, name, value, f"{name}={_shown(name, value)}")
         elif (habit := KEYWORDS.get(name)) is not None:
             if not habit.asks_for_nothing(value):
-                ours, worth = _taken(name, value, habit, known, call)
-                _put(found, typed, ours, worth, f"{name}={_shown(name, value)}")
+                ours, taken = _taken(name, value, habit, known, call)
+                _put(found, typed, ours, taken, f"{name}={_shown(name, value)}")
         elif name not in DECODINGS and name not in DECODING_OPTIONS:
             _check_known(name, known, call)
             _refuse_setting(name, value, call)
@@ -54,9 +54,9 @@ def _taken(
     if ours is None and habit.ours is not None:
         raise UsageError(f"{call} takes no {name}: it is {habit.ours} of jackfield.load")
     if ours is not None:
-        for theirs, worth in habit.values.items():
+        for theirs, our_value in habit.values.items():
             if value is theirs or (type(value) is type(theirs) and value == theirs):
-                return ours, worth
+                return ours, our_value
         if not habit.answer:
             return ours, value
     raise UsageError(f"{call} takes no {name}={_shown(name, value)}: {habit.answer}")
@@ -86,10 +86,10 @@ def _shown(name: str, value: Any) -> str:
     return repr(value) if plain and len(repr(value)) < 60 else "…"
 
 
-def _put(found: dict[str, Any], typed: dict[str, str], ours: str, worth: Any, said: str) -> None:
-    """Note that `ours` is `worth`, which the caller wrote as `said`. Raises UsageError."""
-    before, wrote = found.setdefault(ours, worth), typed.setdefault(ours, said)
-    if before is not worth and (type(before) is not type(worth) or before != worth):
+def _put(found: dict[str, Any], typed: dict[str, str], ours: str, value: Any, said: str) -> None:
+    """Note that `ours` is `value`, which the caller wrote as `said`. Raises UsageError."""
+    before, wrote = found.setdefault(ours, value), typed.setdefault(ours, said)
+    if before is not value and (type(before) is not type(value) or before != value):
         raise UsageError(f"{wrote} and {said} say two things of one argument, {ours}; give one")
 
 
