@@ -57,7 +57,7 @@ class guarded:  # noqa: N801 - reads as a word of the language
             error.args = (f"{self.who}: {first_line(error)}",)
 
 
-def inside(thread: int | None) -> str | None:
+def plugin_call_of(thread: int | None) -> str | None:
     """Which call into a plugin a thread is inside of now, the innermost one; None: none."""
     guards = _open.get(thread or 0)
     if not guards:

@@ -21,9 +21,8 @@ from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.steps import Event
 from jackfield.errors import ExecutionError, QueueFullError, UsageError, error_text
-from jackfield.guarded import all_of
-from jackfield.guarded import inside as within_plugin
-from jackfield.sampling.fenced import inside
+from jackfield.guarded import all_of, plugin_call_of
+from jackfield.sampling.fenced import request_code_of
 
 logger = logging.getLogger("jackfield.statistics")
 
@@ -292,7 +291,7 @@ class Worker:
         """What the step is inside of: code of a plugin or a request, or else the model."""
         if thread is None:
             return None
-        return inside(thread.ident) or within_plugin(thread.ident) or self._loop.doing
+        return request_code_of(thread.ident) or plugin_call_of(thread.ident) or self._loop.doing
 
     def _check_open(self) -> None:
         if self.closed:

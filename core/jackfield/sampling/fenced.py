@@ -56,7 +56,7 @@ def failed(what: str, why: str) -> str:
     return f"{_FAILED.get(what, f'its {what} failed')}: {why}"
 
 
-def inside(thread: int | None) -> str | None:
+def request_code_of(thread: int | None) -> str | None:
     """What of a request a thread is inside of now; None: nothing."""
     return None if thread is None else _inside.get(thread)
 
