@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jackfield.estimates.perplexity import Perplexity
 
 
-class Bounds(Protocol):
+class ComparisonLimits(Protocol):
     """What the flags say about a comparison; None: what is usual."""
 
     @property
@@ -64,20 +64,20 @@ def compare(
     model: str,
     backends: Backends,
     before: dict[str, Any],
-    bounds: Bounds,
+    asked: ComparisonLimits,
     text: str | None,
     count: int,
     seed: int,
     json: bool,
 ) -> None:
-    """Compare, show it, and end with exit code 1 where a bound does not hold."""
+    """Compare, show it, and end with exit code 1 where a limit is passed."""
     from jackfield.estimates import comparing
 
     after = backends.arguments() | {"model": model}
-    given = {name: getattr(bounds, name) for name in ("max_drop", "max_rise")}
+    given = {name: getattr(asked, name) for name in ("max_drop", "max_rise")}
     limits = {name: value for name, value in given.items() if value is not None}
     found = comparing.compare(
-        model, after, before, text=text, tasks=bounds.tasks, count=count, seed=seed, **limits
+        model, after, before, text=text, tasks=asked.tasks, count=count, seed=seed, **limits
     )
     if json:
         print_json(found.to_dict())
