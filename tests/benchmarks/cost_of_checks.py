@@ -47,7 +47,7 @@ def unchecked() -> None:
     attention, bound, assembly = modules
     attention.guarded = _NoGuard
     attention.AttentionBinding._check = lambda *_: None
-    bound.checked_cache = lambda cache, *_: cache
+    bound.held_to_contract = lambda cache, *_: cache
     assembly.CheckedSchedule = lambda inner, *_, **__: inner
     assembly.checked = lambda strategy, *_: strategy
 

@@ -14,7 +14,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.unchanged import Unchanged
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
-from jackfield.engine.checked_packed import checked_cache
+from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.errors import PlanError, UsageError
@@ -55,7 +55,7 @@ class BoundModel:
         cache = plan["cache"].registered
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
         bound = laid_out(cache.bind(context), context)
-        self.cache: KVCache = checked_cache(bound, cache, plan.requirements.windows)
+        self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows)
         self.attention: AttentionBinding  # bound with `plug`, into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(

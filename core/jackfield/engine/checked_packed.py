@@ -193,7 +193,7 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             raise fault(self, f"write has {flaw}")
 
 
-def checked_cache(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> KVCache:
+def held_to_contract(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> KVCache:
     """`cache` held to the contract that it has, for layers with these `windows` (none: any).
 
     jackfield's own are held to it by tests, and cost a step nothing but their names.
