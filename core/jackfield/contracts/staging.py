@@ -94,9 +94,10 @@ class StepBlock:
     def send(self) -> None:
         """Begin the copy of all that was put since the last one."""
         if self._there is not None:
+            there, used = self._there, self._used
+            self._there, self._used, self._given = None, 0, False  # also where it fails
             if self.stages:
-                self._blocks[-1].send(self._there, self._used)
-            self._there, self._used, self._given = None, 0, False
+                self._blocks[-1].send(there, used)
 
 
 class _Block:

@@ -106,12 +106,13 @@ class FixedPlace:
         spare = [0, 0, *(group.spare_page * group.page_size for group in self._groups)]
         nobody = [1, *(0 for _ in self._groups)]
         self._block.into(self._memory)
-        found = (
-            self._block.put(_filled(wide, spare, self.rows), torch.int64),
-            self._block.put(_filled(small, nobody, self.rows), torch.int32),
-        )
-        self._block.send()
-        return found
+        try:
+            return (
+                self._block.put(_filled(wide, spare, self.rows), torch.int64),
+                self._block.put(_filled(small, nobody, self.rows), torch.int32),
+            )
+        finally:
+            self._block.send()  # whatever failed: nothing else is to lie here
 
 
 class _Table:
@@ -136,18 +137,21 @@ class _Table:
 
     def fill(self, tables: list[list[int]]) -> None:
         """Have row i list the pages `tables[i]`; rows behind them, the spare page."""
-        changed = 0
-        for row, kept in enumerate(self._kept):
-            pages = tables[row] if row < len(tables) else [self._spare]
-            if kept != pages:
-                self._host[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
-                self._kept[row] = list(pages)
-                changed = max(changed, len(pages))
-        self.now.tables = self._kept[: len(tables)]
+        nobodys = [[self._spare]] * (len(self._kept) - len(tables))
+        due = [*tables, *nobodys]
+        changed = [row for row, pages in enumerate(due) if self._kept[row] != pages]
+        for row in changed:
+            pages = due[row]
+            self._kept[row] = []  # until the device has them: what fails is sent again
+            self._host[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         if changed:
-            there = self._block.put(self._host[:, :changed])
+            width = max(len(due[row]) for row in changed)
+            there = self._block.put(self._host[:, :width])
             self._block.send()
-            self.now.block_table[:, :changed].copy_(there)
+            self.now.block_table[:, :width].copy_(there)
+        for row in changed:
+            self._kept[row] = list(due[row])
+        self.now.tables = self._kept[: len(tables)]
 
 
 def _filled(numbers: Seq[Seq[int]], spare: Seq[int], rows: int) -> list[list[int]]:

@@ -49,7 +49,7 @@ class LayerGroup:
         self.pools = Pools(page_size)
         self.now: PageTables = NO_TABLES  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
-        self._block_table, self._first = CachedTable(), CachedTensor()
+        self.forget_tables()
         self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
@@ -265,9 +265,13 @@ class LayerGroup:
         """Let go of all tensors, whoever still has the layers."""
         self.pools.close()
         self.now = NO_TABLES
-        self._block_table, self._first = CachedTable(), CachedTensor()
+        self.forget_tables()
         self._swap = None
         self.targets = NO_TABLES.first
+
+    def forget_tables(self) -> None:
+        """Keep no tensor of the last step: the next one's are made anew."""
+        self._block_table, self._first = CachedTable(), CachedTensor()
 
     def lacks(self, sequence: int, tokens: int) -> bool:
         """Whether a page is gone that a query at position `tokens` sees."""

@@ -25,6 +25,19 @@ class StepLayout:
 
     def inputs(self, step: Step) -> tuple[ModelInputs, int]:
         """What the model is called with, and how many tokens these are; pages are reserved."""
+        try:
+            return self._inputs(step)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Make all anew in the next step: what was put in this one may never have been sent."""
+        self._starts = CachedTensor()
+        for group in self._groups:
+            group.forget_tables()
+
+    def _inputs(self, step: Step) -> tuple[ModelInputs, int]:
         ids: list[int] = []
         positions: list[int] = []
         spans = []

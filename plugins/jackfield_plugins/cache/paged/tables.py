@@ -102,13 +102,14 @@ class CachedTable:
         if len(rows) > self._numbers.shape[0] or width > self._numbers.shape[1]:
             self._numbers = torch.zeros(2 * len(rows), 2 * width, dtype=torch.int32)
             changed = list(range(len(rows)))
+        self._rows = []  # until they are sent: what fails is written again
         for at in changed:
             pages = rows[at].pages
             self._numbers[at, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
             self._numbers[at, len(pages) :] = 0
         self.written += len(changed)
-        self._rows = rows
         # A copy: what was handed out is changed by nobody, and on a CPU `put` hands out what it is
         # given.
         self._tensor = block.put(self._numbers[: len(rows), :width].clone())
+        self._rows = rows
         return self._tensor
