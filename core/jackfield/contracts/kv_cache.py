@@ -297,7 +297,7 @@ class KVCache(ABC):
     def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """How many tokens each of the running sequences feeds in this step.
 
-        For a cache whose rows move together: it evens them out. A cache that `joins` returns
+        For a cache whose rows move together: it evens them out. A cache with `joins = True` returns
         `wanted`, as it does by default, or less where a pool is smaller, but at least 1 of each.
 
         Violations: PluginError for anything but whole numbers in these bounds, not all 0.
@@ -330,7 +330,7 @@ class KVCache(ABC):
         """Have decode steps of up to `rows` sequences lie at one place from now on.
 
         Of several such places a step takes the smallest that has room for its sequences and their
-        pages. What is returned has a step of nobody's in it, for which layers may be given keys and
+        pages. What is returned has a step of padding in it, for which layers may be given keys and
         values any number of times until the next `prepare`.
 
         Called: while it holds no sequence, where the backend declares `recordable`.

@@ -111,7 +111,7 @@ class Quantizer(Backend):
 
     A backend either quantizes while weights are read, or reads a checkpoint that was quantized:
     which of both is in `requirements.stored`. transformers does the reading; a backend names a
-    config of it (`make_config`), and knows its own layers again (`converted`).
+    config of it (`make_config`), and recognizes the layers it converted (`converted`).
 
     One with classes of its own brings three things, which no module needs before `make_config` or
     `reads`:
