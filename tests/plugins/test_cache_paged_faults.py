@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield_plugins.cache.paged import pools
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
 CPU = torch.device("cpu")
@@ -88,3 +89,52 @@ def test_a_step_after_one_that_was_not_sent_has_its_own_pages(
             assert group.now.first.tolist() == [table.first for table in held]
             assert group.now.step.seq_lens.tolist() == [s.num_cached + 1 for s in step_of]
             assert group.targets.tolist() == [group.slot(s.id, s.num_cached) for s in step_of]
+
+
+@pytest.mark.parametrize("turn", range(1, 5))  # keys and values of two layers
+def test_a_pool_that_failed_to_grow_grows_the_next_time(
+    monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    cache = store((None, None), tokens=None, first_pages=2)
+    once = FailsOnce(pools._resized, turn, behind=False)
+    monkeypatch.setattr(pools, "_resized", once)
+    kept = written(cache, begun(0, 8), 8)
+    failing = begun(1, 24)
+    with pytest.raises(torch.OutOfMemoryError):
+        written(cache, failing, 24)
+    cache.release([failing])
+    (group,) = cache.groups.values()
+    assert (group.allocator.capacity, group.allocator.num_free) == (2, 0)
+    written(cache, begun(2, 24), 24)
+    assert {len(layer.keys) for layer in group.pools.layers.values()} == {group.capacity}
+    pages = torch.tensor(group.tables[kept.id].pages)
+    for layer in group.pools.layers.values():
+        assert layer.keys[pages].flatten().tolist() == list(range(8))
+
+
+def written(cache: PagedKVCache, sequence: Sequence, count: int) -> Sequence:
+    """A sequence with its first `count` tokens cached; keys are their positions."""
+    assert cache.admit(sequence)
+    step = Step([Feed(sequence, 0, count)])
+    at = cache.prepare(step).kwargs["position_ids"][0].float()[:, None, None]
+    for layer in range(2):
+        cache.write(layer, at, -at)
+    cache.commit(step, [count])
+    return sequence
+
+
+def test_pools_of_another_dtype_that_could_not_be_made_are_made_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = store((None,), tokens=16)
+    cache.allocate([((1, 1), (1, 1))], "float16")
+    one = begun(0, 3)
+    cache.admit(one)
+    cache.prepare(Step([Feed(one, 0, 3)]))
+    states = torch.ones(3, 1, 1)
+    with monkeypatch.context() as patch:
+        zeros = torch.Tensor.new_zeros
+        patch.setattr(torch.Tensor, "new_zeros", FailsOnce(zeros, 1, behind=False))
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.write(0, states, states)
+    assert cache.write(0, states, states).keys.shape == (4, 4, 1, 1)

@@ -200,8 +200,8 @@ class LayerGroup:
         return self.allocator.take(after)
 
     def _grow(self, capacity: int) -> None:
+        self.pools.grow(capacity)  # may fail: then there are no pages more than there were
         self.allocator.grow(capacity)
-        self.pools.grow(capacity)
 
     def _copy(self, page: int) -> int:
         """Copy-on-write: a page of our own with the same tokens."""

@@ -48,22 +48,29 @@ class Pools:
         layer = self.layers.get(index)
         if layer is not None and index not in self._unseen:
             return layer
-        self._unseen.discard(index)
         if layer is not None:
             pairs = ((layer.keys, keys), (layer.values, values))
             if all(
                 (pool.shape[2:], pool.dtype, pool.device) == (new.shape[1:], new.dtype, new.device)
                 for pool, new in pairs
             ):
+                self._unseen.discard(index)
                 return layer
             layer.replace(*(pool.new_empty(0, *pool.shape[1:]) for pool, _ in pairs))
         pages = (capacity, self._page_size)
         made = [states.new_zeros(*pages, *states.shape[1:]) for states in (keys, values)]
         self.layers[index] = PackedLayer(made[0], made[1], now)
+        self._unseen.discard(index)  # not before: making them may fail
         return self.layers[index]
 
     def grow(self, capacity: int) -> None:
+        """Give every layer `capacity` pages, one layer after the other: twice the memory of one.
+
+        Where one fails, those before it have grown, and are passed over the next time.
+        """
         for layer in self.layers.values():
+            if layer.keys.shape[0] >= capacity:
+                continue
             layer.replace(_resized(layer.keys, capacity), _resized(layer.values, capacity))
 
     def copy(self, page: int, into: int) -> None:
