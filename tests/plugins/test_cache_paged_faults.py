@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield.errors import ExecutionError
 from jackfield_plugins.cache.paged import pools
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
@@ -138,3 +139,34 @@ def test_pools_of_another_dtype_that_could_not_be_made_are_made_the_next_time(
         with pytest.raises(torch.OutOfMemoryError):
             cache.write(0, states, states)
     assert cache.write(0, states, states).keys.shape == (4, 4, 1, 1)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("fails", ["forward", "prepare"])
+def test_a_step_that_failed_leaves_nobody_to_write(
+    monkeypatch: pytest.MonkeyPatch, fails: str, fixed: bool
+) -> None:
+    cache = store(spare=True, longest=64)
+    if fixed:
+        cache.fix(2)
+    sequences = grown(cache, [9, 14])
+    cache.prepare(decoding(sequences))  # its forward fails
+    if fails == "prepare":
+        failing = FailsOnce(cache._layout.block.put, 1, behind=False)
+        monkeypatch.setattr(cache._layout.block, "put", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.prepare(decoding(sequences))
+    else:
+        cache.release(sequences)
+    with pytest.raises(ExecutionError, match="by somebody else"):
+        cache.write(0, torch.zeros(2, 1, 8), torch.zeros(2, 1, 8))
+
+
+def test_a_sequence_that_came_back_is_truncated() -> None:
+    cache = store((None, None), swap=True)
+    one = written(cache, begun(0, 9), 9)
+    cache.preempt(one)
+    assert cache.admit(one)
+    assert one.num_cached == 9
+    cache.truncate(one, 8)
+    assert one.num_cached == 8

@@ -21,6 +21,7 @@ from tape import Host, Tapes, launching
 
 import jackfield
 from jackfield.contracts import CompilerCapabilities
+from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.paged_triton import launch
 from jackfield_plugins.cache.paged import fixed
 from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs, stretches, whole
@@ -236,6 +237,18 @@ def test_a_closed_engine_lets_go_of_its_recordings() -> None:
     gc.collect()
     assert place() is None
     assert logits() is None
+
+
+def test_a_model_called_by_somebody_else_before_the_first_request_says_so() -> None:
+    """With as many tokens as the step has that was recorded last."""
+    model = build("llama")
+    with load(model, max_batch_size=2) as engine:
+        rows = compiled(engine).rows
+        assert rows
+        for count in {*rows, 1, 3}:
+            with pytest.raises(ExecutionError, match="by somebody else"), torch.no_grad():
+                model(torch.arange(5, 5 + count)[None])
+        assert engine.generate([3, 4, 5], max_new_tokens=4).token_ids
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ class RecordedSteps:
                 self._give_up(rows, error)
                 break
             self.sizes += (rows,)
+        cache.forget()
         self.played = 0
 
     def __call__(

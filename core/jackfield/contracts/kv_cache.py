@@ -320,9 +320,10 @@ class KVCache(ABC):
         return None
 
     def forget(self) -> None:
-        """Drop what is kept of sequences that have left: the model computes something else now.
+        """Drop what is kept of sequences that have left, and nobody's steps, which `fix` laid out.
 
-        Called while it holds no sequence, when an adapter is switched on or off.
+        Called: while it holds no sequence, when an adapter is switched on or off, so that the model
+        computes something else, and when all steps at fixed places have been recorded.
         """
         return
 
@@ -331,7 +332,7 @@ class KVCache(ABC):
 
         Of several such places a step takes the smallest that has room for its sequences and their
         pages. What is returned has a step of padding in it, for which layers may be given keys and
-        values any number of times until the next `prepare`.
+        values any number of times until the next `prepare` or `forget`.
 
         Called: while it holds no sequence, where the backend declares `recordable`.
         """

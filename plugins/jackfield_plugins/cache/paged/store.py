@@ -70,7 +70,7 @@ class PagedKVCache(PackedKVCache):
         self._layout = StepLayout(self.groups.values(), device)
         self._fixed: list[FixedPlace] = []  # the smallest first
         self._longest = MOST_TOKENS if longest is None else longest
-        self._expected = 0  # tokens of the step between `prepare` and `commit`
+        self._expected = 0  # tokens of the step that is prepared and not committed, or recorded
         self._running: dict[int, Sequence] = {}
         self._room = Room(self.groups.values(), num_tokens, self._running)
         self._keys = PrefixKeys(page_size) if prefix_sharing else None
@@ -163,12 +163,13 @@ class PagedKVCache(PackedKVCache):
         return self._room.refuse(prompt_length, max_new_tokens, copies, self.max_portion)
 
     def prepare(self, step: Step) -> ModelInputs:
+        self._expected = 0
         for feed in step.feeds:
             self._reserve(feed.sequence, feed.start, feed.start + len(feed.token_ids))
         place = self._place_for(step)
         if place is not None:
-            self._expected = place.rows
-            return place.prepare(Rows.of(step))
+            inputs, self._expected = place.prepare(Rows.of(step)), place.rows
+            return inputs
         inputs, self._expected = self._layout.inputs(step)
         return inputs
 
@@ -233,7 +234,7 @@ class PagedKVCache(PackedKVCache):
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forgets it where a window has let go of pages that are seen again, or others see them."""
-        shared = tokens < self._published[sequence.id] * self.page_size
+        shared = tokens < self._published.get(sequence.id, 0) * self.page_size
         if shared or any(group.lacks(sequence.id, tokens) for group in self.groups.values()):
             self._drop(sequence)
             sequence.num_cached = 0
@@ -256,6 +257,7 @@ class PagedKVCache(PackedKVCache):
                 self._keys.fork(source, into)
 
     def release(self, sequences: Seq[Sequence]) -> None:
+        self._expected = 0  # a step that failed after `prepare` ends here
         for sequence in sequences:
             self._swapped.forget(sequence.id)
             self._drop(sequence)
@@ -271,6 +273,7 @@ class PagedKVCache(PackedKVCache):
                 group.allocator.forget()
 
     def forget(self) -> None:
+        self._expected = 0
         for group in self.groups.values():
             group.allocator.forget()
 
