@@ -248,7 +248,7 @@ def test_a_model_called_by_somebody_else_before_the_first_request_says_so() -> N
         for count in {*rows, 1, 3}:
             with pytest.raises(ExecutionError, match="by somebody else"), torch.no_grad():
                 model(torch.arange(5, 5 + count)[None])
-        assert engine.generate([3, 4, 5], max_new_tokens=4).token_ids
+        assert engine.generate([[3, 4, 5]], max_new_tokens=4)[0].token_ids
 
 
 @pytest.fixture
