@@ -28,6 +28,7 @@ READERS = {
     "plugins/jackfield_plugins/native/__init__.py": "loads libraries",
     "plugins/jackfield_plugins/native/compiling.py": "loads libraries",
     "plugins/jackfield_plugins/compiler/cuda_graph/stretches.py": "compares addresses",
+    "plugins/jackfield_plugins/compiler/cuda_graph/whole.py": "compares addresses",
     "plugins/jackfield_plugins/attention/paged_triton/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/int4_cpu/files.py": "unmaps memory of files",
@@ -35,6 +36,7 @@ READERS = {
     "core/jackfield/registry/trial_child.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",
+    "core/jackfield/engine/checked_packed.py": "compares addresses",
     "core/jackfield/sampling/structured.py": "hands over a tensor that it has just made",
 }
 

@@ -99,6 +99,18 @@ def test_requests_that_come_and_go(family: str) -> None:
     assert after.given_up is None
 
 
+def test_a_model_of_other_sizes_before_changes_nothing() -> None:
+    """torch remembers numbers that differed, by the name of the code, and makes them inputs."""
+    for compiler in ("inductor", "cuda_graph"):
+        with load("demo", compiler) as engine:
+            engine.generate(["Once upon a time"], max_new_tokens=5)
+    model = build("llama")
+    with load(model) as engine:
+        engine.generate(prompts((3, 5)), max_new_tokens=5)
+        assert compiled(engine).graphs == 4
+        assert compiled(engine).given_up is None
+
+
 def test_one_engine_through_all_that_a_cache_does(
     tapes: type[WholeTapes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 import types
 from abc import abstractmethod
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 #: From a traced graph and an example of its inputs to what runs in its place.
 Lower = Callable[[Any, Any], Callable[..., Any]]
 
+_numbers = itertools.count()
+
 _PARTICULARS = ("Developer debug context:", "Caused by:")  # how torch begins the line with them
 
 
@@ -28,7 +31,10 @@ class TorchCompilation(Compilation):
     """One function of `torch.compile` for each shape, so that each is one graph.
 
     torch keeps graphs by code object and runs what exceeds a limit uncompiled; a code object for
-    each function leaves every engine and every shape its own. `name` is the backend's, `model` what
+    each function leaves every engine and every shape its own. It also remembers by file, line and
+    name which numbers have changed from call to call, and makes them inputs: the numbers of
+    another model, which are inputs made anew in every step; so each has a name of its own too.
+    `name` is the backend's, `model` what
     errors call the model. `bucketed`: a graph for each power of two, up to which steps are filled;
     otherwise one for a single token and one for any number of them.
 
@@ -100,7 +106,7 @@ class TorchCompilation(Compilation):
                 return lower(graph, inputs)
 
         own = types.FunctionType(
-            step.__code__.replace(),
+            step.__code__.replace(co_name=f"{step.__name__}_{next(_numbers)}"),
             step.__globals__,
             step.__name__,
             None,
