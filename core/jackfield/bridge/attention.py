@@ -104,8 +104,12 @@ class AttentionBinding:
 
     def _warm(self, bound: BoundAttention, pages: PackedKVCache | None) -> None:
         if bound.warm is not None and pages is not None and pages.page_size is not None:
-            with guarded(self.registered, "warm"):
-                bound.warm(pages.page_size)
+            try:
+                with guarded(self.registered, "warm"):
+                    bound.warm(pages.page_size)
+            except BaseException:
+                self._close_backend()
+                raise
 
     def _leave_to(self, model: PreTrainedModel, implementation: str) -> None:
         """Have `model` run the attention in its code, which it does not look up; hooks count.
@@ -321,6 +325,9 @@ class AttentionBinding:
         if self.key.startswith(KEY):
             AttentionInterface._global_mapping.pop(self.key, None)
             AttentionMaskInterface._global_mapping.pop(self.key, None)
+        self._close_backend()
+
+    def _close_backend(self) -> None:
         if self._close is not None:
             with guarded(self.registered, "close"):
                 self._close()

@@ -62,23 +62,26 @@ def assemble(
     text = Text(tokenizer, _vocab_size(model))
     structures = Structures(tokenizer, text.vocab_size)
     bound = BoundModel(model, plan, *plan.room())
-    scheduler = plan["scheduler"].registered
-    bare = scheduler.bind(bound.context("scheduler"))
-    schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
-    draft = None if assistance is None else _draft_model(assistance, bound, text)
-    decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
-    loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
-    # A backend that fails to bind must leave a live model as it was, so this comes last.
-    restore = plug_all([bound] if draft is None else [bound, draft.bound])
+    held, restore = [bound.close], []  # what is given back where the rest fails
     try:
-        for one in [bound] if draft is None else [bound, draft.bound]:
+        scheduler = plan["scheduler"].registered
+        bare = scheduler.bind(bound.context("scheduler"))
+        schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
+        draft = None if assistance is None else _draft_model(assistance, bound, text)
+        models = [bound] if draft is None else [bound, draft.bound]
+        held += [one.close for one in models[1:]]
+        decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
+        loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
+        # A backend that fails to bind must leave a live model as it was, so this comes last.
+        restore = plug_all(models)
+        for one in models:
             settle(one.model)
             one.record(limits.max_batch_size)
         observer = Observer(plan, bound, loop, text, draft)
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
     except BaseException:
-        all_of(restore)
+        all_of([*restore, *held])
         raise
     restore.append(structures.close)
     return Assembly(plan, bound, text, structures, loop, observer, worker, restore)

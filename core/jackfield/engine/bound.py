@@ -55,7 +55,9 @@ class BoundModel:
         cache = plan["cache"].registered
         context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
         bound = laid_out(cache.bind(context), context)
-        self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows)
+        users = [plan[kind].registered for kind in ("attention", "compiler")]
+        self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
+        self._holds = True
         self.attention: AttentionBinding  # bound with `plug`, into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
@@ -148,10 +150,16 @@ class BoundModel:
 
         if self.compiled is not None:
             undo.append(self.compiled.close)
-        undo.append(self.cache.close)
+        undo.append(self.close)
         if self.adapter is not None:
             undo.append(self.adapter.restore)
         return partial(all_of, (as_before, *undo))
+
+    def close(self) -> None:
+        """Let go of the cache's memory, once."""
+        if self._holds:
+            self._holds = False
+            self.cache.close()
 
     def _replaceable(self, attention: AttentionBinding) -> Callable[..., Any]:
         if attention.forward is None:

@@ -18,6 +18,7 @@ from jackfield.engine.checked_pages import Contents, Owners, Prefixes
 from jackfield.engine.guarded_cache import GuardedCache, GuardedPackedCache
 from jackfield.errors import quoted
 from jackfield.guarded import fault
+from jackfield.registry.backends import Registered
 
 if TYPE_CHECKING:
     import torch
@@ -193,12 +194,22 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             raise fault(self, f"write has {flaw}")
 
 
-def held_to_contract(cache: KVCache, who: object, windows: Seq[int | None] = ()) -> KVCache:
-    """`cache` held to the contract that it has, for layers with these `windows` (none: any).
+def held_to_contract(
+    cache: KVCache,
+    who: Registered,
+    windows: Seq[int | None] = (),
+    users: Seq[Registered] = (),
+) -> KVCache:
+    """`cache` of `who` held to its contract, for layers with these `windows` (none: any).
 
-    jackfield's own are held to it by tests, and cost a step nothing but their names.
+    `users` are the backends that are handed its pages. Where all are jackfield's own, they are held
+    to it by tests, and cost a step nothing but their names.
     """
-    own = getattr(who, "own", False)
+    strangers = [user for user in users if not user.own]
+    own = who.own and not strangers
+    told: object = who
+    if who.own and strangers:
+        told = f"{who}, as {' and '.join(map(str, strangers))} left it"
     if isinstance(cache, PackedKVCache):
-        return GuardedPackedCache(cache, who) if own else CheckedPackedCache(cache, who, windows)
-    return GuardedCache(cache, who) if own else CheckedCache(cache, who)
+        return GuardedPackedCache(cache, who) if own else CheckedPackedCache(cache, told, windows)
+    return GuardedCache(cache, who) if own else CheckedCache(cache, told)
