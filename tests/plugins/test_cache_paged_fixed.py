@@ -96,6 +96,29 @@ def test_what_does_not_fit_lies_anywhere() -> None:
     assert cache.prepare(decoding(sequences[:2])).fixed is None
 
 
+@pytest.mark.parametrize("windows", [(6,), (6, 10), (None, 6), (None,)])
+@pytest.mark.parametrize("longest", [22, 64, None])
+def test_no_text_is_longer_than_its_place_says(windows: Any, longest: int | None) -> None:
+    """Also one that outgrows the pools, whose windows let go of pages, and the context."""
+    capacity = 28
+    cache = PagedKVCache(windows, 4, capacity, CPU, spare=True, longest=longest)
+    fixed = cache.fix(2)
+    (sequence,) = grown(cache, [9])
+    last = 60 if None not in windows else capacity
+    due = last if longest is None else min(last, longest)
+    placed = []
+    while len(sequence.tokens) <= last:
+        step = decoding([sequence])
+        if cache.prepare(step).fixed is fixed:
+            placed.append(len(sequence.tokens))
+            for tables in fixed.tables:
+                assert tables.step.max_seqlen_k >= len(sequence.tokens)
+                assert max(span.kv_len for span in tables.step.spans) >= len(sequence.tokens)
+        cache.commit(step, [1])
+        list.append(sequence.tokens, 7)
+    assert placed == list(range(9, due + 1))
+
+
 def test_pages_that_move_are_not_fixed() -> None:
     with pytest.raises(ExecutionError, match="move; give it a fixed size"):
         PagedKVCache((None,), 4, None, CPU, spare=True).fix(1)
@@ -150,6 +173,10 @@ def _first(tables: Any) -> None:
     tables.firsts = [8, *tables.firsts[1:]]
 
 
+def _longest(tables: Any) -> None:
+    tables.step.max_seqlen_k = 13
+
+
 def _rows(tables: Any) -> None:
     tables.tables = tables.tables[:1]
 
@@ -160,6 +187,7 @@ def _rows(tables: Any) -> None:
         (_pages, "page [999] for feed 0, of 41"),
         (_too_few, "1 pages of 4 in 16 columns for 9 tokens"),
         (_first, "pages from token 8 on for feed 0, which sees 0"),
+        (_longest, "max_seqlen_k 13, 14 or more due"),
         (_rows, "pages of 1 rows for 2 feeds"),
     ],
 )

@@ -130,6 +130,8 @@ def flaw_of_fixed(tables: PageTables, feeds: Seq[Feed], number: int, *, read: bo
     if read and tables.first[: len(feeds)].tolist() != list(tables.firsts):
         return f"first {quoted(tables.first.tolist())}, {quoted(list(tables.firsts))} due"
     ends = [feed.start + 1 for feed in feeds]
+    if tables.step.max_seqlen_k < max(ends):
+        return f"max_seqlen_k {quoted(tables.step.max_seqlen_k)}, {max(ends)} or more due"
     if read and tables.step.seq_lens[: len(feeds)].tolist() != ends:
         return f"seq_lens {quoted(tables.step.seq_lens.tolist())}, {quoted(ends)} due"
     return ""

@@ -44,7 +44,9 @@ class FixedPlace:
         self.rows = rows
         self._groups = groups
         self._block = block
-        most = min(most, MOST_TOKENS, *(g.allocator.capacity * g.page_size for g in groups))
+        # Windows let go of pages: what a pool holds bounds texts only where there is none.
+        pools = [g.allocator.capacity * g.page_size for g in groups if g.window is None]
+        self._most = most = min(most, MOST_TOKENS, *pools)
         wide, small = 8 * (2 + len(groups)) * rows, 4 * (1 + len(groups)) * rows
         self._memory = torch.zeros(wide + small + 64, dtype=torch.uint8, device=block.device)
         self._wide, (seq_lens, *firsts) = self._numbers([], [])
@@ -62,12 +64,16 @@ class FixedPlace:
         ids, positions = self._wide[:1], self._wide[1:2]
         self.step = FixedStep(ids, positions, [table.now for table in self._tables])
 
-    def holds(self, sequences: Seq[int]) -> bool:
+    def holds(self, rows: Rows) -> bool:
         """Whether there is room for these sequences, which have their pages."""
-        return len(sequences) <= self.rows and all(
-            len(group.tables[s].pages) <= table.width
-            for group, table in zip(self._groups, self._tables, strict=True)
-            for s in sequences
+        return (
+            len(rows.sequences) <= self.rows
+            and max(rows.positions) < self._most
+            and all(
+                len(group.tables[s].pages) <= table.width
+                for group, table in zip(self._groups, self._tables, strict=True)
+                for s in rows.sequences
+            )
         )
 
     def prepare(self, rows: Rows) -> ModelInputs:

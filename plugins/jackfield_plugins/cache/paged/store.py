@@ -166,19 +166,19 @@ class PagedKVCache(PackedKVCache):
         self._expected = 0
         for feed in step.feeds:
             self._reserve(feed.sequence, feed.start, feed.start + len(feed.token_ids))
-        place = self._place_for(step)
-        if place is not None:
-            inputs, self._expected = place.prepare(Rows.of(step)), place.rows
+        if (found := self._place_for(step)) is not None:
+            place, rows = found
+            inputs, self._expected = place.prepare(rows), place.rows
             return inputs
         inputs, self._expected = self._layout.inputs(step)
         return inputs
 
-    def _place_for(self, step: Step) -> FixedPlace | None:
-        """Where a step lies that is laid out at a fixed place; None: anywhere."""
+    def _place_for(self, step: Step) -> tuple[FixedPlace, Rows] | None:
+        """Where a step lies that is laid out at a fixed place, and its rows; None: anywhere."""
         if not (self._fixed and step.decode) or any(feed.drafts for feed in step.feeds):
             return None
-        numbers = [feed.sequence.id for feed in step.feeds]
-        return next((place for place in self._fixed if place.holds(numbers)), None)
+        rows = Rows.of(step)
+        return next(((place, rows) for place in self._fixed if place.holds(rows)), None)
 
     def fix(self, rows: int) -> FixedStep:
         groups = list(self.groups.values())
