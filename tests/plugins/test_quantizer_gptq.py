@@ -7,6 +7,8 @@ import json
 import logging
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +187,14 @@ def test_the_default_text_is_cut_into_windows() -> None:
     found = windows(None, tokenizer, 3, 64)
     assert [piece["input_ids"].shape for piece in found] == [(1, 64)] * 3
     assert "<|assistant|>" in tokenizer.decode(found[0]["input_ids"][0])
+
+
+def test_the_import_leaves_the_folders_of_the_hub_alone() -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from jackfield_plugins.quantizer.gptqmodel import HUB_FOLDERS, import_gptqmodel\n"
+        "import_gptqmodel(); import tokenicer\n"
+        "print([n for n in HUB_FOLDERS if os.environ.get(n) != before.get(n)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-500:]

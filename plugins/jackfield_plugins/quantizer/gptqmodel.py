@@ -25,15 +25,34 @@ if TYPE_CHECKING:
 _BUILDER = ("torch.utils.cpp_extension",)
 #: What tells gptqmodel not to compile.
 EXTENSION = "GPTQMODEL_DISABLE_PACK_EXT"
+HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
 
 
 def import_gptqmodel() -> None:
-    """Import it without its banner, and with the root logger as it was."""
+    """Import it without its banner, and with the root logger and the hub's folders as they were."""
     if importlib.util.find_spec("bitsandbytes"):
         import_bitsandbytes()  # which it would import itself
-    with _contained():
+    with _contained(), _own_folders():
         importlib.import_module("gptqmodel")
         importlib.import_module("optimum.gptq")
+
+
+@contextlib.contextmanager
+def _own_folders() -> Iterator[None]:
+    """Where the hub's files are stays the user's to say.
+
+    tokenicer, which it imports, names a folder in /tmp that everybody knows, for this process and
+    all that it starts: their files would be there, and who made it first could write them.
+    """
+    before = {name: os.environ.get(name) for name in HUB_FOLDERS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
