@@ -125,7 +125,8 @@ def be(caller: Caller) -> dict[str, Any]:
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     with serving(root / "hub") as served:
-        os.environ.pop("HF_HUB_OFFLINE", None)
+        for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+            os.environ.pop(name, None)
         os.environ |= {"HF_ENDPOINT": served.endpoint, "HF_HOME": str(root / "home")}
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         told = be(Caller(served))
