@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from families import build, prompts
 from recordable import Gathers
+from transformers import AttentionInterface
 
 import jackfield
+from jackfield.bridge.attention import AttentionBinding
 from jackfield.contracts import BindContext, BoundAttention
-from jackfield.engine import assembly
+from jackfield.engine import assembly, bound
 from jackfield.errors import PluginError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
@@ -54,7 +56,7 @@ def test_an_attention_of_a_stranger_that_changes_our_pages_is_told(
         engine.generate(prompts((9, 13)), max_new_tokens=40)
 
 
-@pytest.mark.parametrize("where", ["warm", "scheduler", "worker"])
+@pytest.mark.parametrize("where", ["warm", "scheduler", "worker", "kernels", "plug"])
 def test_a_load_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
@@ -75,14 +77,27 @@ def test_a_load_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.M
             )
 
     offer(monkeypatch, Opened())
-    end = PagedKVCache.close
+    opened: list[str] = []
+    begin, end = PagedKVCache.__init__, PagedKVCache.close
+    monkeypatch.setattr(
+        PagedKVCache,
+        "__init__",
+        lambda self, *a, **k: (opened.append("cache"), begin(self, *a, **k))[1],
+    )
     monkeypatch.setattr(PagedKVCache, "close", lambda self: (closed.append("cache"), end(self)))
-    if where != "warm":
-        name = {"scheduler": "CheckedSchedule", "worker": "Worker"}[where]
-        monkeypatch.setattr(assembly, name, fails)
+    places = {
+        "scheduler": (assembly, "CheckedSchedule"),
+        "worker": (assembly, "Worker"),
+        "kernels": (bound, "bind_layers"),
+        "plug": (AttentionBinding, "plug"),
+    }
+    if where in places:
+        monkeypatch.setattr(*places[where], fails)
+    keys = set(AttentionInterface._global_mapping)
     model = build("llama")
     with pytest.raises((PluginError, RuntimeError), match="no"):
         jackfield.load(model, cache_implementation="paged", attn_implementation="opened")
-    assert closed.count("cache") == 1
-    assert closed.count("attention") == (where != "scheduler")
+    assert closed.count("cache") == len(opened)
+    assert closed.count("attention") == (where not in ("scheduler", "kernels"))
+    assert set(AttentionInterface._global_mapping) == keys
     assert not str(model.config._attn_implementation).startswith("jackfield")

@@ -242,10 +242,10 @@ class AttentionBinding:
         """Make `model` call this attention. Returns the function that puts back what was there."""
         self._configs = configs = decoder_configs(model)
         before = [config._attn_implementation_internal for config in configs]
-        for config in configs:
-            config._attn_implementation_internal = self.key
         if not self.by_lookup:
             self._observe(model)
+        for config in configs:
+            config._attn_implementation_internal = self.key
 
         def unplug() -> None:
             for config, implementation in zip(configs, before, strict=True):

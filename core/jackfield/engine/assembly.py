@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 class Assembly:
     """What runs a model. `restore` gives everything back as it was."""
 
-    plan: Plan
     bound: BoundModel
     text: Text
     structures: Structures
@@ -84,7 +83,7 @@ def assemble(
         all_of([*restore, *held])
         raise
     restore.append(structures.close)
-    return Assembly(plan, bound, text, structures, loop, observer, worker, restore)
+    return Assembly(bound, text, structures, loop, observer, worker, restore)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

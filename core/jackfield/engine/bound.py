@@ -52,12 +52,6 @@ class BoundModel:
     ) -> None:
         self.model = model
         self.plan = plan
-        cache = plan["cache"].registered
-        context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
-        bound = laid_out(cache.bind(context), context)
-        users = [plan[kind].registered for kind in ("attention", "compiler")]
-        self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
-        self._holds = True
         self.attention: AttentionBinding  # bound with `plug`, into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
@@ -67,6 +61,13 @@ class BoundModel:
         self.layers = bind_layers(
             plan.kernels, model, lambda choice: self.context("kernel", choice)
         )
+        # Last, as it takes memory that whoever fails behind it would have to give back.
+        cache = plan["cache"].registered
+        context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
+        bound = laid_out(cache.bind(context), context)
+        users = [plan[kind].registered for kind in ("attention", "compiler")]
+        self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
+        self._holds = True
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits `[rows, k, vocab]` of one step.
@@ -136,9 +137,14 @@ class BoundModel:
             model,
             self.cache if isinstance(self.cache, PackedKVCache) else None,
         )
-        if self.compiled is not None:
-            self.compiled.attend = self._replaceable(self.attention)
-        undo = [self.attention.plug(model), *(layers.plug() for layers in self.layers)]
+        try:
+            if self.compiled is not None:
+                self.compiled.attend = self._replaceable(self.attention)
+            undo = [self.attention.plug(model)]
+        except BaseException:
+            self.attention.remove()
+            raise
+        undo += [layers.plug() for layers in self.layers]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         in_use.update(map(id, decoder_configs(model)))

@@ -27,7 +27,7 @@ class Intake:
     """Makes the sequences of requests. Numbers them; may be called from several threads."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._plan = assembly.plan
+        self._plan = assembly.bound.plan
         self._bound = assembly.bound
         self._model = assembly.bound.model
         self._text = assembly.text
