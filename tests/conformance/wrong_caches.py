@@ -262,12 +262,16 @@ BOTH: dict[str, dict[str, Change]] = {
     "admits with all tokens cached": {"admit": admitted(99)},
     "admits with -1 cached": {"admit": admitted(-1)},
     "admits with half a token": {"admit": admitted(0.5)},
-    "portions raises": {"portions": raising(SystemExit(2))},
-    "portions of nothing": {"portions": lambda own, s, wanted: [0] * len(wanted)},
-    "portions of one row": {"portions": lambda own, s, wanted: own(s, wanted)[:1]},
-    "portions of more": {"portions": lambda own, s, wanted: [n + 1 for n in own(s, wanted)]},
-    "portions of floats": {"portions": lambda own, s, wanted: [float(n) for n in own(s, wanted)]},
-    "portions sorts what it is given": {"portions": lambda own, s, wanted: s.sort()},
+    "adjust_schedule raises": {"adjust_schedule": raising(SystemExit(2))},
+    "adjust_schedule of nothing": {"adjust_schedule": lambda own, s, wanted: [0] * len(wanted)},
+    "adjust_schedule of one row": {"adjust_schedule": lambda own, s, wanted: own(s, wanted)[:1]},
+    "adjust_schedule of more": {
+        "adjust_schedule": lambda own, s, wanted: [n + 1 for n in own(s, wanted)]
+    },
+    "adjust_schedule of floats": {
+        "adjust_schedule": lambda own, s, wanted: [float(n) for n in own(s, wanted)]
+    },
+    "adjust_schedule sorts what it is given": {"adjust_schedule": lambda own, s, wanted: s.sort()},
     "fits says None": {"fits": lambda own, step: None},
     "fits raises": {"fits": raising(UntoldError())},
     "prepare raises": {"prepare": raising(RuntimeError("no memory"))},

@@ -93,27 +93,27 @@ SCHEDULERS: dict[str, dict[str, Change]] = {
             setattr(waiting[0], "finish_reason", "stop") or own(waiting, step)
         )
     },
-    "portions raises": {"portions": raising(UntoldError())},
-    "portions of zeros": {"portions": lambda own, running, *_: [0] * len(running)},
-    "portions of nobody": {"portions": lambda own, *_: []},
-    "portions below zero": {"portions": lambda own, running, *_: [-1] * len(running)},
-    "portions above what is there": {
-        "portions": lambda own, r, pending, *_: [n + 1 for n in pending]
+    "schedule raises": {"schedule": raising(UntoldError())},
+    "schedule of zeros": {"schedule": lambda own, running, *_: [0] * len(running)},
+    "schedule of nobody": {"schedule": lambda own, *_: []},
+    "schedule below zero": {"schedule": lambda own, running, *_: [-1] * len(running)},
+    "schedule above what is there": {
+        "schedule": lambda own, r, pending, *_: [n + 1 for n in pending]
     },
-    "portions as floats": {"portions": lambda own, r, pending, *_: [float(n) for n in pending]},
-    "portions as True": {"portions": lambda own, r, pending, *_: [True] * len(pending)},
-    "portions is None": {"portions": lambda own, *_: None},
-    "portions changes what is pending": {"portions": lambda own, r, pending, *_: pending.append(1)},
-    "portions says what is cached": {
-        "portions": lambda own, running, *rest: (
+    "schedule as floats": {"schedule": lambda own, r, pending, *_: [float(n) for n in pending]},
+    "schedule as True": {"schedule": lambda own, r, pending, *_: [True] * len(pending)},
+    "schedule is None": {"schedule": lambda own, *_: None},
+    "schedule changes what is pending": {"schedule": lambda own, r, pending, *_: pending.append(1)},
+    "schedule says what is cached": {
+        "schedule": lambda own, running, *rest: (
             setattr(running[0], "num_cached", 3) or own(running, *rest)
         )
     },
-    "portions takes a request out": {
-        "portions": lambda own, running, *rest: running.pop() and own(running, *rest)
+    "schedule takes a request out": {
+        "schedule": lambda own, running, *rest: running.pop() and own(running, *rest)
     },
-    "portions without an end": {"portions": lambda own, *_: itertools.repeat(1)},
-    **{f"portions gives {what}": {"portions": doing(deed)} for what, deed in DEEDS.items()},
+    "schedule without an end": {"schedule": lambda own, *_: itertools.repeat(1)},
+    **{f"schedule gives {what}": {"schedule": doing(deed)} for what, deed in DEEDS.items()},
     **{f"order gives {what}": {"order": doing(deed)} for what, deed in DEEDS.items()},
 }
 

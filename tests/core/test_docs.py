@@ -51,7 +51,9 @@ def test_every_hook_and_contract_is_documented() -> None:
     members = {n for n, m in vars(Backend).items() if inspect.isfunction(m) and n[0] != "_"}
     members |= {"name", "options", "auto_rank", "bind"}
     contracts = (KVCache, TransformersCache, Strategy, Search)
-    methods = members.union(*(c.__abstractmethods__ for c in contracts), {"refuse", "portions"})
+    methods = members.union(
+        *(c.__abstractmethods__ for c in contracts), {"refuse", "adjust_schedule"}
+    )
     wanted = {f"`{name}" for name in methods | set(FEATURES)} | {f"## {h}" for h in HOOKS.values()}
     assert {name for name in wanted if name not in text} == set()
 

@@ -71,7 +71,7 @@ class NewestFirst(FifoSchedule):
 class OneOnly(FifoSchedule):
     """Feeds the newest of those that run."""
 
-    def portions(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
+    def schedule(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
         newest = max(s.id for s in running)
         return [int(s.id == newest) * n for s, n in zip(running, pending, strict=True)]
 

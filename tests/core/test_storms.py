@@ -168,7 +168,7 @@ class Storm(Stepped):
         copies = set(assist._assistant._copies)
         assert copies <= set(self.open)
         cache = assist._assistant._cache
-        if cache.joins:
+        if cache.continuous:
             for group in cache.groups.values():
                 assert set(group.tables) == copies
                 if not copies:

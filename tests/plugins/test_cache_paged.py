@@ -226,7 +226,7 @@ def test_a_sequence_holds_as_many_pages_as_were_foreseen(
         assert store.admit(a)
         while True:
             left = len(a.tokens) - a.num_cached
-            (count,) = store.portions([a], [min(left, chunk or left)])
+            (count,) = store.adjust_schedule([a], [min(left, chunk or left)])
             step = feed(store, (a, count))
             most = max(most, len(store.groups[window].tables[1].pages))
             store.commit(step, [count])

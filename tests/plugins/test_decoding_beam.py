@@ -372,17 +372,17 @@ class Stingy(Schedule):
     def order(self, waiting: Any, step: int) -> list[Sequence]:
         return list(waiting)
 
-    def portions(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
+    def schedule(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
         return [n if i == step % len(pending) else 0 for i, n in enumerate(pending)]
 
 
 def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:
     with load(cache_implementation="paged") as engine:
-        engine._loop.schedule = CheckedSchedule(Stingy(), "stingy")
+        engine._loop.scheduler = CheckedSchedule(Stingy(), "stingy")
         assert engine.generate(PROMPT, max_new_tokens=3)[0].finish_reason == "length"
         assert_mistake(
             PluginError,
-            "^stingy: portions gives no request all of its beams$",
+            "^stingy: schedule gives no request all of its beams$",
             lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=3),
         )
 

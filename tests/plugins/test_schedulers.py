@@ -64,13 +64,13 @@ def test_who_is_overdue_goes_before_all_and_in_order_of_arrival(name: str) -> No
     name=st.sampled_from(sorted(SCHEDULES)),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
-def test_portions_spend_the_budget_and_not_more(
+def test_a_schedule_spends_the_budget_and_not_more(
     rows: list[tuple[int, int, int]], spare: int, patience: int, name: str
 ) -> None:
     running = [made(i, n, priority, at) for i, (n, priority, at) in enumerate(rows)]
     pending = [n for n, _, _ in rows]
     budget = len(rows) + spare
-    found = SCHEDULES[name](patience).portions(running, pending, budget, 10)
+    found = SCHEDULES[name](patience).schedule(running, pending, budget, 10)
     assert all(0 <= n <= p for n, p in zip(found, pending, strict=True))
     assert sum(found) == min(budget, sum(pending))
     assert all(n == 1 for n, p in zip(found, pending, strict=True) if p == 1)
@@ -80,10 +80,10 @@ def test_portions_spend_the_budget_and_not_more(
 
 def test_short_first_shares_a_step_by_what_is_left() -> None:
     running, pending = [made(0, 20), made(1, 6), made(2, 1), made(3, 9)], [20, 6, 1, 9]
-    assert SCHEDULES["fifo"](100).portions(running, pending, 12, 0) == [11, 0, 1, 0]
-    assert SCHEDULES["short-first"](100).portions(running, pending, 12, 0) == [0, 6, 1, 5]
+    assert SCHEDULES["fifo"](100).schedule(running, pending, 12, 0) == [11, 0, 1, 0]
+    assert SCHEDULES["short-first"](100).schedule(running, pending, 12, 0) == [0, 6, 1, 5]
     running[0].arrival = -200
-    assert SCHEDULES["short-first"](100).portions(running, pending, 12, 0) == [11, 0, 1, 0]
+    assert SCHEDULES["short-first"](100).schedule(running, pending, 12, 0) == [11, 0, 1, 0]
 
 
 Load = Callable[..., Any]
@@ -210,14 +210,14 @@ def test_patience_is_at_least_one_step() -> None:
 class Outside(Schedule):
     """Does as `fifo`, and then something to it."""
 
-    def __init__(self, order: Callable[..., Any], portions: Callable[..., Any]) -> None:
-        self._inner, self._order, self._portions = FifoSchedule(100), order, portions
+    def __init__(self, order: Callable[..., Any], schedule: Callable[..., Any]) -> None:
+        self._inner, self._order, self._schedule = FifoSchedule(100), order, schedule
 
     def order(self, waiting: Any, step: int) -> Any:
         return self._order(self._inner.order(waiting, step))
 
-    def portions(self, running: Any, pending: Any, budget: int, step: int) -> Any:
-        return self._portions(self._inner.portions(running, pending, budget, step), budget)
+    def schedule(self, running: Any, pending: Any, budget: int, step: int) -> Any:
+        return self._schedule(self._inner.schedule(running, pending, budget, step), budget)
 
 
 def same(found: Any, budget: int = 0) -> Any:
@@ -234,10 +234,10 @@ ORDERS: dict[str, Callable[..., Any]] = {
     "None": lambda found: None,
     "an error": lambda found: 1 // 0,
 }
-PORTIONS: dict[str, Callable[..., Any]] = {
+SCHEDULED: dict[str, Callable[..., Any]] = {
     "wrong length": lambda found, budget: found[1:],
     "too long": lambda found, budget: [*found, 0],
-    "more than pending": lambda found, budget: [found[0] + 1, *found[1:]],
+    "more than uncached": lambda found, budget: [found[0] + 1, *found[1:]],
     "less than nothing": lambda found, budget: [*found[:-1], -1],
     "all zeros": lambda found, budget: [0] * len(found),
     "no whole numbers": lambda found, budget: [n / 2 for n in found],
@@ -248,19 +248,19 @@ PORTIONS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("order", "portions"),
-    [*((order, same) for order in ORDERS.values()), *((same, p) for p in PORTIONS.values())],
-    ids=[*(f"order {name}" for name in ORDERS), *(f"portions {name}" for name in PORTIONS)],
+    ("order", "schedule"),
+    [*((order, same) for order in ORDERS.values()), *((same, p) for p in SCHEDULED.values())],
+    ids=[*(f"order {name}" for name in ORDERS), *(f"schedule {name}" for name in SCHEDULED)],
 )
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
 def test_a_scheduler_that_returns_nonsense_is_named(
-    order: Any, portions: Any, cache: str, monkeypatch: pytest.MonkeyPatch
+    order: Any, schedule: Any, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = jackfield.plan(model_of("llama"))["scheduler"].backend
     with monkeypatch.context() as patch:
-        patch.setattr(type(backend), "bind", lambda *_: Outside(order, portions))
+        patch.setattr(type(backend), "bind", lambda *_: Outside(order, schedule))
         engine = jackfield.load(model_of("llama"), cache_implementation=cache)
-    what = "order" if portions is same else "portions"
+    what = "order" if schedule is same else "schedule"
     with engine, pytest.raises(PluginError, match=rf"^scheduler 'fifo' of jackfield .*: {what} "):
         engine.generate(prompts((4, 5, 6)), max_new_tokens=3)
 
@@ -285,5 +285,5 @@ def test_a_scheduler_that_cuts_prompts_is_named_where_pieces_must_be_whole(
     with monkeypatch.context() as patch:
         patch.setattr(type(backend), "bind", lambda *_: Outside(same, lambda found, budget: [2]))
         engine = jackfield.load(model_of("llama"), cache_implementation="paged", deterministic=True)
-    with engine, pytest.raises(PluginError, match="gives nobody all that is pending"):
+    with engine, pytest.raises(PluginError, match="gives nobody all of its uncached tokens"):
         engine.generate(prompts((4,)), max_new_tokens=3)

@@ -100,11 +100,11 @@ class CacheUsage:
 class KVCache(ABC):
     """The keys and values of the running sequences, bound to one model.
 
-    A sequence enters with `admit`. Then, in every step: `portions` and `fits`, both again where the
-    step does not fit; `prepare`, the model's forward call, `commit`. Between two steps: `fork`,
-    `preempt`, `release`; `preempt` also where a step does not fit. All of it runs in the loop's
-    thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends without
-    `commit`; all sequences are then released.
+    A sequence enters with `admit`. Then, in every step: `adjust_schedule` and `fits`, both again
+    where the step does not fit; `prepare`, the model's forward call, `commit`. Between two steps:
+    `fork`, `preempt`, `release`; `preempt` also where a step does not fit. All of it runs in the
+    loop's thread; `refuse` and `usage` may be asked in others meanwhile. A step that fails ends
+    without `commit`; all sequences are then released.
 
     Changes: `num_cached` of sequences, as each method says. All else of a sequence is for reading.
 
@@ -115,14 +115,14 @@ class KVCache(ABC):
     a wrong text.
 
     Attributes:
-        joins: Whether a sequence may enter, or skip a step, at any time. Otherwise they enter
-            together, and each takes part in every step until it is released.
-        max_portion: How many tokens of a sequence a step feeds at most, drafts aside; None: any
+        continuous: Whether a sequence may enter, or skip a step, at any time: continuous batching.
+            Otherwise they enter together, and each takes part in every step until it is released.
+        max_chunk_size: How many tokens of a sequence a step feeds at most, drafts aside; None: any
             number. The loop sets it before the first sequence enters.
     """
 
-    joins: ClassVar[bool] = False
-    max_portion: int | None = None
+    continuous: ClassVar[bool] = False
+    max_chunk_size: int | None = None
 
     @abstractmethod
     def admit(self, sequence: Sequence) -> bool:
@@ -132,7 +132,8 @@ class KVCache(ABC):
         sequence was preempted. Its `tokens` are then the prompt and what it had generated.
 
         Changes: sets `num_cached` to how many of its tokens, from the first on, are there already:
-        0 to `len(tokens) - 1` where the cache `joins`, for the last token is always fed; else 0.
+        0 to `len(tokens) - 1` where the cache is `continuous`, for the last token is always fed;
+        else 0.
 
         Violations: PluginError for another number, for a no while nothing else is held, and, in
         the packed layout, for tokens that no sequence with the same `cache_salt` has fed.
@@ -180,8 +181,8 @@ class KVCache(ABC):
 
         Args:
             step: The feeds, each of a sequence that was admitted; `feed.start` is its
-                `num_cached`. In a cache with `joins = False` there is a feed for every row, of 0
-                tokens where it waits.
+                `num_cached`. In a cache with `continuous = False` there is a feed for every row,
+                of 0 tokens where it waits.
 
         Returns:
             The inputs; valid until the next `prepare`.
@@ -262,8 +263,8 @@ class KVCache(ABC):
         """Forget `dropped`; then the second of each pair begins with what is cached of the first.
 
         Called after `commit`, where the backend declares `forks`. In a cache with
-        `joins = False`, rows that stay keep their order, and the new ones come behind them in the
-        order of `copies`.
+        `continuous = False`, rows that stay keep their order, and the new ones come behind them in
+        the order of `copies`.
 
         Changes: sets `num_cached` of each second to that of its first; anything else is a
         PluginError.
@@ -294,11 +295,12 @@ class KVCache(ABC):
         del prompt_length, max_new_tokens, copies
         return None
 
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+    def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """How many tokens each of the running sequences feeds in this step.
 
-        For a cache whose rows move together: it evens them out. A cache with `joins = True` returns
-        `wanted`, as it does by default, or less where a pool is smaller, but at least 1 of each.
+        For a cache whose rows move together: it evens out what the scheduler wants. A cache with
+        `continuous = True` returns `wanted`, as it does by default, or less where a pool is
+        smaller, but at least 1 of each.
 
         Violations: PluginError for anything but whole numbers in these bounds, not all 0.
 
@@ -364,7 +366,7 @@ class PackedKVCache(KVCache):
             of its values, from 0 to below 1. In some steps they are read back and compared.
     """
 
-    joins: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     page_size: int | None = None
     rounding: float = 0.25
 

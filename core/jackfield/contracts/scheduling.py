@@ -11,7 +11,7 @@ from jackfield.contracts.sequences import Sequence
 
 
 class Schedule(ABC):
-    """A bound scheduler. The loop calls `order` when a request may enter, `portions` every step.
+    """A bound scheduler. The loop calls `order` when a request may enter, `schedule` every step.
 
     `step` counts the steps of the loop; `sequence.arrival` is the step before which a request came.
 
@@ -37,23 +37,25 @@ class Schedule(ABC):
         """
 
     @abstractmethod
-    def portions(
-        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    def schedule(
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
     ) -> list[int]:
         """Say how many tokens each feeds in this step; asked again after a preemption.
 
-        With `deterministic=True` less than all that is pending counts as 0, and giving nobody all
-        of it breaks the contract.
+        With `deterministic=True` less than `num_uncached_tokens[i]` counts as 0, and giving nobody
+        all of them breaks the contract.
 
         Args:
             running: All that run.
-            pending: How many tokens each can feed, at least 1; 1 for a sequence that decodes.
-            budget: How many all of them may feed together; at least the number of those that
+            num_uncached_tokens: How many tokens of each are not cached yet, at least 1 and at most
+                `prefill_chunk_size`; 1 for a sequence that decodes.
+            token_budget: How many all of them may feed together; at least the number of those that
                 decode.
             step: The number of the loop's steps so far.
 
         Returns:
-            One int each, 0 to `pending[i]`; in sum 1 to `budget`. Drafts are not counted here.
+            One int each, 0 to `num_uncached_tokens[i]`; in sum 1 to `token_budget`. Drafts are not
+            counted here.
         """
 
 

@@ -169,7 +169,7 @@ class Feed:
     Attributes:
         sequence: Whose part it is.
         start: Its `num_cached`: the position of the first token that is fed.
-        count: How many of its own tokens are fed; 0 only in a cache with `joins = False`.
+        count: How many of its own tokens are fed; 0 only in a cache with `continuous = False`.
         drafts: Token ids that are fed behind its last own token, to be verified; none otherwise.
     """
 

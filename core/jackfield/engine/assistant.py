@@ -122,13 +122,15 @@ class DraftModel:
             self._forget(copy)
         elif same < copy.num_cached:
             self._cache.truncate(copy, same)
-            if not copy.num_cached and self._cache.joins:  # it forgot all: to be admitted again
+            if (
+                not copy.num_cached and self._cache.continuous
+            ):  # it forgot all: to be admitted again
                 self._forget(copy)
 
     def _entered(self, guesses: list[_Guess]) -> list[_Guess]:
         """Those whose copies are in the cache, or can be taken in now."""
         new = [guess for guess in guesses if guess.copy.id not in self._copies]
-        if new and not self._cache.joins:  # its rows enter together: all begin anew
+        if new and not self._cache.continuous:  # its rows enter together: all begin anew
             self._release(list(self._copies.values()))
             new = guesses
         refused = set()
@@ -147,7 +149,7 @@ class DraftModel:
             copy = guess.copy
             count = min(CHUNK, max(0, len(copy.tokens) - copy.num_cached))
             feeds.append(Feed(copy, copy.num_cached, count, () if count else guess.drafts[-1:]))
-        if not self._cache.joins:  # there every row takes part in every step, in its place
+        if not self._cache.continuous:  # there every row takes part in every step, in its place
             fed = {feed.sequence.id: feed for feed in feeds}
             rows = self._copies.values()
             feeds = [fed.get(copy.id) or Feed(copy, copy.num_cached, 0) for copy in rows]

@@ -28,7 +28,7 @@ class BatchLimits:
     whole_chunks: bool = False
 
     @property
-    def max_portion(self) -> int | None:
+    def max_chunk_size(self) -> int | None:
         """How many tokens of one sequence a step feeds at most."""
         bounds = [b for b in (self.max_batch_tokens, self.prefill_chunk_size) if b is not None]
         return min(bounds, default=None)

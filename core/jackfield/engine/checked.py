@@ -91,7 +91,7 @@ class CheckedSchedule(Schedule):
         self._inner = inner
         self._name = name
         self._unchanged = partial(unchanged, self) if closely else _nothing
-        self._guards = {what: guarded(self, what) for what in ("order", "portions")}
+        self._guards = {what: guarded(self, what) for what in ("order", "schedule")}
 
     def __str__(self) -> str:
         return self._name
@@ -109,26 +109,28 @@ class CheckedSchedule(Schedule):
             )
         return found
 
-    def portions(
-        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    def schedule(
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
     ) -> list[int]:
-        running, pending = tuple(running), tuple(pending)
+        running, num_uncached_tokens = tuple(running), tuple(num_uncached_tokens)
         most = len(running) + 1
-        with self._guards["portions"], self._unchanged("portions", running):
-            found = list(islice(self._inner.portions(running, pending, budget, step), most))
+        with self._guards["schedule"], self._unchanged("schedule", running):
+            found = list(
+                islice(self._inner.schedule(running, num_uncached_tokens, token_budget, step), most)
+            )
             total = sum(found)
             right = (
-                len(found) == len(pending)
+                len(found) == len(num_uncached_tokens)
                 and set(map(type, found)) <= {int}
                 and min(found, default=0) >= 0
-                and all(map(le, found, pending))
-                and 0 < total <= budget
+                and all(map(le, found, num_uncached_tokens))
+                and 0 < total <= token_budget
             )
         if not right:
             raise fault(
                 self,
-                f"portions must return {len(pending)} whole numbers from 0 to what is "
-                f"pending {list(pending)}, 1 to {budget} in sum; got {quoted(found)}",
+                f"schedule must return {len(num_uncached_tokens)} whole numbers from 0 to "
+                f"{list(num_uncached_tokens)}, 1 to {token_budget} in sum; got {quoted(found)}",
             )
         return found
 

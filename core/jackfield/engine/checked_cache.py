@@ -35,7 +35,7 @@ class CheckedCache(GuardedCache):
             found = self.inner.admit(sequence)
         if type(found) is not bool:
             raise fault(self, f"admit must return True or False, got {quoted(found)}")
-        most = len(sequence.tokens) - 1 if self.joins else 0
+        most = len(sequence.tokens) - 1 if self.continuous else 0
         if found and not self._counts(sequence, 0, most):
             raise self._lost("admit", sequence, f"0 to {most}")
         return found
@@ -53,14 +53,14 @@ class CheckedCache(GuardedCache):
             f"{quoted(sequence.num_cached)}",
         )
 
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+    def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         left = list(wanted)
-        if not self.joins:
+        if not self.continuous:
             most = max(wanted)
             left = [min(most, len(s.tokens) - s.num_cached) for s in sequences]
-        with self._guards["portions"]:
-            found = self.inner.portions(tuple(sequences), list(wanted))
-            least = [int(self.joins and most > 0) for most in left]
+        with self._guards["adjust_schedule"]:
+            found = self.inner.adjust_schedule(tuple(sequences), list(wanted))
+            least = [int(self.continuous and most > 0) for most in left]
             right = (
                 len(found) == len(left)
                 and set(map(type, found)) == {int}
@@ -69,10 +69,10 @@ class CheckedCache(GuardedCache):
                 and any(found)
             )
         if not right:
-            few = "each at least 1 where one is wanted" if self.joins else "not all 0"
+            few = "each at least 1 where one is wanted" if self.continuous else "not all 0"
             raise fault(
                 self,
-                f"portions must return whole numbers, {few}, at most {quoted(left)}, got "
+                f"adjust_schedule must return whole numbers, {few}, at most {quoted(left)}, got "
                 f"{quoted(found)}",
             )
         return found
@@ -89,7 +89,7 @@ class CheckedCache(GuardedCache):
             found: Any = self.inner.prepare(step)
             if not isinstance(found, ModelInputs):
                 raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
-            flaw = _flaw(found, step, self.joins)
+            flaw = _flaw(found, step, self.continuous)
             self._spot = self._spots.next(step.feeds)
             # Reading tensors of another device waits for it.
             read = self._spot or found.kwargs["input_ids"].device.type == "cpu"
@@ -200,13 +200,15 @@ class CheckedCache(GuardedCache):
         return found
 
 
-def _flaw(inputs: ModelInputs, step: Step, joins: bool) -> str:
+def _flaw(inputs: ModelInputs, step: Step, continuous: bool) -> str:
     """What is wrong with the inputs of a step, in words; empty: nothing."""
     ids = inputs.kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long:
         return f"input_ids={quoted(ids)}"
     tokens = [feed.count + len(feed.drafts) for feed in step.feeds]
-    if ids.numel() < sum(tokens) or (joins and ids.numel() != sum(tokens) and ids.shape[0] == 1):
+    if ids.numel() < sum(tokens) or (
+        continuous and ids.numel() != sum(tokens) and ids.shape[0] == 1
+    ):
         return f"input_ids {list(ids.shape)} for {sum(tokens)} tokens"
     positions = inputs.kwargs.get("position_ids")
     if positions is not None and tuple(positions.shape[-2:]) != tuple(ids.shape):

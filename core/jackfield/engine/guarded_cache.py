@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
     "admit", "close", "commit", "preempt", "fits", "fix", "forget", "fork", "held_bytes",
-    "loosen", "portions", "prepare", "refuse", "release", "truncate", "usage",
+    "loosen", "adjust_schedule", "prepare", "refuse", "release", "truncate", "usage",
 )  # fmt: skip
 
 
@@ -37,15 +37,15 @@ class GuardedCache(KVCache):
         self.inner = inner
         self._who = who
         self._guards = {name: guarded(who, name) for name in CALLED}
-        self.joins = inner.joins  # type: ignore[misc]
+        self.continuous = inner.continuous  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """How much a step feeds at most is for the cache to know."""
-        if name == "max_portion":
-            self.inner.max_portion = value
+        if name == "max_chunk_size":
+            self.inner.max_chunk_size = value
         super().__setattr__(name, value)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class GuardedCache(KVCache):
     fork = _guarded("fork")
     held_bytes = _guarded("held_bytes")
     loosen = _guarded("loosen")
-    portions = _guarded("portions")
+    adjust_schedule = _guarded("adjust_schedule")
     refuse = _guarded("refuse")
     release = _guarded("release")
     truncate = _guarded("truncate")

@@ -36,15 +36,15 @@ class Loop:
         forward: Callable[[ModelInputs], torch.Tensor],
         cache: KVCache,
         decoding: Decoder,
-        schedule: Schedule,
+        scheduler: Schedule,
         limits: BatchLimits,
     ) -> None:
         self.forward = forward
         self.cache = cache
         self.decoding = decoding
-        self.schedule = schedule
+        self.scheduler = scheduler
         self.limits = limits
-        cache.max_portion = limits.max_portion
+        cache.max_chunk_size = limits.max_chunk_size
         self.waiting: dict[int, RunningSequence] = {}
         self.running: list[RunningSequence] = []
         self._timed: dict[int, RunningSequence] = {}  # those with a deadline
@@ -111,7 +111,7 @@ class Loop:
         events = []
         neglected, self._neglected = self._neglected, []
         for sequence in neglected:
-            why = f"{self.schedule} passed it over {sequence.passed_over} times for later requests"
+            why = f"{self.scheduler} passed it over {sequence.passed_over} times for later requests"
             for event in self.cancel(sequence, why):
                 event.sequence.finish_reason = "error"
                 events.append(event)
@@ -135,14 +135,14 @@ class Loop:
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
         free = self.limits.max_batch_size - len(self.running)
-        closed = self._full or (self.running and not self.cache.joins)
+        closed = self._full or (self.running and not self.cache.continuous)
         if free < 1 or not self.waiting or closed:
             return
         ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
         entered = []
-        for first in self.schedule.order(ready, self.steps):
+        for first in self.scheduler.order(ready, self.steps):
             sequence = self.waiting[first.id]
             free -= len(sequence.members)
             if free < 0:
@@ -171,7 +171,7 @@ class Loop:
         """Whether the prompt it shares is still being read by another, to be found in the cache."""
         leader = sequence.leader
         return (
-            self.cache.joins
+            self.cache.continuous
             and leader is not None
             and leader.finish_reason is None
             and leader.num_cached < leader.prompt_length
@@ -196,9 +196,9 @@ class Loop:
 
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        pending = [self._pending(sequence) for sequence in self.running]
+        uncached = [self._num_uncached(sequence) for sequence in self.running]
         budget = self.limits.max_batch_tokens or UNLIMITED
-        wanted = self.schedule.portions(self.running, pending, budget, self.steps)
+        wanted = self.scheduler.schedule(self.running, uncached, budget, self.steps)
         for sequence, count in zip(self.running, wanted, strict=True):
             if count:
                 sequence.passed_over = 0
@@ -206,26 +206,26 @@ class Loop:
                 self._pass_over(sequence)
         if self.limits.whole_chunks:
             wanted = [
-                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, pending, strict=True)
+                n if n == all_of_it else 0 for n, all_of_it in zip(wanted, uncached, strict=True)
             ]
             if not any(wanted):
-                raise fault(self.schedule, "portions gives nobody all that is pending")
-        counts = self.cache.portions(self.running, wanted)
+                raise fault(self.scheduler, "schedule gives nobody all of its uncached tokens")
+        counts = self.cache.adjust_schedule(self.running, wanted)
         if self.decoding.searcher is not None:
             counts = self._together(counts)
         feeds = []
         for sequence, count in zip(self.running, counts, strict=True):
-            if count or not self.cache.joins:
+            if count or not self.cache.continuous:
                 feed = RunningFeed(sequence, sequence.num_cached, count, drafts[sequence])
                 feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
         return RunningStep(feeds)
 
-    def _pending(self, sequence: RunningSequence) -> int:
+    def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
         left = len(sequence.tokens) - sequence.num_cached
         if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
-        return min(left, self.limits.max_portion or left)
+        return min(left, self.limits.max_chunk_size or left)
 
     def _together(self, counts: list[int]) -> list[int]:
         """A group is decided as a whole: who is ready before the others keeps its last token."""
@@ -238,7 +238,7 @@ class Loop:
             for s, n in rows
         ]
         if not any(held):
-            raise fault(self.schedule, "portions gives no request all of its beams")
+            raise fault(self.scheduler, "schedule gives no request all of its beams")
         return held
 
     def _preempt(self, sequence: RunningSequence) -> None:

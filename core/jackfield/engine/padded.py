@@ -89,7 +89,7 @@ class PaddedKVCache(KVCache):
             f"'max_cache_len={needed}'"
         )
 
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+    def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """Columns of the block, so that a chunk leaves no hole: a shorter row waits at its left."""
         left = [len(sequence.tokens) - sequence.num_cached for sequence in sequences]
         later = max(left) - max(wanted)

@@ -155,7 +155,7 @@ def _chunks(engine: Engine, sequence: Any, ids: Sequence[int]) -> Any:
 
     needs, cache = engine.plan.requirements, engine._loop.cache
     last = len(ids) - 1
-    size = last if needs.whole_prompt else min(last, _CHUNK, cache.max_portion or _CHUNK)
+    size = last if needs.whole_prompt else min(last, _CHUNK, cache.max_chunk_size or _CHUNK)
     for start in range(0, last, size):
         sequence.tokens = list(ids[: start + 1])
         yield Step([Feed(sequence, start, 1, list(ids[start + 1 : min(start + size, last)]))])

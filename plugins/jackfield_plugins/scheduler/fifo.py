@@ -54,20 +54,24 @@ class FifoSchedule(Schedule):
         """What orders the requests that are not overdue; smaller goes first."""
         return (-sequence.settings.priority, sequence.id)
 
-    def portions(
-        self, running: Seq[Sequence], pending: Seq[int], budget: int, step: int
+    def schedule(
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
     ) -> list[int]:
-        found = [int(count == 1) for count in pending]  # decode never waits for a prompt
-        left = budget - sum(found)
-        for row in self.prompts(running, pending, step):
-            found[row] = min(pending[row], left)
+        found = [
+            int(count == 1) for count in num_uncached_tokens
+        ]  # decode never waits for a prompt
+        left = token_budget - sum(found)
+        for row in self.prompts(running, num_uncached_tokens, step):
+            found[row] = min(num_uncached_tokens[row], left)
             left -= found[row]
         return found
 
-    def prompts(self, running: Seq[Sequence], pending: Seq[int], step: int) -> list[int]:
+    def prompts(
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], step: int
+    ) -> list[int]:
         """The rows that feed more than one token, the one that is served first at the front."""
         del running, step
-        return [row for row, count in enumerate(pending) if count > 1]
+        return [row for row, count in enumerate(num_uncached_tokens) if count > 1]
 
 
 @hookimpl

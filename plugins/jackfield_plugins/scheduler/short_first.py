@@ -33,8 +33,10 @@ class ShortFirstSchedule(FifoSchedule):
         left = len(sequence.tokens) - sequence.num_cached
         return (-sequence.settings.priority, left, sequence.id)
 
-    def prompts(self, running: Seq[Sequence], pending: Seq[int], step: int) -> list[int]:
-        rows = super().prompts(running, pending, step)
+    def prompts(
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], step: int
+    ) -> list[int]:
+        rows = super().prompts(running, num_uncached_tokens, step)
         return sorted(rows, key=lambda row: self.place(running[row], step))
 
 

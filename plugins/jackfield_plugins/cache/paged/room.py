@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Room:
     """Counts the pages of `groups`, which hold `num_tokens` tokens; None: as many as needed.
 
-    `running` are the sequences that hold pages. A step feeds `portion` tokens of one at most; None:
+    `running` are the sequences that hold pages. A step feeds `chunk` tokens of one at most; None:
     all that it has.
     """
 
@@ -26,7 +26,7 @@ class Room:
         self._num_tokens = num_tokens
         self._running = running
 
-    def for_more(self, sequence: Sequence, shared: Seq[list[int]], portion: int | None) -> bool:
+    def for_more(self, sequence: Sequence, shared: Seq[list[int]], chunk: int | None) -> bool:
         """Whether what the sequence has so far fits beside what the others have so far.
 
         In each group it shares the pages `shared`. Each of the others keeps a page to grow into, so
@@ -36,16 +36,16 @@ class Room:
             return True
         tokens = len(sequence.tokens)
         for group, pages in zip(self._groups, shared, strict=True):
-            needed = group.pages_for(tokens, tokens, portion) - len(pages)
+            needed = group.pages_for(tokens, tokens, chunk) - len(pages)
             revived = sum(map(group.allocator.is_kept, pages))
-            if needed + revived + self._owed(group, portion) > group.allocator.num_free:
+            if needed + revived + self._owed(group, chunk) > group.allocator.num_free:
                 return False
         return True
 
-    def for_swapped(self, sequence: Sequence, counts: Seq[int], portion: int | None) -> bool:
+    def for_swapped(self, sequence: Sequence, counts: Seq[int], chunk: int | None) -> bool:
         """The same for a sequence that needs so many pages in each group, and one to grow into."""
         return self._alone(sequence) or all(
-            count + 1 + self._owed(group, portion) <= group.allocator.num_free
+            count + 1 + self._owed(group, chunk) <= group.allocator.num_free
             for group, count in zip(self._groups, counts, strict=True)
         )
 
@@ -53,17 +53,17 @@ class Room:
         """Whether nobody runs but its own group, which was found to fit when it came."""
         return all(other in sequence.members for other in self._running.values())
 
-    def _owed(self, group: LayerGroup, portion: int | None) -> int:
+    def _owed(self, group: LayerGroup, chunk: int | None) -> int:
         """The pages that running sequences still need for what they have, and to grow into."""
-        return sum(self._owed_to(group, sequence, portion) for sequence in self._running.values())
+        return sum(self._owed_to(group, sequence, chunk) for sequence in self._running.values())
 
-    def _owed_to(self, group: LayerGroup, sequence: Sequence, portion: int | None) -> int:
+    def _owed_to(self, group: LayerGroup, sequence: Sequence, chunk: int | None) -> int:
         tokens = len(sequence.tokens)
         missing = group.missing(sequence.id, sequence.num_cached, tokens)
-        most = group.pages_for(tokens, tokens, portion)
+        most = group.pages_for(tokens, tokens, chunk)
         return 1 + min(missing, max(0, most - len(group.tables[sequence.id].pages)))
 
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+    def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
         """As wanted, or as much as the pool of a window holds, which may be less than a prompt."""
         if self._num_tokens is None:
             return wanted
@@ -86,11 +86,11 @@ class Room:
         )
 
     def refuse(
-        self, prompt_length: int, max_new_tokens: int, copies: int, portion: int | None
+        self, prompt_length: int, max_new_tokens: int, copies: int, chunk: int | None
     ) -> str | None:
         """Why a request of this size can never be held; None: it can."""
         tokens = prompt_length + max_new_tokens - 1
-        size = (tokens, prompt_length, portion)
+        size = (tokens, prompt_length, chunk)
         if self._num_tokens is None or all(
             copies * group.pages_for(*size) <= group.allocator.capacity for group in self._groups
         ):

@@ -112,7 +112,7 @@ class PagedKVCache(PackedKVCache):
     def admit(self, sequence: Sequence) -> bool:
         if sequence.id in self._swapped:
             if not self._room.for_swapped(
-                sequence, self._swapped.pages(sequence.id), self.max_portion
+                sequence, self._swapped.pages(sequence.id), self.max_chunk_size
             ):
                 return False
             if (tokens := self._swapped.back(sequence.id)) is not None:
@@ -120,7 +120,7 @@ class PagedKVCache(PackedKVCache):
                 self._running[sequence.id] = sequence
                 return True
         hits, pages = self._find_prefix(sequence)
-        if not self._room.for_more(sequence, pages, self.max_portion):
+        if not self._room.for_more(sequence, pages, self.max_chunk_size):
             return False
         for group, shared in zip(self.groups.values(), pages, strict=True):
             group.adopt(sequence.id, shared, hits)
@@ -153,14 +153,14 @@ class PagedKVCache(PackedKVCache):
         self._drop(sequence)
         sequence.num_cached = 0
 
-    def portions(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
-        return self._room.portions(sequences, wanted)
+    def adjust_schedule(self, sequences: Seq[Sequence], wanted: list[int]) -> list[int]:
+        return self._room.adjust_schedule(sequences, wanted)
 
     def fits(self, step: Step) -> bool:
         return self._room.for_step(step)
 
     def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
-        return self._room.refuse(prompt_length, max_new_tokens, copies, self.max_portion)
+        return self._room.refuse(prompt_length, max_new_tokens, copies, self.max_chunk_size)
 
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0
