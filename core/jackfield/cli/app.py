@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from jackfield.cli.chat import chat
+from jackfield.cli.check import check
 from jackfield.cli.doctor import doctor
 from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
@@ -77,6 +78,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain,
     "memory": memory,
     "doctor": doctor,
+    "check": check,
 }
 for name, command in COMMANDS.items():
     app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))

@@ -1,0 +1,99 @@
+"""`jackfield check`: proves of an installed backend what it declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jackfield.cli.options import JsonOption
+from jackfield.cli.output import console, print_json, say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jackfield.testing.checks import Verdict
+    from jackfield.testing.report import Report
+
+COLORS = {"passed": "green", "failed": "bold red", "refused": "dim", "not tried": "yellow"}
+
+
+def check(
+    backend: Annotated[
+        str,
+        typer.Argument(metavar="BACKEND", help="As in a selection: plugin:name?option=value."),
+    ],
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Where several kinds have that name.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Checks whose names fit, as 'packed.*'; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    limit: Annotated[
+        float, typer.Option(help="A factor on the time that each check may take.")
+    ] = 1.0,
+    list_: Annotated[bool, typer.Option("--list", help="Only list the checks.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML page.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check an installed backend: each capability that it declares, against a reference.
+
+    What it does not declare must be refused. Every check runs in another process, with a time
+    limit, on small random models: no network, no GPU. The exit code is 1 where a check fails.
+
+    Example: jackfield check plugin:sdpa --kind attention
+    """
+    from jackfield.testing.process import Job, chosen, run
+    from jackfield.testing.report import report_of
+    from jackfield.testing.subject import subject_of
+    from jackfield.testing.suites import checks_of
+
+    patterns = tuple(only or ())
+    subject = subject_of(backend, kind, seed=seed, device=device)
+    checks = chosen(checks_of(subject), patterns)
+    if not checks:
+        raise _nothing(patterns)
+    if list_:
+        for one in checks:
+            print(f"{one.name}  ({one.capability})")
+        return
+    out = console()
+    job = Job(subject.selection, subject.kind, patterns, seed, device, limit)
+    report = report_of(subject, run(job, (lambda _: None) if json else lambda v: _tell(out, v)))
+    if html is not None:
+        html.write_text(report.html(), encoding="utf-8")
+    if json:
+        print_json(report.to_dict())
+    else:
+        _summary(report)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _nothing(patterns: tuple[str, ...]) -> Exception:
+    from jackfield.errors import UsageError
+
+    return UsageError(f"no check fits {', '.join(patterns)}; `--list` lists their names")
+
+
+def _tell(out: Console, verdict: Verdict) -> None:
+    from rich.text import Text
+
+    line = Text(f"{verdict.outcome:<9} ", style=COLORS[verdict.outcome])
+    line.append(verdict.name, style="default not bold")
+    if verdict.outcome in ("failed", "not tried"):
+        line.append(f"\n          {verdict.message}", style="default not bold")
+    if verdict.case:
+        line.append(f"\n          smallest case: {verdict.case}", style="default not bold")
+    out.print(line, soft_wrap=True)
+
+
+def _summary(report: Report) -> None:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in report.counts.items())
+    say(f"{report.backend}: {counts} (seed {report.seed}, {report.hardware})")

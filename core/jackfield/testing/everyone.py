@@ -1,0 +1,24 @@
+"""What every backend must do, whatever its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jackfield.contracts import Backend
+from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.subject import Subject
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """What does not depend on the kind."""
+
+    def available(_: object) -> None:
+        if reasons := subject.registered.ask("available"):
+            raise WrongError(f"cannot run on this machine: {'; '.join(map(str, reasons))}")
+
+    def own_class(_: object) -> None:
+        if not isinstance(subject.backend, Backend):
+            raise WrongError(f"is not a Backend but {type(subject.backend).__name__}")
+
+    yield Check("everyone.available", "contract", available)
+    yield Check("everyone.class", "contract", own_class)

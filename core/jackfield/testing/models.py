@@ -1,0 +1,139 @@
+"""Small models with random weights and sharp settings, so that what a backend gets wrong shows.
+
+Weights are drawn wide and embeddings are untied: what a model says depends on everything that it
+has read. Windows are shorter than the prompts, caps on scores are low, and no two sizes are equal
+(heads, queries, keys, head sizes), so that what is exchanged cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 97
+WINDOW = 4
+CONTEXT = 192
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.35,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MIXED = ["sliding_attention", "full_attention"]
+_NO_GROUPS = {"num_key_value_heads": 4}
+
+#: name -> the config's class, and its arguments. Named for what the attention needs.
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "plain": ("LlamaConfig", {**_COMMON, **_NO_GROUPS}),
+        "grouped_query": ("LlamaConfig", {**_COMMON, "head_dim": 10}),
+        "multi_query": ("LlamaConfig", {**_COMMON, "num_key_value_heads": 1}),
+        "sliding_window": ("MistralConfig", {**_COMMON, "sliding_window": WINDOW}),
+        "mixed_windows": (
+            "Qwen2Config",
+            {
+                **_COMMON,
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "max_window_layers": 1,
+            },
+        ),
+        "softcap": (
+            "Gemma2Config",
+            {
+                **_COMMON,
+                "head_dim": 12,
+                "query_pre_attn_scalar": 7,
+                "attn_logit_softcapping": 0.05,
+                "sliding_window": WINDOW,
+                "layer_types": _MIXED,
+            },
+        ),
+        "sinks": (
+            "GptOssConfig",
+            {
+                **_COMMON,
+                "head_dim": 12,
+                "sliding_window": WINDOW,
+                "layer_types": _MIXED,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+    }
+)
+
+
+def config_of(name: str) -> transformers.PreTrainedConfig:
+    """The config of one of `MODELS`."""
+    cls, arguments = MODELS[name]
+    config = getattr(transformers, cls)(**arguments)
+    config._experts_implementation = "eager"  # the grouped product takes no float64
+    return config  # type: ignore[no-any-return]
+
+
+def build(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> transformers.PreTrainedModel:
+    """A new model with the weights of `seed`, in eval mode, on the CPU."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(name), attn_implementation="eager"
+        )
+        for own, parameter in model.named_parameters():
+            if "sink" in own:
+                torch.nn.init.normal_(parameter)
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+class Reference:
+    """What a model says when all is computed again: one sequence alone, eager, in float64.
+
+    `bound` is how far logits in the model's own dtype may be off, as an absolute number: four times
+    what plain transformers is off in that dtype, over the same tokens.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self._own = copy.deepcopy(model).eval()
+        self._own.set_attn_implementation("eager")
+        self._exact = copy.deepcopy(self._own).double()
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        """float64 `[tokens, vocab]`: what follows each of `tokens`. Kept, and not to be changed."""
+        for known, logits in self._known.items():
+            if known[: len(tokens)] == tokens:
+                return logits[: len(tokens)]
+        found = _all_logits(self._exact, tokens).double()
+        self._known[tokens] = found
+        return found
+
+    def bound(self, tokens: tuple[int, ...]) -> float:
+        """See the class."""
+        exact = self.logits(tokens)
+        plain = _all_logits(self._own, tokens).double()
+        least = 32 * torch.finfo(self._own.dtype).eps * float(exact.std())
+        return max(4 * float((plain - exact).abs().max()), least)
+
+
+@torch.inference_mode()
+def _all_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
+    ids = torch.tensor([tokens], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0].cpu()  # type: ignore[no-any-return]
