@@ -330,22 +330,22 @@ class RightCache(PackedKVCache):
 
     def fits(self, step: Any) -> bool:
         """Now and then it is full, so that drafts are left out and somebody is preempted."""
-        alone = len({feed.sequence.members[0].id for feed in step.feeds}) == 1
+        alone = len({item.sequence.members[0].id for item in step.scheduled}) == 1
         self.calls += 1
         return alone or self.calls % 9 not in (7, 8)
 
     def prepare(self, step: Any) -> ModelInputs:
         ids, positions, spans, last = [], [], [], []
-        keep = 1 + max(len(feed.drafts) for feed in step.feeds)
-        for feed in step.feeds:
-            end = feed.start + len(feed.token_ids)
+        keep = 1 + max(len(item.drafts) for item in step.scheduled)
+        for item in step.scheduled:
+            end = item.start + len(item.token_ids)
             for group in self.groups:
                 if self.design.moves:
-                    self._move(group, feed.sequence.id)
-                group.own(feed.sequence.id, feed.start, end)
-            spans.append(Span(len(ids), len(feed.token_ids), end))
-            ids += feed.token_ids
-            positions += range(feed.start, end)
+                    self._move(group, item.sequence.id)
+                group.own(item.sequence.id, item.start, end)
+            spans.append(Span(len(ids), len(item.token_ids), end))
+            ids += item.token_ids
+            positions += range(item.start, end)
             last += [max(0, len(ids) - keep + i) for i in range(keep)]
         starts = [*(s.query_start for s in spans), len(ids)]
         packed = PackedStep(
@@ -355,10 +355,10 @@ class RightCache(PackedKVCache):
             max(s.query_len for s in spans),
             max(s.kv_len for s in spans),
         )
-        numbers = [feed.sequence.id for feed in step.feeds]
+        numbers = [item.sequence.id for item in step.scheduled]
         self._laid = [
             (n, f.start, f.start + len(f.token_ids))
-            for n, f in zip(numbers, step.feeds, strict=True)
+            for n, f in zip(numbers, step.scheduled, strict=True)
         ]
         for group in self.groups:
             group.now = self._tables(group, numbers, packed)
@@ -397,9 +397,9 @@ class RightCache(PackedKVCache):
         return PackedLayer(pool.keys, pool.values, group.now)
 
     def commit(self, step: Any, kept: Any) -> None:
-        for feed, count in zip(step.feeds, kept, strict=True):
-            number = feed.sequence.id
-            feed.sequence.num_cached = cached = feed.start + count
+        for item, count in zip(step.scheduled, kept, strict=True):
+            number = item.sequence.id
+            item.sequence.num_cached = cached = item.start + count
             for group in self.groups:
                 group.cut(number, cached)
                 if group.window is not None:

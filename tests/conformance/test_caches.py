@@ -44,11 +44,11 @@ def test_a_ragged_batch_equals_the_oracle(
         found = engine.generate(prompts(LENGTHS), max_new_tokens=COUNT)
         seen = engine.report()["cache"]
     assert [completion.token_ids for completion in found] == references(family, LENGTHS, COUNT)
-    feeds = -(-max(LENGTHS) // chunk) if chunk else 1
+    prefills = -(-max(LENGTHS) // chunk) if chunk else 1
     if cache == "paged":  # nobody waits for the longest prompt
-        assert seen.calls == feeds + COUNT - 1
+        assert seen.calls == prefills + COUNT - 1
     else:
-        assert (seen.name, seen.calls) == (cache, feeds + COUNT - 1)
+        assert (seen.name, seen.calls) == (cache, prefills + COUNT - 1)
 
 
 @pytest.mark.parametrize(("family", "cache", "attention"), runs)

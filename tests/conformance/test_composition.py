@@ -132,7 +132,7 @@ def test_texts_end_by_tokens_by_structures_and_by_nothing() -> None:
 def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     honest = Structures._masks
-    monkeypatch.setattr(Structures, "_masks", lambda self, feeds: honest(self, feeds).fill_(-1))
+    monkeypatch.setattr(Structures, "_masks", lambda self, wanted: honest(self, wanted).fill_(-1))
     assert cells_of_decoding.run("llama", "sample", "dynamic").outcome == "equal"
     caught = cells_of_decoding.run("llama", "sample, structured", "dynamic")
     assert (caught.outcome, "batch 1" in caught.note) == ("wrong", True)

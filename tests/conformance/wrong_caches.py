@@ -107,8 +107,8 @@ def counting(change: Callable[[int], Any]) -> Change:
 
     def commit(own: Change, step: Any, kept: Any) -> None:
         own(step, kept)
-        for feed in step.feeds:
-            feed.sequence.num_cached = change(feed.sequence.num_cached)
+        for item in step.scheduled:
+            item.sequence.num_cached = change(item.sequence.num_cached)
 
     return commit
 
@@ -236,7 +236,7 @@ def _skips(own: Change, layer: int, keys: Any, values: Any) -> Any:
 def after_commit(deed: Callable[[Any], Any]) -> Change:
     def commit(own: Change, step: Any, kept: Any) -> None:
         own(step, kept)
-        deed(step.feeds[0].sequence)
+        deed(step.scheduled[0].sequence)
 
     return commit
 
@@ -302,7 +302,9 @@ BOTH: dict[str, dict[str, Change]] = {
     "commit counts one more": {"commit": counting(lambda n: n + 1)},
     "commit counts one less": {"commit": counting(lambda n: n - 1)},
     "commit counts floats": {"commit": counting(lambda n: n + 0.5)},
-    "commit adds a token": {"commit": lambda own, step, _: step.feeds[0].sequence.tokens.append(1)},
+    "commit adds a token": {
+        "commit": lambda own, step, _: step.scheduled[0].sequence.tokens.append(1)
+    },
     "release raises": {"release": raising(MemoryError("no room"))},
     "refuse says False": {"refuse": lambda own, *args: False},
     "refuse raises": {"refuse": raising(KeyError("size"))},
@@ -325,8 +327,8 @@ PACKED: dict[str, dict[str, Change]] = {
     "prepare with the first logits": {"prepare": keeping(lambda keep, n: torch.arange(2))},
     "prepare with too many logits": {"prepare": keeping(lambda keep, n: n + 1)},
     "prepare with an odd number of logits": {"prepare": keeping(lambda keep, n: torch.arange(1))},
-    "feeds in another order": {
-        "prepare": lambda own, step: own(replace(step, feeds=step.feeds[::-1]))
+    "sequences in another order": {
+        "prepare": lambda own, step: own(replace(step, scheduled=step.scheduled[::-1]))
     },
     "claims a prefix that nobody fed": {"admit": _claim},
     "pages of another row": {"write": tables(_rows(_foreign))},

@@ -179,7 +179,7 @@ def test_one_that_waits_is_cancelled_before_anything_is_computed_for_it(
         "",
     )
     assert running.result(60).token_ids == alone[0].token_ids
-    assert {feed.sequence.id for step in steps for feed in step.feeds} == {running.id}
+    assert {item.sequence.id for step in steps for item in step.scheduled} == {running.id}
 
 
 def test_one_whose_prompt_is_read_is_cancelled_after_that_step(load: Load, alone: Any) -> None:
@@ -277,7 +277,7 @@ def test_a_higher_priority_enters_first(load: Load, monkeypatch: Any) -> None:
     gate.lift()
     for request in later:
         request.result(60)
-    order = list(dict.fromkeys(step.feeds[0].sequence.id for step in steps))
+    order = list(dict.fromkeys(step.scheduled[0].sequence.id for step in steps))
     assert order == [first.id, later[1].id, later[3].id, later[0].id, later[2].id]
 
 

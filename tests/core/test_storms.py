@@ -120,8 +120,8 @@ class Storm(Stepped):
                     if event.sequence.finish_reason == "cancelled":
                         assert event.sequence.error == f"its deadline of {LONG} s passed"
             for step in self.steps[before:]:
-                assert 0 < sum(feed.count for feed in step.feeds) <= self.budget
-                fed = {feed.sequence.id for feed in step.feeds}
+                assert 0 < sum(item.num_tokens for item in step.scheduled) <= self.budget
+                fed = {item.sequence.id for item in step.scheduled}
                 assert not fed & cancelled
 
     def end(self, sequence: Sequence) -> None:

@@ -149,7 +149,7 @@ class Storm(Stepped):
 
     def check(self, step: Step) -> None:
         """Beams are fed the last of their tokens in the same step, or none of them is."""
-        fed = [feed.sequence.id for feed in step.feeds]
+        fed = [item.sequence.id for item in step.scheduled]
         assert len(fed) == len(set(fed)) <= SIZE
         for group in {s.group for s in self.loop.running if s.group is not None}:
             assert len({len(beam.tokens) for beam in group.beams}) == 1

@@ -12,7 +12,7 @@ import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
 
 import jackfield
-from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.errors import CacheFullError, ExecutionError, PlanError
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
 from jackfield_plugins.cache.paged.store import PagedKVCache
@@ -59,7 +59,7 @@ def sequence(number: int, length: int) -> Sequence:
 
 def feed(store: PagedKVCache, *parts: tuple[Sequence, int], drafts: tuple[int, ...] = ()) -> Step:
     """One step of every part's next `count` tokens; keys and values are the tokens' positions."""
-    step = Step([Feed(s, s.num_cached, count, drafts) for s, count in parts])
+    step = Step([ScheduledSequence(s, s.num_cached, count, drafts) for s, count in parts])
     inputs = store.prepare(step)
     at = inputs.kwargs["position_ids"][0].double()[:, None, None].expand(-1, 2, 3)
     store.write(0, at, -at)
@@ -259,9 +259,11 @@ def test_a_step_fits_as_long_as_there_are_pages() -> None:
     assert store.admit(a)
     step = feed(store, (a, 4))
     store.commit(step, [4])
-    assert store.fits(Step([Feed(a, 4, 4), Feed(b, 0, 4)]))
-    assert not store.fits(Step([Feed(a, 4, 4), Feed(b, 0, 5)]))
-    assert not store.fits(Step([Feed(a, 4, 1, (1, 2, 3, 4)), Feed(b, 0, 4)]))
+    assert store.fits(Step([ScheduledSequence(a, 4, 4), ScheduledSequence(b, 0, 4)]))
+    assert not store.fits(Step([ScheduledSequence(a, 4, 4), ScheduledSequence(b, 0, 5)]))
+    assert not store.fits(
+        Step([ScheduledSequence(a, 4, 1, (1, 2, 3, 4)), ScheduledSequence(b, 0, 4)])
+    )
 
 
 def write(store: PagedKVCache, s: Sequence) -> None:
@@ -497,10 +499,10 @@ def test_of_those_that_share_a_page_the_last_keeps_it() -> None:
     store.fork([(a, other) for other in others], [])
     list.append(a.tokens, 6)
     group = store.groups[None]
-    step = Step([Feed(s, 6, 1) for s in (a, *others)])
+    step = Step([ScheduledSequence(s, 6, 1) for s in (a, *others)])
     free = group.allocator.num_free
     assert sum(group.missing(s.id, 6, 7) for s in (a, *others)) == 3
-    assert group.missing_of(step.feeds) == 2
+    assert group.missing_of(step.scheduled) == 2
     for _ in range(free - 2):
         group.allocator.take(None)
     assert store.fits(step)

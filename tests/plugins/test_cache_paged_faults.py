@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.errors import ExecutionError
 from jackfield_plugins.cache.paged import pools
 from jackfield_plugins.cache.paged.store import PagedKVCache
@@ -29,14 +29,14 @@ def grown(cache: PagedKVCache, lengths: list[int], first: int = 0) -> list[Seque
     for sequence in found:
         assert cache.admit(sequence)
         count = len(sequence.tokens) - 1
-        step = Step([Feed(sequence, 0, count)])
+        step = Step([ScheduledSequence(sequence, 0, count)])
         cache.prepare(step)
         cache.commit(step, [count])
     return found
 
 
 def decoding(sequences: list[Sequence]) -> Step:
-    return Step([Feed(s, s.num_cached, 1) for s in sequences])
+    return Step([ScheduledSequence(s, s.num_cached, 1) for s in sequences])
 
 
 class FailsOnce:
@@ -116,7 +116,7 @@ def test_a_pool_that_failed_to_grow_grows_the_next_time(
 def written(cache: PagedKVCache, sequence: Sequence, count: int) -> Sequence:
     """A sequence with its first `count` tokens cached; keys are their positions."""
     assert cache.admit(sequence)
-    step = Step([Feed(sequence, 0, count)])
+    step = Step([ScheduledSequence(sequence, 0, count)])
     at = cache.prepare(step).kwargs["position_ids"][0].float()[:, None, None]
     for layer in range(2):
         cache.write(layer, at, -at)
@@ -131,7 +131,7 @@ def test_pools_of_another_dtype_that_could_not_be_made_are_made_the_next_time(
     cache.allocate([((1, 1), (1, 1))], "float16")
     one = begun(0, 3)
     cache.admit(one)
-    cache.prepare(Step([Feed(one, 0, 3)]))
+    cache.prepare(Step([ScheduledSequence(one, 0, 3)]))
     states = torch.ones(3, 1, 1)
     with monkeypatch.context() as patch:
         zeros = torch.Tensor.new_zeros

@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting_device import DEVICE, counting_device
 
-from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
 from jackfield.engine.checked_packed import CheckedPackedCache
 from jackfield.errors import ExecutionError, PluginError
 from jackfield_plugins.cache.paged.store import PagedKVCache
@@ -28,7 +28,7 @@ def grown(cache: Any, lengths: list[int], first: int = 0) -> list[Sequence]:
     for number, length in enumerate(lengths, first):
         sequence = Sequence(number, list(range(50, 50 + length)), Settings(max_new_tokens=40))
         assert cache.admit(sequence)
-        step = Step([Feed(sequence, 0, length - 1)])
+        step = Step([ScheduledSequence(sequence, 0, length - 1)])
         cache.prepare(step)
         cache.commit(step, [length - 1])
         found.append(sequence)
@@ -36,7 +36,7 @@ def grown(cache: Any, lengths: list[int], first: int = 0) -> list[Sequence]:
 
 
 def decoding(sequences: list[Sequence]) -> Step:
-    return Step([Feed(s, s.num_cached, 1) for s in sequences])
+    return Step([ScheduledSequence(s, s.num_cached, 1) for s in sequences])
 
 
 def addresses(fixed: Any) -> list[int]:
@@ -58,7 +58,7 @@ def test_a_step_lies_in_the_smallest_place_with_its_numbers() -> None:
         fixed = inputs.fixed
         assert fixed is places[rows]
         assert addresses(fixed) == before[rows]
-        starts = [feed.start for feed in step.feeds]
+        starts = [item.start for item in step.scheduled]
         pad = rows - count
         assert fixed.input_ids.tolist() == [[s.tokens[-1] for s in sequences[:count]] + [0] * pad]
         assert fixed.position_ids.tolist() == [starts + [0] * pad]
@@ -87,9 +87,9 @@ def test_what_does_not_fit_lies_anywhere() -> None:
     sequences = grown(cache, [9, 14, 3, 66])
     assert cache.prepare(decoding(sequences[:3])).fixed is None
     assert cache.prepare(decoding(sequences[3:])).fixed is None
-    drafts = Step([Feed(sequences[0], 8, 1, (4, 5))])
+    drafts = Step([ScheduledSequence(sequences[0], 8, 1, (4, 5))])
     assert cache.prepare(drafts).fixed is None
-    prompts = Step([Feed(sequences[0], 8, 1), Feed(sequences[1], 10, 3)])
+    prompts = Step([ScheduledSequence(sequences[0], 8, 1), ScheduledSequence(sequences[1], 10, 3)])
     assert cache.prepare(prompts).fixed is None
     assert cache.prepare(decoding(sequences[:2])).fixed is not None
     cache.loosen(2)
@@ -184,11 +184,11 @@ def _rows(tables: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (_pages, "page [999] for feed 0, of 41"),
+        (_pages, "page [999] for scheduled[0], of 41"),
         (_too_few, "1 pages of 4 in 16 columns for 9 tokens"),
-        (_first, "pages from token 8 on for feed 0, which sees 0"),
+        (_first, "pages from token 8 on for scheduled[0], which sees 0"),
         (_longest, "max_seqlen_k 13, 14 or more due"),
-        (_rows, "pages of 1 rows for 2 feeds"),
+        (_rows, "pages of 1 rows for 2 sequences"),
     ],
 )
 def test_what_is_wrong_in_a_place_is_seen_before_it_is_played(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield_plugins.cache.paged import groups, swapped, swapping
 from jackfield_plugins.cache.paged.store import PagedKVCache
 from jackfield_plugins.cache.paged.swapping import PageSwap, StreamedSwap, swap_on
@@ -131,21 +131,23 @@ def driven(store: PagedKVCache, seed: int, rounds: int = 60) -> Iterator[dict[in
         if waiting and store.admit(waiting[0]):
             running.append(waiting.pop(0))
             yield held(store, running)
-        feeds = []
+        scheduled = []
         for sequence in running:
             left = 30 - sequence.num_cached
-            step = Step([*feeds, Feed(sequence, sequence.num_cached, min(left, 3), ())])
+            step = Step(
+                [*scheduled, ScheduledSequence(sequence, sequence.num_cached, min(left, 3), ())]
+            )
             if left and store.fits(step):
-                feeds = step.feeds
-        if not feeds:
+                scheduled = step.scheduled
+        if not scheduled:
             continue
-        step = Step(feeds)
+        step = Step(scheduled)
         inputs = store.prepare(step)
         tokens = inputs.kwargs["input_ids"][0].double()[:, None, None].expand(-1, 2, 3)
         for layer in range(LAYERS):
             store.write(layer, tokens + layer, -tokens - layer)
         attend(store)
-        store.commit(step, [f.count for f in feeds])
+        store.commit(step, [f.num_tokens for f in scheduled])
         yield held(store, running)
         for sequence in [s for s in running if s.num_cached == 30]:
             running.remove(sequence)
@@ -287,7 +289,7 @@ def test_a_step_waits_only_for_pages_that_it_writes(monkeypatch: pytest.MonkeyPa
 
 
 def step(store: PagedKVCache, sequence: Sequence, count: int) -> None:
-    taken = Step([Feed(sequence, sequence.num_cached, count, ())])
+    taken = Step([ScheduledSequence(sequence, sequence.num_cached, count, ())])
     store.prepare(taken)
     for layer in range(LAYERS):
         numbers = torch.zeros(count, 2, 3, dtype=torch.float64)

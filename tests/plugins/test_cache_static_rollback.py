@@ -65,7 +65,8 @@ class Guesses:
 
         def committed(step: Any, kept: Any) -> None:
             ragged = {
-                feed.count + len(feed.drafts) - n for feed, n in zip(step.feeds, kept, strict=True)
+                item.num_tokens + len(item.drafts) - n
+                for item, n in zip(step.scheduled, kept, strict=True)
             }
             self.idle_and_ragged += len(ragged) > 1 and None in self.cache._rows
             commit(step, kept)

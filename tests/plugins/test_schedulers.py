@@ -120,7 +120,7 @@ def test_an_engine_keeps_the_budget_and_decode_never_waits(
     counts: list[list[int]] = []
 
     def look(loop: Loop) -> None:
-        counts.append([feed.count for feed in steps[-1].feeds])
+        counts.append([item.num_tokens for item in steps[-1].scheduled])
 
     found = drive(
         engine, [Arrival(2 * n, t, max_new_tokens=12) for n, t in enumerate(texts)], after=look
@@ -129,12 +129,12 @@ def test_an_engine_keeps_the_budget_and_decode_never_waits(
     assert max(map(sum, counts)) == budget
     assert all(n <= (chunk or budget) for step in counts for n in step)
     for (sequence,) in found:  # from its first token on, one in every step until it has ended
-        at = [i for i, s in enumerate(steps) if sequence.id in {f.sequence.id for f in s.feeds}]
+        at = [i for i, s in enumerate(steps) if sequence.id in {f.sequence.id for f in s.scheduled}]
         assert at[-12:] == list(range(at[-1] - 11, at[-1] + 1))
     mixed = [
         step for step in steps
-        if any(f.start + f.count < f.sequence.prompt_length for f in step.feeds)
-        and any(f.start >= f.sequence.prompt_length for f in step.feeds)
+        if any(f.start + f.num_tokens < f.sequence.prompt_length for f in step.scheduled)
+        and any(f.start >= f.sequence.prompt_length for f in step.scheduled)
     ]  # fmt: skip
     assert mixed  # a piece of a prompt beside tokens that decode
 
@@ -179,8 +179,9 @@ def test_short_first_lowers_the_mean_wait_for_the_first_token(load: Load) -> Non
         firsts = [
             next(
                 i for i, step in enumerate(steps)
-                for feed in step.feeds
-                if feed.sequence is sequence and feed.start + feed.count >= sequence.prompt_length
+                for item in step.scheduled
+                if item.sequence is sequence
+                if item.start + item.num_tokens >= sequence.prompt_length
             )
             for (sequence,) in found
         ]  # fmt: skip

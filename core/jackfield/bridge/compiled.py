@@ -108,7 +108,7 @@ class CompiledForward:
         self.steps += 1
         self._check(logits, ids, keep)
         logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
-        return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
+        return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)
 
     def _loose(self, fixed: FixedStep) -> torch.Tensor:
         """A step that lies at a fixed place, not recorded whole."""

@@ -42,6 +42,6 @@ def forward_of(
         if "logits_to_keep" in absent:
             logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
         logits = logits.view(inputs.rows, -1, logits.shape[-1])
-        return logits if inputs.feeds is None else logits.index_select(0, inputs.feeds)
+        return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)
 
     return with_fixed_shapes(forward) if fixed_shapes else forward

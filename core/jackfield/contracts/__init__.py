@@ -45,7 +45,14 @@ from jackfield.contracts.quantizing import (
 )
 from jackfield.contracts.requirements import FEATURES, Requirements, Weight
 from jackfield.contracts.scheduling import Schedule, Scheduler
-from jackfield.contracts.sequences import BeamGroup, Feed, Hypothesis, Sequence, Step, Tokens
+from jackfield.contracts.sequences import (
+    BeamGroup,
+    Hypothesis,
+    ScheduledSequence,
+    Sequence,
+    Step,
+    Tokens,
+)
 from jackfield.contracts.settings import BeamSettings, DraftSettings, Settings, Structure
 from jackfield.contracts.sizes import known, kv_bytes
 from jackfield.contracts.staging import StepBlock
@@ -77,7 +84,6 @@ __all__ = [
     "Decoding",
     "DecodingCapabilities",
     "DraftSettings",
-    "Feed",
     "FixedStep",
     "FusedLayer",
     "GivenConfig",
@@ -98,6 +104,7 @@ __all__ = [
     "QuantizerCapabilities",
     "Requirements",
     "Schedule",
+    "ScheduledSequence",
     "Scheduler",
     "Search",
     "Sequence",

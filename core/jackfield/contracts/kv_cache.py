@@ -46,8 +46,8 @@ class FixedStep:
 class ModelInputs:
     """The keyword arguments of one forward call.
 
-    The model's logits become `[rows, k, vocab]`. The last `k` positions of row i line up with the
-    last `k` tokens of the feed that the row is for; `k` is at least 1 + the most drafts of a feed.
+    The model's logits become `[rows, k, vocab]`. The last `k` positions of a row line up with the
+    last `k` tokens of the sequence that the row is for; `k` is at least 1 + the most drafts of one.
 
     Lives: until the next `prepare`. The engine changes nothing in it.
 
@@ -55,8 +55,8 @@ class ModelInputs:
         kwargs: What the model is called with. Of these, `position_ids` and `logits_to_keep` are
             left out for models that do not take them.
         rows: How many rows the logits have.
-        feeds: int64 `[feeds]` on the model's device: which row is that of feed i. None: row i is
-            that of feed i.
+        row_of: int64 `[scheduled]` on the model's device: `row_of[i]` is the row of
+            `step.scheduled[i]`. None: that is row i.
         decode: Whether every sequence feeds one token and its drafts: `step.decode`.
         fixed: Where the step lies, in the first columns, at a place that `fix` made; tensors of
             `kwargs` are views of it. None: it lies anywhere.
@@ -64,7 +64,7 @@ class ModelInputs:
 
     kwargs: dict[str, Any]
     rows: int
-    feeds: torch.Tensor | None = None
+    row_of: torch.Tensor | None = None
     decode: bool = False
     fixed: FixedStep | None = None
 
@@ -149,28 +149,28 @@ class KVCache(ABC):
     def prepare(self, step: Step) -> ModelInputs:
         """Lay out the tokens of `step` for one forward call that stores their keys and values.
 
-        The padded layout is batch × time. The width is that of the longest feed, and rows are
-        aligned at the right: the last columns of a row are the feed's tokens, those before them are
-        padding. Rows keep their order from step to step. `kwargs` are
+        The padded layout is batch × time. The width is that of the sequence with most tokens in
+        this step, and rows are aligned at the right: the last columns of a row are these tokens,
+        those before them are padding. Rows keep their order from step to step. `kwargs` are
 
         - `input_ids`: int64 `[rows, width]`, with any token id as padding;
         - `position_ids`: int64 `[rows, width]`. A token's position is its place in its sequence,
-          `feed.start` and up, whatever its column;
+          `start` and up, whatever its column;
         - `attention_mask`: int64 `[rows, columns]` with 1 for every valid column, those of the
           steps before and this one; None where all are valid;
         - `past_key_values`: the transformers cache, which the model updates; `use_cache` True;
-        - `logits_to_keep`: int, 1 + the most drafts of a feed.
+        - `logits_to_keep`: int, 1 + the most drafts of a sequence.
 
-        The packed layout has the tokens of all feeds in one row, one after the other, and no
+        The packed layout has the tokens of all sequences in one row, one after the other, and no
         padding. `kwargs` are
 
         - `input_ids`: int64 `[1, tokens]`;
         - `position_ids`: int64 `[1, tokens]`, each token's place in its sequence;
         - `use_cache`: False, since `PackedKVCache.write` is the cache; no mask;
-        - `logits_to_keep`: which of the tokens: equally many of each feed, in the order of feeds,
-          ending with its last token; at least 1 + its drafts where `feed.samples`. int64
-          `[feeds * k]`, or an int where these are the last tokens of the step. `rows` is the
-          number of feeds.
+        - `logits_to_keep`: which of the tokens: equally many of each sequence, in the order of
+          `step.scheduled`, ending with its last token; at least 1 + its drafts where `samples`.
+          int64 `[scheduled * k]`, or an int where these are the last tokens of the step. `rows` is
+          the number of sequences.
 
         Called once a step, after `fits` said yes to the same step.
 
@@ -180,9 +180,9 @@ class KVCache(ABC):
         rows or another dtype than were stored.
 
         Args:
-            step: The feeds, each of a sequence that was admitted; `feed.start` is its
-                `num_cached`. In a cache with `continuous = False` there is a feed for every row,
-                of 0 tokens where it waits.
+            step: Which sequences, each of them admitted, feed how many tokens; `start` is a
+                sequence's `num_cached`. In a cache with `continuous = False` every row is
+                scheduled, with 0 tokens where it waits.
 
         Returns:
             The inputs; valid until the next `prepare`.
@@ -193,18 +193,18 @@ class KVCache(ABC):
 
     @abstractmethod
     def commit(self, step: Step, kept: Seq[int]) -> None:
-        """Keep the first `kept[i]` tokens of feed i, take back the rest.
+        """Keep the first `kept[i]` tokens of `step.scheduled[i]`, take back the rest.
 
         Called once, after the forward call. `sequence.tokens` does not have the accepted drafts
         yet: they are appended afterwards.
 
-        Changes: sets `num_cached` of every sequence in `step` to `feed.start + kept[i]`; anything
+        Changes: sets `num_cached` of every sequence in `step` to its `start + kept[i]`; anything
         else is a PluginError.
 
         Args:
             step: The step that was prepared.
-            kept: One number a feed, from `feed.count` to `feed.count + len(feed.drafts)`. Less than
-                that only where the backend declares `rollback`.
+            kept: One number each, from `num_tokens` to `num_tokens + len(drafts)`. Less than that
+                only where the backend declares `rollback`.
         """
 
     @abstractmethod
@@ -389,7 +389,7 @@ class PackedKVCache(KVCache):
 
         Args:
             layer: Its index, from 0 on, as in `requirements.windows`.
-            keys: `[tokens, kv_heads, head_dim]`, the step's tokens in the order of its feeds, on
+            keys: `[tokens, kv_heads, head_dim]`, the step's tokens in the order of `scheduled`, on
                 the model's device; strided views.
             values: `[tokens, kv_heads, head_dim]`, where values may have a `head_dim` of their own.
 

@@ -83,7 +83,7 @@ class PackedStep:
     steps on a GPU.
 
     Attributes:
-        spans: One a sequence, in the order of feeds.
+        spans: One a sequence, in the order of `step.scheduled`.
         cu_seqlens_q: int32 `[sequences + 1]`, the first row of each sequence, then that behind the
             last.
         seq_lens: int32 `[sequences]`, how many tokens each has, those of this step included.

@@ -163,30 +163,30 @@ class BeamGroup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """One sequence's part of a step: its tokens from `start`, `count` of them, then `drafts`.
+class ScheduledSequence:
+    """One sequence's part of a step: its tokens from `start`, `num_tokens` of them, then `drafts`.
 
     Attributes:
         sequence: Whose part it is.
         start: Its `num_cached`: the position of the first token that is fed.
-        count: How many of its own tokens are fed; 0 only in a cache with `continuous = False`.
+        num_tokens: How many of its own tokens are fed; 0 only in a cache with `continuous = False`.
         drafts: Token ids that are fed behind its last own token, to be verified; none otherwise.
     """
 
     sequence: Sequence
     start: int
-    count: int
+    num_tokens: int
     drafts: Seq[int] = ()
 
     @property
     def token_ids(self) -> list[int]:
         """What is fed: its own tokens, then the drafts. A list of its own, made in each call."""
-        return [*self.sequence.tokens[self.start : self.start + self.count], *self.drafts]
+        return [*self.sequence.tokens[self.start : self.start + self.num_tokens], *self.drafts]
 
     @property
     def samples(self) -> bool:
-        """Whether the feed reaches the end of its sequence, so that a next token is wanted."""
-        return self.start + self.count == len(self.sequence.tokens)
+        """Whether it reaches the end of its sequence, so that a next token is wanted."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +194,12 @@ class Step:
     """What one forward call computes: which sequence feeds how many tokens.
 
     Attributes:
-        feeds: One a sequence that takes part, in the order of the logits' rows.
+        scheduled: One for each sequence that takes part, in the order of the logits' rows.
     """
 
-    feeds: Seq[Feed]
+    scheduled: Seq[ScheduledSequence]
 
     @property
     def decode(self) -> bool:
         """Whether every sequence feeds one token, and its drafts."""
-        return all(feed.count == 1 for feed in self.feeds)
+        return all(item.num_tokens == 1 for item in self.scheduled)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from jackfield.contracts import Feed, Sequence, Settings, Step, StepBlock
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.report import Observation, observe
 from jackfield.engine.token_translation import TokenTranslator
@@ -144,26 +144,30 @@ class DraftModel:
 
     def _step(self, guesses: list[_Guess]) -> Step:
         """Each feeds what its cache lacks of its tokens, then its last draft."""
-        feeds = []
+        scheduled = []
         for guess in guesses:
             copy = guess.copy
             count = min(CHUNK, max(0, len(copy.tokens) - copy.num_cached))
-            feeds.append(Feed(copy, copy.num_cached, count, () if count else guess.drafts[-1:]))
+            scheduled.append(
+                ScheduledSequence(copy, copy.num_cached, count, () if count else guess.drafts[-1:])
+            )
         if not self._cache.continuous:  # there every row takes part in every step, in its place
-            fed = {feed.sequence.id: feed for feed in feeds}
+            fed = {item.sequence.id: item for item in scheduled}
             rows = self._copies.values()
-            feeds = [fed.get(copy.id) or Feed(copy, copy.num_cached, 0) for copy in rows]
-        return Step(feeds)
+            scheduled = [
+                fed.get(copy.id) or ScheduledSequence(copy, copy.num_cached, 0) for copy in rows
+            ]
+        return Step(scheduled)
 
     def _advance(self, guesses: list[_Guess], step: Step) -> None:
         """One forward call; each whose tokens are all read gets a draft."""
         logits = self._forward(step)
-        self._cache.commit(step, [len(feed.token_ids) for feed in step.feeds])
+        self._cache.commit(step, [len(item.token_ids) for item in step.scheduled])
         self.steps += 1
         row = {}
-        for at, feed in enumerate(step.feeds):
-            row[feed.sequence.id] = at
-            self._fed.setdefault(feed.sequence.id, []).extend(feed.drafts)
+        for at, item in enumerate(step.scheduled):
+            row[item.sequence.id] = at
+            self._fed.setdefault(item.sequence.id, []).extend(item.drafts)
         ready = [guess for guess in guesses if guess.copy.num_cached >= len(guess.copy.tokens)]
         if ready:
             self._choose(ready, self._rows(logits, [row[guess.copy.id] for guess in ready]))

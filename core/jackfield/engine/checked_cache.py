@@ -90,7 +90,7 @@ class CheckedCache(GuardedCache):
             if not isinstance(found, ModelInputs):
                 raise fault(self, f"prepare must return ModelInputs, got {quoted(found)}")
             flaw = _flaw(found, step, self.continuous)
-            self._spot = self._spots.next(step.feeds)
+            self._spot = self._spots.next(step.scheduled)
             # Reading tensors of another device waits for it.
             read = self._spot or found.kwargs["input_ids"].device.type == "cpu"
             if not flaw and read:
@@ -99,7 +99,7 @@ class CheckedCache(GuardedCache):
             raise fault(self, f"prepare must return inputs for the step, got {flaw}")
         past = found.kwargs.get("past_key_values")
         if past is not None:
-            self._reaches = max(f.start + f.count + len(f.drafts) for f in step.feeds)
+            self._reaches = max(f.start + f.num_tokens + len(f.drafts) for f in step.scheduled)
             if "update" not in vars(past):
                 self._watch(past)
         return found
@@ -123,12 +123,12 @@ class CheckedCache(GuardedCache):
             )
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
-        fed = [feed.sequence for feed in step.feeds]
+        fed = [item.sequence for item in step.scheduled]
         with self._guards["commit"], self._unchanged("commit", fed):
             self.inner.commit(step, tuple(kept))
-        for feed, count in zip(step.feeds, kept, strict=True):
-            if feed.sequence.num_cached != feed.start + count:
-                raise self._lost("commit", feed.sequence, feed.start + count)
+        for item, count in zip(step.scheduled, kept, strict=True):
+            if item.sequence.num_cached != item.start + count:
+                raise self._lost("commit", item.sequence, item.start + count)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         sequences = tuple(sequences)
@@ -205,7 +205,7 @@ def _flaw(inputs: ModelInputs, step: Step, continuous: bool) -> str:
     ids = inputs.kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long:
         return f"input_ids={quoted(ids)}"
-    tokens = [feed.count + len(feed.drafts) for feed in step.feeds]
+    tokens = [item.num_tokens + len(item.drafts) for item in step.scheduled]
     if ids.numel() < sum(tokens) or (
         continuous and ids.numel() != sum(tokens) and ids.shape[0] == 1
     ):
@@ -215,7 +215,7 @@ def _flaw(inputs: ModelInputs, step: Step, continuous: bool) -> str:
         return f"position_ids {list(positions.shape)} for input_ids {list(ids.shape)}"
     if inputs.decode is not step.decode:
         return f"decode={inputs.decode!r}"
-    named = inputs.rows if inputs.feeds is None else len(inputs.feeds)
-    if named != len(step.feeds) or type(inputs.rows) is not int:
-        return f"{named} rows for {len(step.feeds)} feeds"
+    named = inputs.rows if inputs.row_of is None else len(inputs.row_of)
+    if named != len(step.scheduled) or type(inputs.rows) is not int:
+        return f"{named} rows for {len(step.scheduled)} scheduled sequences"
     return ""

@@ -155,10 +155,10 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
                 if not self._windows or self._windows[layer] == tables.window
             )  # fmt: skip
             number = min((len(pool) for pool in pools if pool is not None), default=0)
-            flaw = flaw_of_fixed(tables, step.feeds, number, read=self._spot)
+            flaw = flaw_of_fixed(tables, step.scheduled, number, read=self._spot)
             if not flaw:
                 owners = self._owners.setdefault(tables.window, Owners())
-                flaw = owners.look(tables, step.feeds, number, whole=self._spot)
+                flaw = owners.look(tables, step.scheduled, number, whole=self._spot)
             if flaw:
                 raise fault(self, f"prepare has {flaw}")
 
@@ -166,30 +166,32 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         """Each sequence's part of the step, and its pages, are what they must be."""
         assert self._step is not None
         at, number, size = 0, pages.shape[0], tables.page_size
-        for row, feed in enumerate(self._step.feeds):
-            length = feed.count + len(feed.drafts)
-            start, end = at, feed.start + length
+        for row, item in enumerate(self._step.scheduled):
+            length = item.num_tokens + len(item.drafts)
+            start, end = at, item.start + length
             span = tables.step.spans[row]
             if tuple(span) != (start, length, end):
                 raise fault(
-                    self, f"write has span {tuple(span)} for feed {row}, {(start, length, end)} due"
+                    self,
+                    f"write has span {tuple(span)} for scheduled[{row}], "
+                    f"{(start, length, end)} due",
                 )
             at += length
             own = tables.tables[row]
             if not own or not 0 <= own[0] < number or not 0 <= own[-1] < number:
-                raise fault(self, f"write has page {quoted(own)} for feed {row}, of {number}")
+                raise fault(self, f"write has page {quoted(own)} for scheduled[{row}], of {number}")
             if tables.firsts[row] + len(own) * size < end:
                 raise fault(self, f"write has {len(own)} pages of {size} for {end} tokens")
             if flaw := flaw_of_first(tables, row):
-                raise fault(self, f"write has {flaw} for feed {row}")
-        if len(tables.step.spans) != len(self._step.feeds) or at != len(keys):
-            raise fault(self, f"write has {len(tables.step.spans)} spans for {row + 1} feeds")
+                raise fault(self, f"write has {flaw} for scheduled[{row}]")
+        if len(tables.step.spans) != len(self._step.scheduled) or at != len(keys):
+            raise fault(self, f"write has {len(tables.step.spans)} spans for {row + 1} sequences")
         read = self._spot or keys.device.type == "cpu"
         flaw = flaw_of_step(tables.step, read=read)
         flaw = flaw or flaw_of_tables(tables, read=self._spot)
         if not flaw:
             owners = self._owners.setdefault(tables.window, Owners())
-            flaw = owners.look(tables, self._step.feeds, number, whole=self._spot)
+            flaw = owners.look(tables, self._step.scheduled, number, whole=self._spot)
         if flaw:
             raise fault(self, f"write has {flaw}")
 

@@ -18,7 +18,7 @@ from jackfield.contracts import StepBlock
 from jackfield.errors import quoted
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Feed, PackedLayer, PageTables, Sequence, Step
+    from jackfield.contracts import PackedLayer, PageTables, ScheduledSequence, Sequence, Step
 
 FIRST = 4  # steps that are looked at one after the other
 NEWCOMERS = 32  # sequences whose first step is looked at
@@ -36,12 +36,12 @@ class Spots:
         self._newcomers = NEWCOMERS
         self._met: set[int] = set()
 
-    def next(self, feeds: Seq[Feed]) -> bool:
+    def next(self, scheduled: Seq[ScheduledSequence]) -> bool:
         self._steps += 1
         new = False
-        for feed in feeds:
-            if feed.sequence.id not in self._met:
-                self._met.add(feed.sequence.id)
+        for item in scheduled:
+            if item.sequence.id not in self._met:
+                self._met.add(item.sequence.id)
                 new = True
         self._newcomers -= new
         early = self._steps <= FIRST or (new and self._newcomers >= 0)
@@ -154,7 +154,7 @@ class Contents:
         self._rest()
 
     def _rest(self) -> None:
-        self._feeds: list[tuple[int, int, Feed]] = []  # row, first token in the step, feed
+        self._looked_at: list[tuple[int, int, ScheduledSequence]] = []  # row, its first token
         self._new: dict[int, Sample] = {}
         self._readings: dict[int, Reading] = {}
         self._found: list[tuple[str, int, list[Part], torch.Tensor]] = []
@@ -163,28 +163,30 @@ class Contents:
         """A step that is looked at."""
         self._rest()
         at = 0
-        for row, feed in enumerate(step.feeds):
-            if len(self._feeds) < WATCHED and feed.count:
-                self._feeds.append((row, at, feed))
-                self._sample(feed)
-            at += feed.count + len(feed.drafts)
+        for row, item in enumerate(step.scheduled):
+            if len(self._looked_at) < WATCHED and item.num_tokens:
+                self._looked_at.append((row, at, item))
+                self._sample(item)
+            at += item.num_tokens + len(item.drafts)
 
-    def _sample(self, feed: Feed) -> None:
-        sequence = feed.sequence
+    def _sample(self, item: ScheduledSequence) -> None:
+        sequence = item.sequence
         own = self._watched.get(sequence.id)
         if own is None and len(self._watched) >= 2 * WATCHED:
             return
         if own is None:
-            own = Watched(sequence.settings.cache_salt, sequence.tokens[: feed.start])
+            own = Watched(sequence.settings.cache_salt, sequence.tokens[: item.start])
             known: dict[int, Sample] = {}  # several have the same ones
             for other in (*self._watched.values(), *self._left):
-                if feed.start and other.salt == own.salt:
-                    known |= {id(one): one for one in _shared(other, own.tokens, feed.start)}
+                if item.start and other.salt == own.salt:
+                    known |= {id(one): one for one in _shared(other, own.tokens, item.start)}
             own.samples = list(known.values())[: SAMPLES // 4]
             self._watched[sequence.id] = own
         room = SAMPLES - sum(len(sample.positions) for sample in own.samples)
-        first, last = feed.start, feed.start + feed.count - 1
-        places = sorted({first, first + feed.count // 3, first + 2 * feed.count // 3, last})
+        first, last = item.start, item.start + item.num_tokens - 1
+        places = sorted(
+            {first, first + item.num_tokens // 3, first + 2 * item.num_tokens // 3, last}
+        )
         if room >= len(places):
             self._new[sequence.id] = Sample(places)
             own.tokens = sequence.tokens[: last + 1]
@@ -237,27 +239,27 @@ class Contents:
         if self._block is None or self._block.device != device:
             self._block = StepBlock(device)
         put, found = self._block.put, Reading([], [], 0)
-        for row, at, feed in self._feeds:
+        for row, at, item in self._looked_at:
             own, first, size = tables.tables[row], tables.firsts[row], tables.page_size
-            for sample, positions, which in self._wanted(row, at, feed, tables):
+            for sample, positions, which in self._wanted(row, at, item, tables):
                 slots = [own[(p - first) // size] * size + (p - first) % size for p in positions]
-                found.parts.append(Part(feed.sequence.id, sample, put(slots), put(which)))
+                found.parts.append(Part(item.sequence.id, sample, put(slots), put(which)))
                 found.end = max(found.end, *(slot + 1 for slot in slots))
-            if (new := self._new.get(feed.sequence.id)) is not None:
-                found.new.append((new, put([p - feed.start + at for p in new.positions])))
+            if (new := self._new.get(item.sequence.id)) is not None:
+                found.new.append((new, put([p - item.start + at for p in new.positions])))
         self._block.send()
         return found
 
     def _wanted(
-        self, row: int, at: int, feed: Feed, tables: PageTables
+        self, row: int, at: int, item: ScheduledSequence, tables: PageTables
     ) -> Iterator[tuple[Sample | None, list[int], list[int]]]:
         """This step's tokens (None) and each sample: positions, and which of them they are."""
-        length = feed.count + len(feed.drafts)
+        length = item.num_tokens + len(item.drafts)
         fed = range(max(0, length - READ_BACK), length)
-        yield None, [feed.start + i for i in fed], [at + i for i in fed]
-        oldest, watched = tables.oldest(row), self._watched.get(feed.sequence.id)
+        yield None, [item.start + i for i in fed], [at + i for i in fed]
+        oldest, watched = tables.oldest(row), self._watched.get(item.sequence.id)
         for sample in () if watched is None else watched.samples:
-            still = [i for i, p in enumerate(sample.positions) if oldest <= p < feed.start]
+            still = [i for i, p in enumerate(sample.positions) if oldest <= p < item.start]
             if still:
                 yield sample, [sample.positions[i] for i in still], still
 
@@ -300,25 +302,27 @@ class Owners:
         self._owner: dict[int, int] = {}  # page -> the last who showed it
         self._rows: dict[int, tuple[int, ...]] = {}
 
-    def look(self, tables: PageTables, feeds: Seq[Feed], number: int, *, whole: bool) -> str:
+    def look(
+        self, tables: PageTables, scheduled: Seq[ScheduledSequence], number: int, *, whole: bool
+    ) -> str:
         """What is wrong with the pages of a step, in words; rows that grew, or all (`whole`)."""
         rows: dict[int, int] | None = None
-        for row, feed in enumerate(feeds):
-            own, me = tables.tables[row], feed.sequence.id
+        for row, item in enumerate(scheduled):
+            own, me = tables.tables[row], item.sequence.id
             state = (len(own), tables.firsts[row], own[0], own[-1])
             if not whole and self._rows.get(me) == state:
                 continue
             self._rows[me] = state
             if min(own) < 0 or max(own) >= number:
-                return f"page {quoted(own)} for feed {row}, of {number}"
+                return f"page {quoted(own)} for scheduled[{row}], of {number}"
             if len(set(own)) < len(own):
-                return f"a page twice in {quoted(own)} for feed {row}"
+                return f"a page twice in {quoted(own)} for scheduled[{row}]"
             for at, page in enumerate(own):
                 other = self._owner.get(page)
                 if other is not None and other != me:
                     if rows is None:
-                        rows = {f.sequence.id: i for i, f in enumerate(feeds)}
-                    if other in rows and not _may_share(tables, feeds, (row, rows[other]), at):
+                        rows = {f.sequence.id: i for i, f in enumerate(scheduled)}
+                    if other in rows and not _may_share(tables, scheduled, (row, rows[other]), at):
                         return f"page {page} for requests {me} and {other}, which part before it"
                 self._owner[page] = me
         return ""
@@ -327,7 +331,9 @@ class Owners:
         self._rows.pop(number, None)
 
 
-def _may_share(tables: PageTables, feeds: Seq[Feed], pair: tuple[int, int], at: int) -> bool:
+def _may_share(
+    tables: PageTables, scheduled: Seq[ScheduledSequence], pair: tuple[int, int], at: int
+) -> bool:
     """Whether two rows may both have the `at`th page of the first: read alike, written by none."""
     mine, other = pair
     page, size = tables.tables[mine][at], tables.page_size
@@ -337,7 +343,7 @@ def _may_share(tables: PageTables, feeds: Seq[Feed], pair: tuple[int, int], at: 
     if start != tables.firsts[other] + list(tables.tables[other]).index(page) * size:
         return False
     end = start + size
-    first, second = feeds[mine], feeds[other]
+    first, second = scheduled[mine], scheduled[other]
     if end > first.start or end > second.start:
         return False
     return first.sequence.tokens[:end] == second.sequence.tokens[:end]

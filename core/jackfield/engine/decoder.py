@@ -17,7 +17,7 @@ from jackfield.engine.checked_search import CheckedSearch
 from jackfield.engine.report import Speculation, total
 from jackfield.engine.searching import Searcher
 from jackfield.engine.sequences import RunningGroup, RunningSequence
-from jackfield.engine.steps import RunningFeed, RunningStep
+from jackfield.engine.steps import RunningStep, ScheduledRunning
 from jackfield.guarded import all_of
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
@@ -69,30 +69,30 @@ class Decoder:
         if self._structures is not None:
             self._allowed = self._structures.begin(_structured(step))
         if self._sampler.sends:
-            own = [f for f in step.feeds if f.samples and f.sequence.group is None]
+            own = [f for f in step.scheduled if f.samples and f.sequence.group is None]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
     def accept(self, step: RunningStep, logits: torch.Tensor) -> list[Accepted]:
-        """What each feed gains by `logits` (`[feeds, k, vocab]`, may be modified in place).
+        """What each sequence gains by `logits` (`[scheduled, k, vocab]`, may be modified in place).
 
-        The last `1 + len(drafts)` positions of a feed's k are those of its last own token and its
+        The last `1 + len(drafts)` positions of a row's k are those of its last own token and its
         drafts. One that does not reach the end of its sequence gains nothing.
         """
-        ready = [i for i, feed in enumerate(step.feeds) if feed.samples]
-        gains = [Accepted() for _ in step.feeds]
+        ready = [i for i, item in enumerate(step.scheduled) if item.samples]
+        gains = [Accepted() for _ in step.scheduled]
         allowed = None if self._allowed is None else self._allowed.result()
         if self.searcher is not None:
             ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
         if ready:
-            feeds = [step.feeds[i] for i in ready]
-            drafts = [feed.drafts for feed in feeds]
+            scheduled = [step.scheduled[i] for i in ready]
+            drafts = [item.drafts for item in scheduled]
             rows = _rows(logits, ready, drafts, self._sampler.block(logits.device))
-            sequences = [feed.sequence for feed in feeds]
+            sequences = [item.sequence for item in scheduled]
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, gain in zip(ready, chosen, strict=True):
-                gains[i] = _within(step.feeds[i].sequence, gain)
-                self._learn(step.feeds[i], gain)
-        self.calls.update({feed.sequence.settings.decoding for feed in step.feeds})
+                gains[i] = _within(step.scheduled[i].sequence, gain)
+                self._learn(step.scheduled[i], gain)
+        self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         return gains
 
     def _search(
@@ -104,25 +104,25 @@ class Decoder:
         allowed: torch.Tensor | None,
     ) -> tuple[list[int], torch.Tensor | None]:
         """Let groups be decided; returns what is left for the sampler of `ready` and `allowed`."""
-        mine = [i for i in ready if step.feeds[i].sequence.group is not None]
+        mine = [i for i in ready if step.scheduled[i].sequence.group is not None]
         self.decided = []
         if not mine:
             return ready, allowed
-        feeds = [step.feeds[i] for i in mine]
+        scheduled = [step.scheduled[i] for i in mine]
         block = self._sampler.block(logits.device)
-        bits, others = _parted(allowed, [step.feeds[i] for i in ready])
+        bits, others = _parted(allowed, [step.scheduled[i] for i in ready])
         self.decided = searcher.decide(
-            feeds, _rows(logits, mine, [()] * len(mine), block), bits, block
+            scheduled, _rows(logits, mine, [()] * len(mine), block), bits, block
         )
-        return [i for i in ready if step.feeds[i].sequence.group is None], others
+        return [i for i in ready if step.scheduled[i].sequence.group is None], others
 
-    def _learn(self, feed: RunningFeed, gain: Accepted) -> None:
-        sequence = feed.sequence
+    def _learn(self, item: ScheduledRunning, gain: Accepted) -> None:
+        sequence = item.sequence
         name = sequence.settings.decoding
-        right = feed.kept(gain) - feed.count
-        self.totals[name].count(len(gain.tokens), len(feed.drafts), right)
-        sequence.drafted.count(len(gain.tokens), len(feed.drafts), right)
-        judged = feed.drafts and sequence.drafted.cool_down(
+        right = item.kept(gain) - item.num_tokens
+        self.totals[name].count(len(gain.tokens), len(item.drafts), right)
+        sequence.drafted.count(len(gain.tokens), len(item.drafts), right)
+        judged = item.drafts and sequence.drafted.cool_down(
             self.strategies[name].min_acceptance_rate
         )
         if judged:
@@ -171,24 +171,24 @@ def _within(sequence: RunningSequence, gain: Accepted) -> Accepted:
 def _structured(step: RunningStep) -> list[Wanted]:
     """The texts with a structure whose next token is wanted."""
     return [
-        Wanted(feed.sequence.id, feed.sequence.constraint, feed.drafts)
-        for feed in step.feeds
-        if feed.samples and feed.sequence.constraint is not None
+        Wanted(item.sequence.id, item.sequence.constraint, item.drafts)
+        for item in step.scheduled
+        if item.samples and item.sequence.constraint is not None
     ]
 
 
 def _parted(
-    allowed: torch.Tensor | None, feeds: Seq[RunningFeed]
+    allowed: torch.Tensor | None, scheduled: Seq[ScheduledRunning]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The rows of `allowed` (those of feeds with a constraint) of groups, and of all others."""
+    """The rows of `allowed` (those of sequences with a constraint) of groups, and of all others."""
     if allowed is None:
         return None, None
     of_group = torch.tensor(
         [
-            feed.sequence.group is not None
-            for feed in feeds
-            if feed.sequence.constraint is not None
-            for _ in range(1 + len(feed.drafts))
+            item.sequence.group is not None
+            for item in scheduled
+            if item.sequence.constraint is not None
+            for _ in range(1 + len(item.drafts))
         ]
     )
     return allowed[of_group], allowed[~of_group]
@@ -205,8 +205,8 @@ def _rows(
     logits: torch.Tensor, ready: list[int], drafts: Seq[Seq[int]], block: StepBlock
 ) -> torch.Tensor:
     """The logits that the sampler reads, `[rows, vocab]`."""
-    feeds, width, _ = logits.shape
-    if not any(drafts) and len(ready) == feeds:
+    count, width, _ = logits.shape
+    if not any(drafts) and len(ready) == count:
         return logits[:, -1]
     flat = [
         i * width + at

@@ -19,7 +19,7 @@ from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Metrics
-from jackfield.engine.steps import Event, RunningFeed, RunningStep
+from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
 from jackfield.sampling.fenced import OwnFailure, fenced
@@ -94,9 +94,9 @@ class Loop:
         self.doing = None
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
-        self.cache.commit(step, [f.kept(a) for f, a in zip(step.feeds, accepted, strict=True)])
-        if any(feed.count > 1 for feed in step.feeds):  # a window holds less than its prompt did
-            self._full = False
+        self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
+        if any(item.num_tokens > 1 for item in step.scheduled):
+            self._full = False  # a window holds less than its prompt did
         return late + self._emit(step, accepted)
 
     def _expire(self) -> list[Event]:
@@ -184,7 +184,7 @@ class Loop:
             step = self._schedule(proposed)
             if self.cache.fits(step):
                 return step
-            if any(feed.drafts for feed in step.feeds):  # a guess is not worth a preemption
+            if any(item.drafts for item in step.scheduled):  # a guess is not worth a preemption
                 proposed = {s: [] for s in self.running}
                 continue
             if len({s.group or s for s in self.running}) == 1:
@@ -213,12 +213,14 @@ class Loop:
         counts = self.cache.adjust_schedule(self.running, wanted)
         if self.decoding.searcher is not None:
             counts = self._together(counts)
-        feeds = []
+        scheduled = []
         for sequence, count in zip(self.running, counts, strict=True):
             if count or not self.cache.continuous:
-                feed = RunningFeed(sequence, sequence.num_cached, count, drafts[sequence])
-                feeds.append(feed if feed.samples or not feed.drafts else replace(feed, drafts=()))
-        return RunningStep(feeds)
+                item = ScheduledRunning(sequence, sequence.num_cached, count, drafts[sequence])
+                if item.drafts and not item.samples:
+                    item = replace(item, drafts=())
+                scheduled.append(item)
+        return RunningStep(scheduled)
 
     def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
@@ -253,8 +255,8 @@ class Loop:
 
     def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
         events, finished = [], []
-        for feed, gain in zip(step.feeds, accepted, strict=True):
-            sequence = feed.sequence
+        for item, gain in zip(step.scheduled, accepted, strict=True):
+            sequence = item.sequence
             if not (gain.tokens or gain.error):
                 continue  # a part of its prompt
             if gain.error is not None:

@@ -17,10 +17,10 @@ import transformers
 
 from jackfield.contracts import (
     BindContext,
-    Feed,
     KVCache,
     ModelInputs,
     PaddedCache,
+    ScheduledSequence,
     Sequence,
     Step,
     StepBlock,
@@ -97,20 +97,21 @@ class PaddedKVCache(KVCache):
 
     def fits(self, step: Step) -> bool:
         """Whether every row has room for all that it can still get, whatever is kept of drafts."""
-        drafts = any(feed.drafts for feed in step.feeds)
+        drafts = any(item.drafts for item in step.scheduled)
         if self._capacity is None or not drafts or len(self._rows) - self._rows.count(None) == 1:
             return True
-        width = max(feed.count + len(feed.drafts) for feed in step.feeds)
-        left = max(_still_new(feed.sequence) for feed in step.feeds) - 1  # each gains a token
+        width = max(item.num_tokens + len(item.drafts) for item in step.scheduled)
+        left = max(_still_new(item.sequence) for item in step.scheduled) - 1  # each gains a token
         return self._columns + width + left <= self._capacity
 
     def prepare(self, step: Step) -> ModelInputs:
         if not self._rows:
-            self._begin([feed.sequence for feed in step.feeds])
-        width = max(feed.count + len(feed.drafts) for feed in step.feeds)
-        feeds = {id(feed.sequence): feed for feed in step.feeds}
+            self._begin([item.sequence for item in step.scheduled])
+        width = max(item.num_tokens + len(item.drafts) for item in step.scheduled)
+        scheduled = {id(item.sequence): item for item in step.scheduled}
         rows = [
-            _idle(width) if row is None else _aligned(feeds[id(row)], width) for row in self._rows
+            _idle(width) if row is None else _aligned(scheduled[id(row)], width)
+            for row in self._rows
         ]
         ids, positions, valid = zip(*rows, strict=True)
         whole = all(all(marks) for marks in valid)
@@ -120,8 +121,8 @@ class PaddedKVCache(KVCache):
         feeding = put(busy) if len(busy) < len(rows) else None
         input_ids, position_ids = put(ids), put(positions)
         self._block.send()
-        for feed in step.feeds:
-            self._place(feed, self._columns + width)
+        for item in step.scheduled:
+            self._place(item, self._columns + width)
         self._mark(marks, width)
         kwargs: dict[str, Any] = {
             "input_ids": input_ids,
@@ -129,14 +130,14 @@ class PaddedKVCache(KVCache):
             "attention_mask": self._mask,
             "past_key_values": self._past,
             "use_cache": True,
-            "logits_to_keep": 1 + max(len(feed.drafts) for feed in step.feeds),
+            "logits_to_keep": 1 + max(len(item.drafts) for item in step.scheduled),
         }
         return ModelInputs(kwargs, len(rows), feeding, step.decode)
 
-    def _place(self, feed: Feed, end: int) -> None:
+    def _place(self, item: ScheduledSequence, end: int) -> None:
         """Note in which columns the tokens of a row lie, so that nobody has to read the mask."""
-        count = feed.count + len(feed.drafts)
-        runs = self._places.setdefault(feed.sequence.id, [])
+        count = item.num_tokens + len(item.drafts)
+        runs = self._places.setdefault(item.sequence.id, [])
         if runs and sum(runs[-1]) == end - count:
             runs[-1][1] += count
         elif count:
@@ -188,10 +189,10 @@ class PaddedKVCache(KVCache):
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         rejected = {}
-        for feed, count in zip(step.feeds, kept, strict=True):
-            feed.sequence.num_cached = feed.start + count
-            rejected[id(feed.sequence)] = gone = feed.count + len(feed.drafts) - count
-            _take_off(self._places[feed.sequence.id], gone)
+        for item, count in zip(step.scheduled, kept, strict=True):
+            item.sequence.num_cached = item.start + count
+            rejected[id(item.sequence)] = gone = item.num_tokens + len(item.drafts) - count
+            _take_off(self._places[item.sequence.id], gone)
         if any(rejected.values()):
             self._take_back(rejected)
 
@@ -281,11 +282,11 @@ def _take_off(runs: list[list[int]], count: int) -> None:
             runs.pop()
 
 
-def _aligned(feed: Feed, width: int) -> tuple[list[int], list[int], list[int]]:
+def _aligned(item: ScheduledSequence, width: int) -> tuple[list[int], list[int], list[int]]:
     """Token ids, positions and validity of a row of `width` columns, the tokens at its right."""
-    tokens = feed.token_ids
+    tokens = item.token_ids
     gap = [0] * (width - len(tokens))
-    positions = range(feed.start, feed.start + len(tokens))
+    positions = range(item.start, item.start + len(tokens))
     return [*gap, *tokens], [*gap, *positions], [*gap, *([1] * len(tokens))]
 
 

@@ -11,7 +11,7 @@ import torch
 from jackfield.contracts import Decision, StepBlock
 from jackfield.engine.checked_search import CheckedSearch
 from jackfield.engine.sequences import RunningGroup
-from jackfield.engine.steps import RunningFeed
+from jackfield.engine.steps import ScheduledRunning
 from jackfield.sampling.pipeline import Pipeline
 from jackfield.sampling.rows import RowMap
 
@@ -31,20 +31,20 @@ class Searcher:
 
     def decide(
         self,
-        feeds: Seq[RunningFeed],
+        scheduled: Seq[ScheduledRunning],
         logits: torch.Tensor,
         allowed: torch.Tensor | None,
         block: StepBlock,
     ) -> list[tuple[RunningGroup, Decision]]:
-        """What each group does that has all its beams in `feeds`.
+        """What each group does that has all its beams in `scheduled`.
 
-        `logits` is `[feeds, vocab]`; `allowed` has the bits of the tokens that may come (int32
-        `[rows, words]`), for the feeds of sequences with a constraint only. What goes to the
+        `logits` is `[scheduled, vocab]`; `allowed` has the bits of the tokens that may come (int32
+        `[rows, words]`), for sequences with a constraint only. What goes to the
         device goes by `block`.
         """
-        groups = list(dict.fromkeys(feed.sequence.group for feed in feeds))
-        at = {feed.sequence.id: row for row, feed in enumerate(feeds)}
-        rows = RowMap.verifying([feed.sequence for feed in feeds])
+        groups = list(dict.fromkeys(item.sequence.group for item in scheduled))
+        at = {item.sequence.id: row for row, item in enumerate(scheduled)}
+        rows = RowMap.verifying([item.sequence for item in scheduled])
         pipeline = Pipeline.of(rows, logits.shape[-1], block).masked(allowed)
         scores, outcome = pipeline.processed(torch.log_softmax(logits.float(), -1))
         if pipeline.choosing.mask is not None:
@@ -59,7 +59,7 @@ class Searcher:
                 block.send()
                 parts = scores.index_select(0, every).split([len(one) for one in beams])
                 found += zip(own, strategy.decide(own, parts), strict=True)
-        failed = {feeds[row].sequence.group: why for row, why in outcome.failures.items()}
+        failed = {scheduled[row].sequence.group: why for row, why in outcome.failures.items()}
         return [(g, _unless(failed.get(g) or g.error, decision)) for g, decision in found]
 
 

@@ -90,7 +90,7 @@ class Metrics:
     def count(self, step: RunningStep, events: Seq[Event]) -> None:
         """One step, after its tokens were taken."""
         now = time.perf_counter()
-        self.tokens_computed += sum(feed.count + len(feed.drafts) for feed in step.feeds)
+        self.tokens_computed += sum(item.num_tokens + len(item.drafts) for item in step.scheduled)
         for event in events:
             self.tokens_out += len(event.tokens)
             if event.tokens and event.sequence.first_token_at is None:

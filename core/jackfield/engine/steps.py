@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from jackfield.contracts import Accepted, Feed, Step
+from jackfield.contracts import Accepted, ScheduledSequence, Step
 from jackfield.engine.sequences import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)
-class RunningFeed(Feed):
+class ScheduledRunning(ScheduledSequence):
     """One sequence's part of a step."""
 
     sequence: RunningSequence
 
     def kept(self, gain: Accepted) -> int:
         """How many of the fed tokens stay: its own, and the drafts that were accepted."""
-        return self.count + max(0, min(len(self.drafts), len(gain.tokens) - 1))
+        return self.num_tokens + max(0, min(len(self.drafts), len(gain.tokens) - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStep(Step):
     """What one forward call computes."""
 
-    feeds: Seq[RunningFeed]
+    scheduled: Seq[ScheduledRunning]
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,10 +135,10 @@ def _scored(engine: Engine, ids: Sequence[int]) -> list[float]:
                         f"the cache is too small for a window of {len(ids)} tokens; choose a "
                         "shorter one"
                     )
-                (feed,) = step.feeds
+                (item,) = step.scheduled
                 logits = forward(cache.prepare(step))[0]
-                fed = 1 + len(feed.drafts)
-                wanted = torch.tensor(ids[feed.start + 1 : feed.start + fed + 1])
+                fed = 1 + len(item.drafts)
+                wanted = torch.tensor(ids[item.start + 1 : item.start + fed + 1])
                 exact = logits[-fed:] if logits.dtype == torch.float64 else logits[-fed:].float()
                 rows = exact.log_softmax(-1)
                 picked = rows.gather(1, wanted.to(rows.device)[:, None])
@@ -151,11 +151,13 @@ def _scored(engine: Engine, ids: Sequence[int]) -> list[float]:
 
 def _chunks(engine: Engine, sequence: Any, ids: Sequence[int]) -> Any:
     """The steps that feed all of `ids` but the last token, which nothing follows."""
-    from jackfield.contracts import Feed, Step
+    from jackfield.contracts import ScheduledSequence, Step
 
     needs, cache = engine.plan.requirements, engine._loop.cache
     last = len(ids) - 1
     size = last if needs.whole_prompt else min(last, _CHUNK, cache.max_chunk_size or _CHUNK)
     for start in range(0, last, size):
         sequence.tokens = list(ids[: start + 1])
-        yield Step([Feed(sequence, start, 1, list(ids[start + 1 : min(start + size, last)]))])
+        yield Step(
+            [ScheduledSequence(sequence, start, 1, list(ids[start + 1 : min(start + size, last)]))]
+        )

@@ -27,9 +27,11 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, step: Step) -> Rows:
-        feeds = step.feeds
-        ids = [token for feed in feeds for token in feed.token_ids]
-        return cls([feed.sequence.id for feed in feeds], ids, [feed.start for feed in feeds])
+        scheduled = step.scheduled
+        ids = [token for item in scheduled for token in item.token_ids]
+        return cls(
+            [item.sequence.id for item in scheduled], ids, [item.start for item in scheduled]
+        )
 
 
 class FixedPlace:

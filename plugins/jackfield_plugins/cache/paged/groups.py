@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from jackfield.contracts import Feed
+    from jackfield.contracts import ScheduledSequence
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ class LayerGroup:
         shared = sum(map(self.allocator.is_shared, kept))
         return shared + max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
 
-    def missing_of(self, feeds: Seq[Feed]) -> int:
-        """How many pages `reserve` will take for all of `feeds` together.
+    def missing_of(self, scheduled: Seq[ScheduledSequence]) -> int:
+        """How many pages `reserve` will take for all of `scheduled` together.
 
         Less than the sum where some that share a page write to it: each takes a copy, but the last
         one keeps it if nobody else holds it then.
         """
         count = 0
         writers: Counter[int] = Counter()
-        for feed in feeds:
-            table = self.tables.get(feed.sequence.id, _EMPTY)
-            end = feed.start + feed.count + len(feed.drafts)
+        for item in scheduled:
+            table = self.tables.get(item.sequence.id, _EMPTY)
+            end = item.start + item.num_tokens + len(item.drafts)
             count += max(0, -(-(end - table.first) // self.page_size) - len(table.pages))
-            writers.update(table.pages[(feed.start - table.first) // self.page_size :])
+            writers.update(table.pages[(item.start - table.first) // self.page_size :])
         holders = self.allocator.holders
         return count + sum(min(n, holders(page) - 1) for page, n in writers.items())
 

@@ -41,20 +41,20 @@ class StepLayout:
         ids: list[int] = []
         positions: list[int] = []
         spans = []
-        for feed in step.feeds:
-            tokens = feed.token_ids
-            end = feed.start + len(tokens)
+        for item in step.scheduled:
+            tokens = item.token_ids
+            end = item.start + len(tokens)
             spans.append(Span(len(ids), len(tokens), end))
             ids += tokens
-            positions += range(feed.start, end)
+            positions += range(item.start, end)
         packed = self._packed_step(spans)
-        numbers = [feed.sequence.id for feed in step.feeds]
+        numbers = [item.sequence.id for item in step.scheduled]
         slots = [group.lay_out(numbers, packed, self.block) for group in self._groups]
         # One tensor for all that changes with every step: a small one costs as much as its call.
         table = self.block.put([ids, positions, *slots])
         for row, group in enumerate(self._groups):
             group.targets = table[2 + row]
-        keep = 1 + max(len(feed.drafts) for feed in step.feeds)
+        keep = 1 + max(len(item.drafts) for item in step.scheduled)
         kwargs: dict[str, Any] = {
             "input_ids": table[:1],
             "position_ids": table[1:2],

@@ -77,11 +77,11 @@ class Room:
             return True
         return all(
             sum(
-                group.missing(f.sequence.id, f.start, f.start + f.count + len(f.drafts))
-                for f in step.feeds
+                group.missing(f.sequence.id, f.start, f.start + f.num_tokens + len(f.drafts))
+                for f in step.scheduled
             )
             <= group.allocator.num_free
-            or group.missing_of(step.feeds) <= group.allocator.num_free
+            or group.missing_of(step.scheduled) <= group.allocator.num_free
             for group in self._groups
         )
 

@@ -164,8 +164,8 @@ class PagedKVCache(PackedKVCache):
 
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0
-        for feed in step.feeds:
-            self._reserve(feed.sequence, feed.start, feed.start + len(feed.token_ids))
+        for item in step.scheduled:
+            self._reserve(item.sequence, item.start, item.start + len(item.token_ids))
         if (found := self._place_for(step)) is not None:
             place, rows = found
             inputs, self._expected = place.prepare(rows), place.rows
@@ -175,7 +175,7 @@ class PagedKVCache(PackedKVCache):
 
     def _place_for(self, step: Step) -> tuple[FixedPlace, Rows] | None:
         """Where a step lies that is laid out at a fixed place, and its rows; None: anywhere."""
-        if not (self._fixed and step.decode) or any(feed.drafts for feed in step.feeds):
+        if not (self._fixed and step.decode) or any(item.drafts for item in step.scheduled):
             return None
         rows = Rows.of(step)
         return next(((place, rows) for place in self._fixed if place.holds(rows)), None)
@@ -214,9 +214,9 @@ class PagedKVCache(PackedKVCache):
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         self._expected = 0
-        for feed, count in zip(step.feeds, kept, strict=True):
-            sequence = feed.sequence
-            sequence.num_cached = feed.start + count
+        for item, count in zip(step.scheduled, kept, strict=True):
+            sequence = item.sequence
+            sequence.num_cached = item.start + count
             if self._keys is not None:
                 self._publish(self._keys, sequence)
             for group in self.groups.values():
