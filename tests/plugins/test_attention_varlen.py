@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,7 +222,7 @@ def test_what_scores_need_reaches_the_kernel() -> None:
     attend(padded(metrics), None, *step(1, 2, 2), softcap=2.0, s_aux=sinks, is_causal=False)
     ((_, scoring),) = metrics.calls
     assert scoring.sinks is sinks
-    assert replace(scoring, sinks=None) == Scoring(0.4, False, None, 2.0, None)
+    assert astuple(replace(scoring, sinks=None)) == (0.4, False, None, 2.0, None)
 
 
 # Pages.
@@ -273,7 +273,7 @@ def test_pages_are_gathered_or_read_in_place(multiple: int | None, window: int |
         )
     ((rows, scoring),) = metrics.calls
     assert (rows.block_table is layer.block_table) == (multiple == 2)
-    assert scoring == Scoring(0.4, True, window)
+    assert astuple(scoring) == astuple(Scoring(0.4, True, window))
     bound.packed(SimpleNamespace(layer_idx=1), query, layer, scaling=0.4)
     assert metrics.calls[1][0] is rows
 

@@ -32,7 +32,7 @@ _STAY = frozenset({"cache_position", "dropout", "position_ids", "use_cache"})
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class OpaqueStep:
     """One compiled step, for the attention calls that come out of it.
 
@@ -73,7 +73,7 @@ class OpaqueStep:
         return whole
 
 
-@dataclass
+@dataclass(eq=False)
 class Comparison:
     """A step that is not compiled, in which the model's own masks are held against `masks`."""
 

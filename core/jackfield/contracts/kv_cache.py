@@ -42,7 +42,7 @@ class FixedStep:
         return self.input_ids.shape[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelInputs:
     """The keyword arguments of one forward call.
 

@@ -73,7 +73,7 @@ class Span(NamedTuple):
     kv_len: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class PackedStep:
     """How the tokens of one step lie. The cache makes it in `prepare`; tensors are on its device.
 
@@ -106,7 +106,7 @@ class PackedStep:
         self.query_lengths = (longest, 1) if mixed else (longest,)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class PageTables:
     """Which pages the sequences of a step hold, for all layers that remember alike.
 

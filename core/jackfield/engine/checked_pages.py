@@ -91,7 +91,7 @@ class Prefixes:
         self.__init__()  # type: ignore[misc]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Sample:
     """Some tokens of a sequence, and the keys and values that each layer was handed for them.
 
@@ -114,7 +114,7 @@ class Watched:
     samples: list[Sample] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Part:
     """Tokens of a request that are read back together: this step's (`sample` None), or a sample.
 
@@ -127,7 +127,7 @@ class Part:
     which: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Reading:
     """What is read back, and sampled, in the layers that share page tables; `end` of all slots."""
 

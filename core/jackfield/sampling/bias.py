@@ -17,7 +17,7 @@ from jackfield.sampling.stage import places
 Entry = tuple[int, int, float]  # row, token, what is added
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bias:
     """Numbers that are added to scores, round by round.
 

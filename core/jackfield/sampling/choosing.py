@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampledRows:
     """The rows that draw: `asked`, as `rows` has them on the device (None: every row draws)."""
 
@@ -41,7 +41,7 @@ class SampledRows:
         return values if self.rows is None else into.index_copy_(0, self.rows, values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choosing:
     """How a token is chosen of processed scores. `numbers` are the random ones of `sampled`."""
 

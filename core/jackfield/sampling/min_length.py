@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MinLength:
     """The places of what would end a text too early: rows and tokens, int64 `[n]` each."""
 

@@ -36,7 +36,7 @@ def penalize_counts(
     return scores - counts * frequency - (counts > 0) * presence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Penalty:
     """The rows that ask for a penalty, and where in a table the tokens of each are.
 

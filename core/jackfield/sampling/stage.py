@@ -23,7 +23,7 @@ class ScoreStage(Protocol):
     def __call__(self, scores: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """`act(scores, *values)` for the rows that ask.
 

@@ -20,7 +20,7 @@ def apply_token_mask(scores: torch.Tensor, forbidden: torch.Tensor) -> torch.Ten
     return scores.masked_fill(forbidden, NEVER)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenMask:
     """`forbidden`: bool `[n, vocab]`, of the rows `asked`."""
 

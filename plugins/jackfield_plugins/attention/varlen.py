@@ -20,7 +20,7 @@ from jackfield.errors import ExecutionError
 _KEPT = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Rows:
     """Where the sequences of one call lie.
 
@@ -42,7 +42,7 @@ class Rows:
         return None if window is not None and window >= self.max_seqlen_k else window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Scoring:
     """How scores are made. `window`: query i sees keys `i - window + 1 … i`. Sinks: `[heads]`."""
 
@@ -80,7 +80,7 @@ def bind_varlen(
     return BoundAttention(padded.forward, padded.mask, _Packed(kernel).forward, source)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Unpadded:
     """Rows, and which of the padded queries and keys they are made of (None: all of them)."""
 

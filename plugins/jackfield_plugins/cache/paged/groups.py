@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jackfield.contracts import ScheduledSequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SwappedPages:
     """What the pages of one sequence held, in host memory: keys and values by layer."""
 
