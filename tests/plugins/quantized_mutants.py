@@ -275,7 +275,7 @@ def plain(folder: Path) -> torch.Tensor:
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]
     more: dict[str, Any] = {}
     if (
-        stored["quant_method"] == "gptq"
+        stored.get("quant_method") == "gptq"
     ):  # the kernel that is named here, too: others round otherwise
         more["quantization_config"] = GPTQConfig(bits=stored["bits"], backend=CPU_KERNEL)
     model: Any = AutoModelForCausalLM.from_pretrained(

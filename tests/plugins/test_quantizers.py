@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, Gpu
 from families import config_of
 from quantized import follows, oracle, tokens_of
 
@@ -237,6 +238,25 @@ def test_a_config_that_claims_what_its_weights_are_not(selection: str, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config, default=lambda value: value.value))
     with pytest.raises(CheckpointError, match=r"its config says that .* quantized it"):
         jackfield.load(tmp_path)
+
+
+@every(marked(["int8", "nf4"]))
+@pytest.mark.parametrize("act", [jackfield.plan, jackfield.load])
+def test_a_checkpoint_that_would_be_left_whole_is_told_as_the_file_s_fault(
+    selection: str, act: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU; where a GPU computes, bitsandbytes reads it."""
+    shutil.copytree(MODEL_PATH, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    stored = jackfield.quantization(selection).to_dict()
+    config["quantization_config"] = stored | {"llm_int8_enable_fp32_cpu_offload": True}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=lambda value: value.value))
+    told = r"in the config.json of .*: llm_int8_enable_fp32_cpu_offload is True, which leaves"
+    with pytest.raises(CheckpointError, match=told):
+        act(tmp_path, device_map="cpu")
+    FakeCuda([Gpu()]).install(monkeypatch)
+    plan = jackfield.plan(tmp_path, device_map="cuda")
+    assert plan["quantizer"].registered.name == selection.partition("?")[0]
 
 
 @every(marked(["nf4", "ao_int8"]))

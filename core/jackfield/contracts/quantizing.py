@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.checkpoint import Field, Tensors
+from jackfield.contracts.checkpoint import Field, Tensors, odd_fields
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
@@ -161,6 +161,16 @@ class Quantizer(Backend):
         """
         del stored
         return False
+
+    def odd(self, requirements: Requirements) -> list[str]:
+        """What of a checkpoint's `quantization_config` cannot be, told as the file's fault.
+
+        By `fields`, without which nobody asks; extend it for what depends on the job.
+
+        Args:
+            requirements: The job, before anything is chosen; `stored` is one that it `reads`.
+        """
+        return odd_fields(requirements.stored or {}, self.fields)
 
     def rank(self, requirements: Requirements) -> int | None:
         """``auto`` reads what is quantized already; it never quantizes.

@@ -10,7 +10,7 @@ from typing import Any
 
 from jackfield.bridge.source import ModelSource
 from jackfield.contracts import Requirements
-from jackfield.contracts.checkpoint import odd_fields, shown
+from jackfield.contracts.checkpoint import shown
 from jackfield.errors import CheckpointError, PluginError
 from jackfield.registry.backends import Registered, Registry
 
@@ -32,7 +32,7 @@ def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -
             f"{where} {named}, which no quantizer here reads as it stands; it is never loaded as "
             "if it were not quantized"
         )
-    odd = [odd_fields(stored, fields) for reader in readers if (fields := _fields(reader))]
+    odd = [reader.ask("odd", needs) for reader in readers if _has_fields(reader)]
     if odd and all(odd):
         raise CheckpointError(f"{where}: {odd[0][0]}")
 
@@ -41,8 +41,8 @@ def _shown(method: Any) -> str:
     return shown(str(getattr(method, "value", method)))
 
 
-def _fields(reader: Registered) -> Mapping[str, Any]:
-    return reader.backend.fields  # type: ignore[attr-defined,no-any-return]  # of a Quantizer
+def _has_fields(reader: Registered) -> bool:
+    return bool(reader.backend.fields)  # type: ignore[attr-defined]  # of a Quantizer
 
 
 def _reads(reader: Registered, stored: Mapping[str, Any]) -> bool:

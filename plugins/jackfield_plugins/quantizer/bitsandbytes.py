@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 OFFLOAD = "llm_int8_enable_fp32_cpu_offload"
+_ALL_WHOLE = "leaves what lies on the CPU as it is, and here that is all of it"
 
 
 def _is_threshold(given: Any) -> bool:
@@ -61,17 +62,20 @@ class BitsAndBytes(Quantizer):
     def reads(self, stored: Mapping[str, Any]) -> bool:
         return bool(stored.get(self.chosen_by))
 
+    def odd(self, requirements: Requirements) -> list[str]:
+        found, stored = super().odd(requirements), requirements.stored or {}
+        if not found and stored.get(OFFLOAD) and requirements.device == "cpu":
+            found.append(f"{OFFLOAD} is True, which {_ALL_WHOLE}; set it to false, or use a GPU")
+        return found
+
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         given = isinstance(options, GivenConfig) or options != self.options()
         if requirements.stored is not None and given:
             reasons.append("the checkpoint is quantized already; leave the options out")
-        config = in_force(requirements, options) or {}
-        if config.get("llm_int8_enable_fp32_cpu_offload") and requirements.device == "cpu":
-            reasons.append(
-                "llm_int8_enable_fp32_cpu_offload=True leaves what lies on the CPU as it is, and "
-                "here that is all of it; drop it"
-            )
+        config = options.config.to_dict() if isinstance(options, GivenConfig) else {}
+        if config.get(OFFLOAD) and requirements.device == "cpu":
+            reasons.append(f"{OFFLOAD}=True {_ALL_WHOLE}; drop it")
         if requirements.weights and not any(w.linear for w in requirements.weights):
             name = requirements.architecture
             reasons.append(f"converts nn.Linear and Conv1D, and {name} has none but its head")
@@ -85,12 +89,9 @@ class BitsAndBytes(Quantizer):
 
     def misfits(self, needs: Requirements | None, tensors: Tensors) -> list[str]:
         """Why a checkpoint's files are not what its config says; nothing for one that is whole."""
-        stored = None if needs is None else needs.stored
-        if needs is None or stored is None:
+        if needs is None or needs.stored is None:
             return []
-        if stored.get(OFFLOAD) and needs.device == "cpu":
-            return [f"its config says {OFFLOAD}, which keeps all that is on the CPU whole"]
-        return self.in_files(needs, stored, tensors)
+        return self.in_files(needs, needs.stored, tensors)
 
     @abstractmethod
     def in_files(
