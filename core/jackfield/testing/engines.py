@@ -77,9 +77,9 @@ def watched(engine: Engine) -> Computed:
     def noting(step: Any, logits: torch.Tensor) -> Any:
         computed.steps += 1
         width = logits.shape[1]
-        for row, feed in zip(logits, step.feeds, strict=True):
-            fed = [*feed.sequence.tokens[: feed.start + feed.count], *feed.drafts]
-            for back in range(min(width, feed.count + len(feed.drafts))):
+        for row, item in zip(logits, step.scheduled, strict=True):
+            fed = [*item.sequence.tokens[: item.start + item.num_tokens], *item.drafts]
+            for back in range(min(width, item.num_tokens + len(item.drafts))):
                 prefix = tuple(fed[: len(fed) - back])
                 own = row[width - 1 - back].double().cpu().clone()
                 computed.logits.setdefault(prefix, []).append(own)
