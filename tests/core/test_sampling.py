@@ -285,7 +285,7 @@ def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, f
 def test_the_ends_of_the_unit_interval_draw_no_forbidden_token(
     number: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jackfield.sampling.draw.uniform", lambda *key: number)
+    monkeypatch.setattr("jackfield.sampling.choosing.uniform", lambda *key: number)
     never = {(i,): -math.inf for i in (0, 1, 6, 7)}
     row = sequence(do_sample=True, sequence_bias=never)
     assert token(sample([row], LOGITS[None])[0]) == expected

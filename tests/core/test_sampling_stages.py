@@ -13,9 +13,9 @@ from random_settings import random_fields
 
 from jackfield.contracts import Sequence, Settings, StepBlock
 from jackfield.contracts.settings import Structure
-from jackfield.sampling import min_length, min_p, penalties, temperature, top_k, top_p
+from jackfield.sampling import min_length, penalties, warpers
 from jackfield.sampling.bias import phrases, single_tokens
-from jackfield.sampling.draw import draw
+from jackfield.sampling.choosing import draw
 from jackfield.sampling.pipeline import Pipeline, Tables
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
@@ -43,12 +43,12 @@ def column(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 PURE: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
-    "temperature": (temperature.divide, (column(0.5, 1.5),)),
+    "temperature": (warpers.divide, (column(0.5, 1.5),)),
     "top-k": (
-        lambda s, k: top_k.keep_top_k(s, k, 7), (column(3, 7, dtype=torch.long),)
+        lambda s, k: warpers.keep_top_k(s, k, 7), (column(3, 7, dtype=torch.long),)
     ),
-    "top-p": (top_p.keep_top_p, (column(0.3, 0.9),)),
-    "min-p": (min_p.keep_min_p, (column(0.1, 0.4),)),
+    "top-p": (warpers.keep_top_p, (column(0.3, 0.9),)),
+    "min-p": (warpers.keep_min_p, (column(0.1, 0.4),)),
     "repetition": (
         penalties.penalize_repetition, (column(1.5, 0.7), torch.ones(2, VOCAB, dtype=torch.bool))
     ),
@@ -173,7 +173,7 @@ def test_a_row_is_bit_by_bit_what_it_is_alone(seed: int) -> None:
         for _ in range(rng.randint(2, 9))
     ]
     block, last, batch = StepBlock(CPU), None, pool
-    tables = Tables(VOCAB, block)
+    tables: Tables = {}
     for _ in range(5):
         if rng.random() < 0.5:
             batch = rng.sample(pool, rng.randint(1, len(pool)))
@@ -253,7 +253,7 @@ def test_biases_of_one_place_are_added_one_after_another() -> None:
     bias = {(4,): 0.1, (7, 4): 0.2, (9, 7, 4): 0.3, (5, 4): 9.0, (3, 3, 3, 3, 3, 3, 3, 4): 9.0}
     rows = RowMap.verifying([sequence([9, 7], sequence_bias=bias)], [[5]])
     block, found = StepBlock(CPU), torch.zeros(2, VOCAB, dtype=torch.float64)
-    single, behind = single_tokens(rows, block), phrases(rows, (0, 1), block)
+    single, behind = single_tokens(rows, (0, 1), block), phrases(rows, (0, 1), block)
     assert single is not None
     assert behind is not None
     assert behind(single(found)) is found
@@ -261,7 +261,7 @@ def test_biases_of_one_place_are_added_one_after_another() -> None:
     assert found[:, 4].tolist() == [first, float(torch.tensor(0.1)) + 9.0]
     assert found.count_nonzero() == 2
     assert [len(values) for *_, values in behind.rounds] == [2, 1]
-    assert single_tokens(RowMap.verifying([sequence([1])]), block) is None
+    assert single_tokens(RowMap.verifying([sequence([1])]), (0,), block) is None
 
 
 def test_the_end_is_forbidden_where_a_row_is_too_short() -> None:

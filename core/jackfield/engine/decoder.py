@@ -67,7 +67,8 @@ class Decoder:
     def expect(self, step: RunningStep) -> None:
         """Send what the sampler needs, and find out while the model computes what may follow."""
         if self._structures is not None:
-            self._allowed = self._structures.begin(_structured(step))
+            wanted = _structured(step)
+            self._allowed = self._structures.begin(wanted) if wanted else None
         if self._sampler.sends:
             own = [f for f in step.scheduled if f.samples and f.sequence.group is None]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])

@@ -96,7 +96,9 @@ class Intake:
                 leader=made[0] if made and width is None else None,
                 sample=sample,
             )
-            running.constraint = self._structures.start(settings.structure, settings.eos_token_ids)
+            if settings.structure is not None:
+                ends = settings.eos_token_ids
+                running.constraint = self._structures.start(settings.structure, ends)
             made.append(running)
         return made
 

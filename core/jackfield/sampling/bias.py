@@ -10,9 +10,8 @@ from typing import ClassVar
 import torch
 
 from jackfield.contracts import StepBlock
-from jackfield.sampling.precision import widest
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import places
+from jackfield.sampling.stage import places, widest
 
 Entry = tuple[int, int, float]  # row, token, what is added
 
@@ -55,12 +54,12 @@ def _bias(entries: Seq[Entry], dtype: torch.dtype, block: StepBlock) -> Bias | N
     )
 
 
-def single_tokens(rows: RowMap, block: StepBlock) -> Bias | None:
-    """The biases that hold whatever the tokens before are."""
+def single_tokens(rows: RowMap, asked: Seq[int], block: StepBlock) -> Bias | None:
+    """The biases of the rows `asked` that hold whatever the tokens before are."""
     entries = [
         (row, ids[0], value)
-        for row, s, _ in rows
-        for ids, value in s.settings.sequence_bias.items()
+        for row in asked
+        for ids, value in rows.sequences[rows.owners[row]].settings.sequence_bias.items()
         if len(ids) == 1
     ]
     return _bias(entries, torch.float32, block)

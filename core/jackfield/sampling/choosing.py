@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from jackfield.contracts import StepBlock
-from jackfield.sampling.draw import draw, random_numbers
+from jackfield.contracts.counter_rng import uniform
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import indexes
+from jackfield.sampling.stage import indexes, widest
 from jackfield.sampling.token_mask import TokenMask
 from jackfield.sampling.warpers import Warpers
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +24,7 @@ class SampledRows:
     warpers: Warpers
 
     @classmethod
-    def of(cls, rows: RowMap, block: StepBlock, vocab_size: int) -> SampledRows | None:
-        asked = rows.asking(lambda s: s.do_sample)
-        if not asked:
-            return None
+    def of(cls, rows: RowMap, asked: Seq[int], block: StepBlock, vocab_size: int) -> SampledRows:
         warpers = Warpers.of(rows.pick(asked), block, vocab_size)
         return cls(tuple(asked), indexes(asked, len(rows), block), warpers)
 
@@ -66,3 +62,20 @@ class Choosing:
             drawn = draw(self.sampled.warpers(self.sampled.pick(scores)), self.numbers)
             tokens = self.sampled.put(tokens, drawn)
         return tokens, best
+
+
+def draw(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Tokens, int64 `[n]`, drawn from the softmax of `scores` `[n, vocab]`.
+
+    The cumulative distribution is inverted at `numbers` (`[n, 1]`, from 0 to below 1) in float64,
+    or in float32 on a device that has no other.
+    """
+    cumulative = scores.to(widest(scores.device)).softmax(-1).cumsum(-1)
+    found = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    return found[:, 0].clamp(max=scores.shape[-1] - 1)
+
+
+def random_numbers(rows: RowMap, block: StepBlock) -> torch.Tensor:
+    """The random number of each row, `[rows, 1]`, by seed, sample and position; into `block`."""
+    numbers = [[uniform(s.settings.seed, s.sample, len(s.tokens) + depth)] for _, s, depth in rows]
+    return block.put(numbers, widest(block.device))

@@ -7,14 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from jackfield.contracts import TokenLogprob
-from jackfield.sampling.precision import precise
-from jackfield.sampling.rows import RowMap
-
-
-def most_wanted(rows: RowMap) -> int | None:
-    """How many of the likeliest tokens a request asks for at most; None: for nothing at all."""
-    counts = [s.settings.logprobs for s in rows.sequences if s.settings.logprobs is not None]
-    return max(counts, default=None)
+from jackfield.sampling.stage import precise
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:

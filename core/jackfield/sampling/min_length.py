@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jackfield.contracts import StepBlock
-from jackfield.sampling.precision import NEVER
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import places
+from jackfield.sampling.stage import NEVER, places
 
 if TYPE_CHECKING:
     import torch

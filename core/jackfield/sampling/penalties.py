@@ -83,14 +83,11 @@ def with_drafts(
 
 def _penalty(
     rows: RowMap,
+    asked: Seq[int],
     block: StepBlock,
     act: Callable[..., torch.Tensor],
-    fields: Seq[Callable[[Settings], float]],
-    inert: float,
-) -> Penalty | None:
-    asked = rows.asking(lambda s: any(field(s) != inert for field in fields))
-    if not asked:
-        return None
+    *fields: Callable[[Settings], float],
+) -> Penalty:
     owners = [rows.owners[row] for row in asked]
     own = {i: number for number, i in enumerate(dict.fromkeys(owners))}
     settings = [rows.sequences[i].settings for i in owners]
@@ -104,12 +101,14 @@ def _penalty(
     )
 
 
-def repetition(rows: RowMap, block: StepBlock) -> Penalty | None:
-    fields = [lambda s: s.repetition_penalty]
-    return _penalty(rows, block, penalize_repetition, fields, 1.0)
+def repetition(rows: RowMap, asked: Seq[int], block: StepBlock) -> Penalty:
+    """The repetition penalty of the rows `asked`."""
+    return _penalty(rows, asked, block, penalize_repetition, lambda s: s.repetition_penalty)
 
 
-def counted(rows: RowMap, block: StepBlock) -> Penalty | None:
-    """Frequency and presence penalties."""
-    fields = [lambda s: s.frequency_penalty, lambda s: s.presence_penalty]
-    return _penalty(rows, block, penalize_counts, fields, 0.0)
+def counted(rows: RowMap, asked: Seq[int], block: StepBlock) -> Penalty:
+    """Frequency and presence penalties of the rows `asked`."""
+    return _penalty(
+        rows, asked, block, penalize_counts,
+        lambda s: s.frequency_penalty, lambda s: s.presence_penalty,
+    )  # fmt: skip

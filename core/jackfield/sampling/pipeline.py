@@ -14,24 +14,17 @@ from jackfield.contracts import StepBlock
 from jackfield.sampling import bias, min_length, penalties, token_mask
 from jackfield.sampling.bias import Bias
 from jackfield.sampling.choosing import Choosing, SampledRows
-from jackfield.sampling.logprobs import most_wanted
 from jackfield.sampling.penalties import Penalty
-from jackfield.sampling.precision import precise
 from jackfield.sampling.processors import Outcome, apply_processors
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import ScoreStage
+from jackfield.sampling.stage import ScoreStage, precise
 from jackfield.sampling.token_table import TokenTable
 
+#: The tokens that sequences with penalties have, by dtype: whether, and how often generated. Kept
+#: from step to step, as long as somebody asks; a pipeline brings them up to date when it is made.
+Tables = dict[torch.dtype, TokenTable]
 
-class Tables:
-    """The tokens that sequences with penalties have: `seen`, and how often they `generated` each.
-
-    Kept from step to step; a pipeline brings them up to date when it is made.
-    """
-
-    def __init__(self, vocab_size: int, block: StepBlock) -> None:
-        self.seen = TokenTable(vocab_size, torch.bool, block)
-        self.generated = TokenTable(vocab_size, torch.float32, block)
+_NOTHING = Outcome()
 
 
 @dataclass(frozen=True)
@@ -54,15 +47,20 @@ class Settled:
 
     @classmethod
     def of(cls, rows: RowMap, block: StepBlock, vocab_size: int) -> Settled:
+        biased = rows.asking(lambda s: s.sequence_bias)
+        repeating = rows.asking(lambda s: s.repetition_penalty != 1)
+        counted = rows.asking(lambda s: s.frequency_penalty or s.presence_penalty)
+        sampled = rows.asking(lambda s: s.do_sample)
+        wanted = [s.settings.logprobs for s in rows.sequences if s.settings.logprobs is not None]
         return cls(
-            bias.single_tokens(rows, block),
+            bias.single_tokens(rows, biased, block) if biased else None,
             tuple(rows.asking(lambda s: any(len(ids) > 1 for ids in s.sequence_bias))),
-            penalties.repetition(rows, block),
-            penalties.counted(rows, block),
+            penalties.repetition(rows, repeating, block) if repeating else None,
+            penalties.counted(rows, counted, block) if counted else None,
             tuple(rows.asking(lambda s: s.min_new_tokens)),
             tuple(i for i, s in enumerate(rows.sequences) if s.settings.logits_processor),
-            SampledRows.of(rows, block, vocab_size),
-            most_wanted(rows),
+            SampledRows.of(rows, sampled, block, vocab_size) if sampled else None,
+            max(wanted, default=None),
         )
 
 
@@ -100,7 +98,7 @@ class Pipeline:
         else:
             settled = Settled.of(rows, block, vocab_size)
         choosing = Choosing.of(rows, settled.sampled, block)
-        stages = _stages(rows, settled, tables or Tables(vocab_size, block), block)
+        stages = _stages(rows, settled, {} if tables is None else tables, vocab_size, block)
         block.send()
         return cls(rows, vocab_size, block, settled, stages, choosing)
 
@@ -131,7 +129,7 @@ class Pipeline:
         for stage in self.stages:
             scores = stage(scores.clone() if stage.in_place and scores is logits else scores)
         if not self.settled.processed:
-            return scores, Outcome()
+            return scores, _NOTHING
         scores = scores.clone() if scores is logits else scores
         return scores, apply_processors(
             scores, self.rows, self.settled.processed, self._choose_one, self.block
@@ -140,7 +138,8 @@ class Pipeline:
     def _choose_one(self, row: int, scores: torch.Tensor) -> int:
         """The token of one row with these scores, `[1, vocab]`."""
         rows, mask = self.rows.pick([row]), self.choosing.mask
-        sampled = SampledRows.of(rows, self.block, self.vocab_size)
+        asked = rows.asking(lambda s: s.do_sample)
+        sampled = SampledRows.of(rows, asked, self.block, self.vocab_size) if asked else None
         choosing = Choosing.of(rows, sampled, self.block)
         self.block.send()
         tokens, _ = replace(choosing, mask=mask and mask.only(row))(scores)
@@ -148,15 +147,20 @@ class Pipeline:
 
 
 def _stages(
-    rows: RowMap, settled: Settled, tables: Tables, block: StepBlock
+    rows: RowMap, settled: Settled, tables: Tables, vocab_size: int, block: StepBlock
 ) -> tuple[ScoreStage, ...]:
     """What depends on the tokens, too: bias, penalties, minimum length."""
-    found: list[ScoreStage | None] = [
-        settled.bias,
-        bias.phrases(rows, settled.phrases, block),
-    ]
-    for penalty, table in ((settled.repetition, tables.seen), (settled.counted, tables.generated)):
-        tokens = table.of(() if penalty is None else penalty.sequences)
-        found.append(None if penalty is None else penalty.stage(rows, tokens, block))
-    found.append(min_length.stage(rows, settled.short, block))
+    found: list[ScoreStage | None] = [settled.bias]
+    if settled.phrases:
+        found.append(bias.phrases(rows, settled.phrases, block))
+    asked = ((settled.repetition, torch.bool), (settled.counted, torch.float32))
+    for penalty, dtype in asked:
+        if penalty is None:
+            tables.pop(dtype, None)
+            continue
+        if dtype not in tables:
+            tables[dtype] = TokenTable(vocab_size, dtype, block)
+        found.append(penalty.stage(rows, tables[dtype].of(penalty.sequences), block))
+    if settled.short:
+        found.append(min_length.stage(rows, settled.short, block))
     return tuple(stage for stage in found if stage is not None)

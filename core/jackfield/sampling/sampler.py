@@ -17,8 +17,8 @@ import torch
 from jackfield.contracts import Accepted, Sequence, StepBlock
 from jackfield.sampling import logprobs
 from jackfield.sampling.pipeline import Pipeline, Tables
-from jackfield.sampling.precision import widest
 from jackfield.sampling.rows import RowMap
+from jackfield.sampling.stage import widest
 from jackfield.sampling.verification import gains
 
 
@@ -27,13 +27,13 @@ class Sampler:
 
     def __init__(self) -> None:
         self._block: StepBlock | None = None
-        self._tables: Tables | None = None
+        self._tables: Tables = {}
         self._pipeline: Pipeline | None = None
 
     def block(self, device: torch.device) -> StepBlock:
         """By what the numbers of a step go to `device`."""
         if self._block is None or self._block.device != device:
-            self._block, self._tables, self._pipeline = StepBlock(device), None, None
+            self._block, self._tables, self._pipeline = StepBlock(device), {}, None
         return self._block
 
     @property
@@ -85,10 +85,10 @@ class Sampler:
         """The pipeline of these, made anew where it is not that of the last call."""
         last = self._pipeline
         if last is not None and last.vocab_size != vocab_size:
-            last = self._tables = None
+            last = None
+            self._tables.clear()
         if last is not None and last.rows.fits(sequences, drafts):
             return last
-        self._tables = self._tables or Tables(vocab_size, block)
         rows = RowMap.verifying(sequences, drafts)
         self._pipeline = Pipeline.of(rows, vocab_size, block, self._tables, last)
         return self._pipeline

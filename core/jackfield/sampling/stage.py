@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 
 from jackfield.contracts import Settings, StepBlock
 from jackfield.sampling.rows import RowMap
+
+NEVER = -math.inf  # the score of a token that must not come
 
 
 class ScoreStage(Protocol):
@@ -78,3 +81,13 @@ def places(pairs: Seq[tuple[int, int]], block: StepBlock) -> tuple[torch.Tensor,
     """Rows and tokens, to index scores by; put into `block`."""
     both = block.put([[row for row, _ in pairs], [token for _, token in pairs]], torch.long)
     return both[0], both[1]
+
+
+def precise(scores: torch.Tensor) -> torch.Tensor:
+    """The same scores in float32, or in float64 where they are; the tensor itself if it is."""
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float of a device; MPS has no float64 (float32 holds token ids up to 2²⁴)."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -84,13 +84,11 @@ class Structures:
         self._thread: ThreadPoolExecutor | None = None
         self._many: Any = None  # llguidance's own threads
 
-    def start(self, structure: Structure | None, ends: tuple[int, ...]) -> Constraint | None:
+    def start(self, structure: Structure, ends: tuple[int, ...]) -> Constraint:
         """The constraint of a new sequence whose `ends` are its EOS tokens.
 
         Raises SettingsError where nothing can ever fit, or it costs too much to know.
         """
-        if structure is None:
-            return None
         own = ends or (self._with_end.eos_token_id,)
         constraint = Constraint(self._compiled(structure, own).deep_copy(), () if ends else own)
         if not ends and not self._goes_on(constraint):
@@ -183,14 +181,11 @@ class Structures:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def begin(self, wanted: Seq[Wanted]) -> Future[torch.Tensor] | None:
+    def begin(self, wanted: Seq[Wanted]) -> Future[torch.Tensor]:
         """Find out, beside the model, what may follow each text, and each of its drafts.
 
-        A bit for each token, int32 `[1 + drafts of each…, words]`, in the order of `wanted`. None:
-        nothing is.
+        A bit for each token, int32 `[1 + drafts of each…, words]`, in the order of `wanted`.
         """
-        if not wanted:
-            return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "jackfield-structures")
         return self._thread.submit(self._masks, wanted)

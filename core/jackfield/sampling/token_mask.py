@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jackfield.contracts import StepBlock
-from jackfield.sampling.precision import NEVER
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import Stage, indexes
+from jackfield.sampling.stage import NEVER, Stage, indexes
 from jackfield.sampling.structured import unpacked
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 
 from jackfield.contracts import Accepted, TokenLogprob
 from jackfield.sampling import logprobs
-from jackfield.sampling.precision import NEVER
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
+from jackfield.sampling.stage import NEVER
 
 
 def gains(rows: RowMap, chosen: Seq[Seq[float]], outcome: Outcome) -> list[Accepted]:
