@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.weights import tokenizer_of
+from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
 from jackfield.engine.engine import Engine
 from jackfield.engine.reading import read_assistant, read_weights
@@ -23,7 +24,6 @@ from jackfield.planning.spec import LoadSpec, PlanSpec
 from jackfield.planning.wording import in_our_words
 from jackfield.registry.discovery import registry
 from jackfield.requests.arguments import OF_A_PLAN, OF_LOADING, LoadArguments, PlanArguments
-from jackfield.requests.surroundings import refuse_autocast
 
 
 def load(

@@ -1,4 +1,4 @@
-"""What a torch device has, and where a model expects its inputs."""
+"""What a torch device has, where a model expects its inputs, and what must be off around it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,23 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return model.device if device is None else torch.device(device)
+
+
+def refuse_autocast(device_type: str) -> None:
+    """Raise UsageError inside of `torch.autocast`, of which an engine's thread knows nothing.
+
+    An engine computes in the dtype that was planned, whoever calls it.
+    """
+    import torch
+
+    if not torch.is_autocast_enabled(device_type):
+        return
+    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    raise UsageError(
+        f"torch.autocast(dtype={dtype}) is on around this call, and an engine computes in the "
+        "dtype that it was planned with, in a thread that the block does not reach; call it "
+        f"outside, or choose with jackfield.load(…, dtype={dtype!r})"
+    )
 
 
 def free_bytes(device: str | None) -> int | None:

@@ -17,8 +17,7 @@ from jackfield.contracts import (
     Requirements,
 )
 from jackfield.contracts.decoding import BEAM_SETTINGS, DRAFT_SETTINGS
-from jackfield.requests.beam_settings import BeamSettings
-from jackfield.requests.draft_settings import DraftSettings
+from jackfield.contracts.settings import BeamSettings, DraftSettings
 
 NEEDS = Requirements(
     architecture="TinyForCausalLM",

@@ -13,8 +13,7 @@ from transformers import GenerationConfig
 from jackfield.contracts import Settings
 from jackfield.errors import PromptError, SettingsError
 from jackfield.requests.honouring import Limits
-from jackfield.requests.lengths import DEFAULT_MAX_NEW_TOKENS
-from jackfield.requests.settings import resolve
+from jackfield.requests.settings import DEFAULT_MAX_NEW_TOKENS, resolve
 from jackfield.requests.vocabulary import CODE, DRAFTING, FACTS, FILLED_IN, INERT
 from jackfield.requests.wishes import notice_selectors, wishes
 from jackfield_plugins.decoding.sample import Sample

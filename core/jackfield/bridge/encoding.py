@@ -9,8 +9,7 @@ from typing import Any
 
 from jackfield.errors import PromptError, quoted
 from jackfield.foreign import named
-from jackfield.requests.prompts import BYTES, Prompt, told_as_prompt
-from jackfield.requests.turns import UNSAID, Turn
+from jackfield.requests.prompts import BYTES, UNSAID, Prompt, Turn, told_as_prompt
 
 _NO_LOCK = contextlib.nullcontext()
 

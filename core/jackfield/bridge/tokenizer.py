@@ -10,8 +10,7 @@ from typing import Any
 
 from jackfield.bridge.encoding import encode
 from jackfield.requests.detokenize import Detokenizer, opening
-from jackfield.requests.prompts import Prompt
-from jackfield.requests.turns import UNSAID, Turn
+from jackfield.requests.prompts import UNSAID, Prompt, Turn
 
 Lock = contextlib.AbstractContextManager[Any]
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
+from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
-from jackfield.devices import input_device
+from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.errors import CacheFullError, SettingsError
+from jackfield.planning.planning import Plan
 from jackfield.planning.strategies import elsewhere, pick
 from jackfield.registry.discovery import registry
-from jackfield.requests import turns
-from jackfield.requests.beam_settings import check_width
+from jackfield.requests.decoding_settings import check_width
 from jackfield.requests.honouring import Limits, refuse_unhonoured
+from jackfield.requests.prompts import Turn, turn_of
 from jackfield.requests.settings import resolve
-from jackfield.requests.surroundings import refuse_autocast
-from jackfield.requests.turns import Turn
 from jackfield.requests.wishes import Wishes, wishes
 
 
@@ -33,6 +32,9 @@ class Intake:
         self._text = assembly.text
         self._structures = assembly.structures
         self._loop = assembly.loop
+        self._limits = {
+            name: _limits(self._text, self._plan, name) for name in self._plan.decodings
+        }
         self._ids = itertools.count()
 
     def check(self, asked: Mapping[str, Any]) -> None:
@@ -104,17 +106,20 @@ class Intake:
 
     def _wished(self, asked: Mapping[str, Any]) -> tuple[Turn, Wishes, str, Limits]:
         """What is asked of a chat's turn and for the rest, by which decoding, within what."""
-        turn, asked = turns.taken(asked)
+        turn, asked = turn_of(asked)
         wished = wishes(asked, self._model.generation_config)
         decoding = pick(self._plan.decodings, wished)
-        return turn, wished, decoding, self._limits(decoding)
+        return turn, wished, decoding, self._limits[decoding]
 
-    def _limits(self, decoding: str) -> Limits:
-        return Limits(
-            vocab_size=self._text.vocab_size,
-            context_length=self._plan.requirements.context_length,
-            honoured=self._plan.decodings[decoding].backend.capabilities.settings,
-            decoding=decoding,
-            has_tokenizer=self._text.tokenizer is not None,
-            elsewhere=partial(elsewhere, registry(), self._plan.decodings),
-        )
+
+def _limits(text: Text, plan: Plan, decoding: str) -> Limits:
+    """What the settings of requests that take this decoding are checked against."""
+    decodings = plan.decodings
+    return Limits(
+        vocab_size=text.vocab_size,
+        context_length=plan.requirements.context_length,
+        honoured=decodings[decoding].backend.capabilities.settings,
+        decoding=decoding,
+        has_tokenizer=text.tokenizer is not None,
+        elsewhere=lambda name: elsewhere(registry(), decodings, name),
+    )

@@ -14,7 +14,7 @@ from jackfield.bridge.generate_call import check_processors, refuse_lost
 from jackfield.engine.streaming import check_streamer, put_tokens
 from jackfield.errors import UsageError
 from jackfield.in_transformers.attention import selected
-from jackfield.requests.prefixes import AllowedByPrefix
+from jackfield.requests.token_settings import AllowedByPrefix
 from jackfield.requests.wishes import VOCABULARY
 
 if TYPE_CHECKING:

@@ -10,19 +10,22 @@ are what `generate` takes under these names; `stop` is short for `stop_strings`,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jackfield.contracts.settings import Settings
-from jackfield.errors import SettingsError
-from jackfield.requests import beam_settings, drawing, lengths, structures, token_settings
+from jackfield.errors import PromptError, SettingsError, quoted
+from jackfield.requests import decoding_settings, structures, token_settings
 from jackfield.requests.checked_numbers import CheckedNumbers
-from jackfield.requests.draft_settings import read
 from jackfield.requests.honouring import Limits, refuse_unhonoured
+from jackfield.requests.vocabulary import asks_for_nothing
 from jackfield.requests.wishes import Wishes
 
+DEFAULT_MAX_NEW_TOKENS = 256
 MOST_SEQUENCES = 10_000  # of one request, as each of them takes memory before it runs
+_KNOBS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0) -> Settings:
@@ -34,13 +37,13 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
     refuse_unhonoured(wishes, limits)
     given = wishes.given
     count = CheckedNumbers(given)
-    drawn = drawing.drawing(wishes, limits.honoured)
+    drawn = _drawing(wishes, limits.honoured)
     eos = token_settings.token_ids(
         given.get("eos_token_id"), f"eos_token_id{_origin(wishes)}", limits.vocab_size
     )
     settings = Settings(
-        max_new_tokens=lengths.max_new_tokens(wishes, prompt_length, limits),
-        min_new_tokens=lengths.min_new_tokens(wishes, prompt_length),
+        max_new_tokens=_max_new_tokens(wishes, prompt_length, limits),
+        min_new_tokens=_min_new_tokens(wishes, prompt_length),
         **drawn,
         **_penalties(count),
         sequence_bias=MappingProxyType(token_settings.biases(given, eos, limits.vocab_size)),
@@ -56,19 +59,112 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         ),
         **_among_others(given, count),
         decoding=limits.decoding,
-        drafts=read(given, limits.honoured, count),
-        beams=beam_settings.read(given, limits.honoured, count),
+        drafts=decoding_settings.drafts(given, limits.honoured, count),
+        beams=decoding_settings.beams(given, limits.honoured, count),
         structure=structures.read(given, has_tokenizer=limits.has_tokenizer),
-        seed=drawing.seed(wishes, draws=drawn["do_sample"]),
+        seed=_seed(wishes, draws=drawn["do_sample"]),
     )
-    lengths.check_both(wishes, settings.min_new_tokens, settings.max_new_tokens)
+    _check_lengths(wishes, settings.min_new_tokens, settings.max_new_tokens)
     _check_together(settings, limits)
     return settings
+
+
+def _drawing(wishes: Wishes, honoured: frozenset[str]) -> dict[str, Any]:
+    """The fields of `Settings` that say how tokens are drawn; neutral ones for a greedy request."""
+    if not _draws(wishes, honoured):
+        _knobs(CheckedNumbers(wishes.keywords))  # wrong ones are refused all the same
+        return {"do_sample": False}
+    return {"do_sample": True, **_knobs(CheckedNumbers(wishes.given))}
+
+
+def _knobs(number: CheckedNumbers) -> dict[str, Any]:
+    return {
+        "temperature": number.real("temperature", 1.0, at_least=0),
+        "top_k": number.integer("top_k", 0, at_least=0),
+        "top_p": number.real("top_p", 1.0, above=0, at_most=1),
+        "min_p": number.real("min_p", 0.0, at_least=0, at_most=1),
+    }
+
+
+def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
+    """By keywords, tokens are drawn where any of the knobs asks for it; else as a config says."""
+    keywords, config = wishes.keywords, wishes.config
+    for layer, name in ((keywords, ""), (config, wishes.origin("do_sample"))):
+        if not isinstance(layer.get("do_sample", False), bool):
+            raise SettingsError(
+                f"do_sample must be True or False, not {quoted(layer['do_sample'])}{name}"
+            )
+    if "do_sample" not in honoured:
+        return False
+    explicit = keywords.get("do_sample")
+    knobs = [k for k in _KNOBS if k in keywords and not asks_for_nothing(k, keywords[k])]
+    cold = CheckedNumbers(wishes.given).real("temperature", 1.0, at_least=0) == 0
+    if explicit is False and knobs and not cold:
+        raise SettingsError(
+            f"{knobs[0]}={quoted(keywords[knobs[0]])} has no effect with do_sample=False; drop one "
+            "of them"
+        )
+    asked = explicit or (config.get("do_sample") and not wishes.of_the_model("do_sample"))
+    if cold and asked and ("temperature" not in keywords or explicit):
+        raise SettingsError("temperature=0 is greedy, do_sample=True is not; drop one of the two")
+    if cold or explicit is not None:
+        return bool(explicit) and not cold
+    return bool(knobs) or "temperature" in keywords or bool(config.get("do_sample"))
 
 
 def _origin(wishes: Wishes) -> str:
     of_model = wishes.of_the_model("eos_token_id")
     return " (from the model's generation_config)" if of_model else ""
+
+
+def _max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:
+    """What a caller asked must fit into the context; any default is cut to what is left of it."""
+    context = limits.context_length
+    room = math.inf if context is None else context - prompt_length
+    if room < 1:
+        raise PromptError(
+            f"the prompt has {prompt_length} tokens, the model's context is {context}: shorten the "
+            f"prompt to at most {(context or 1) - 1} tokens"
+        )
+    for layer in (wishes.keywords, wishes.config):
+        if name := _length_in(layer):
+            wanted = _wanted(layer, name, wishes.origin(name), prompt_length)
+            if wanted > room and not wishes.of_the_model(name):
+                most = room if name == "max_new_tokens" else context
+                raise PromptError(
+                    f"a prompt of {prompt_length} tokens and {name}={quoted(layer[name])} do not "
+                    f"fit into the model's context of {context}; lower {name} to {most}"
+                )
+            return int(min(wanted, room))
+    return int(min(DEFAULT_MAX_NEW_TOKENS, room))
+
+
+def _length_in(layer: Mapping[str, Any]) -> str:
+    return next((name for name in ("max_new_tokens", "max_length") if name in layer), "")
+
+
+def _wanted(layer: Mapping[str, Any], name: str, origin: str, prompt_length: int) -> int:
+    value = CheckedNumbers(layer).integer(name, 0, at_least=1)
+    if name == "max_new_tokens":
+        return value
+    if value <= prompt_length:
+        raise SettingsError(
+            f"max_length={value}{origin}, leaves no new token after a prompt of {prompt_length} "
+            "tokens; raise it, or set max_new_tokens"
+        )
+    return value - prompt_length
+
+
+def _min_new_tokens(wishes: Wishes, prompt_length: int) -> int:
+    """Of `min_new_tokens` and `min_length`, which counts the prompt, the former decides."""
+    found = 0
+    for layer in (wishes.config, wishes.keywords):
+        number = CheckedNumbers(layer)
+        if "min_length" in layer:
+            found = max(0, number.integer("min_length", 0, at_least=0) - prompt_length)
+        if "min_new_tokens" in layer:
+            found = number.integer("min_new_tokens", 0, at_least=0)
+    return found
 
 
 def _penalties(number: CheckedNumbers) -> dict[str, Any]:
@@ -88,9 +184,36 @@ def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str,
     }
 
 
+def _seed(wishes: Wishes, *, draws: bool) -> int:
+    """The caller's, or one that is drawn from torch's default generator, if it is needed.
+
+    So `torch.manual_seed` and transformers' `set_seed` decide, in the order of requests.
+    """
+    asked = CheckedNumbers(wishes.given).integer("seed", 0)
+    if "seed" in wishes.given or not draws:
+        return asked
+    import torch
+
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(
+        generator=torch.default_generator
+    )
+    return int(drawn)
+
+
+def _check_lengths(wishes: Wishes, least: int, most: int) -> None:
+    """Raise SettingsError where more new tokens are asked for at least than at most."""
+    if least > most:
+        asked = f"min_new_tokens={quoted(least)}"
+        if "min_new_tokens" not in wishes.given:
+            asked = f"min_length, which leaves {asked},"
+        raise SettingsError(
+            f"{asked} is more than max_new_tokens={quoted(most)}; lower the one or raise the other"
+        )
+
+
 def _check_together(settings: Settings, limits: Limits) -> None:
     """Raise SettingsError where settings that are right by themselves contradict each other."""
-    beam_settings.check_penalty(settings.beams, settings.max_new_tokens)
+    decoding_settings.check_penalty(settings.beams, settings.max_new_tokens)
     searched = "num_beams" in limits.honoured
     if settings.num_return_sequences > 1 and not (settings.do_sample or searched):
         raise SettingsError(

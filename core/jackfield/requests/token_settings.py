@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.checked_numbers import LARGEST, plain
 from jackfield.requests.honouring import Limits
-from jackfield.requests.prefixes import AllowedByPrefix
+
+if TYPE_CHECKING:
+    import torch
 
 _LISTS = (list, tuple)
 
@@ -120,3 +123,25 @@ def stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
             "eos_token_id=[…]"
         )
     return tuple(map(str, strings))
+
+
+@dataclass(frozen=True)
+class AllowedByPrefix:
+    """A processor that forbids what `allowed(number, tokens)` does not list, as transformers does.
+
+    `number` is that of the prompt among those of the call.
+    """
+
+    allowed: Callable[[int, torch.Tensor], Any]
+    number: int
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        tokens = torch.as_tensor(self.allowed(self.number, ids[0]), device=scores.device)
+        if tokens.numel() == 0:
+            raise ValueError("prefix_allowed_tokens_fn allows no token")
+        kept = torch.full_like(scores, -torch.inf)
+        tokens = tokens.flatten().long()
+        kept[:, tokens] = scores[:, tokens]
+        return kept
