@@ -9,7 +9,7 @@ import pytest
 
 import jackfield
 from jackfield.contracts import BindContext, Scheduler, Sequence
-from jackfield.engine import loop
+from jackfield.engine import checked_schedule
 from jackfield.engine.engine import Engine
 from jackfield.errors import ExecutionError
 from jackfield.registry.backends import Registered
@@ -23,8 +23,8 @@ Serving = Callable[..., Engine]
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """An engine with a scheduler of a stranger; who waits for 2 steps has waited long."""
-    monkeypatch.setattr(loop, "LONG", 2)
-    monkeypatch.setattr(loop, "FOR_EVER", 3)
+    monkeypatch.setattr(checked_schedule, "LONG", 2)
+    monkeypatch.setattr(checked_schedule, "FOR_EVER", 3)
     made: list[Engine] = []
 
     def serve(schedule: FifoSchedule, **arguments: Any) -> Engine:
@@ -87,7 +87,9 @@ def test_who_is_overtaken_for_ever_is_ended_and_the_scheduler_named(serving: Ser
     assert victim.error is not None
     assert "scheduler 'odd' of stranger 1.2 passed" in victim.error
     assert running.finish_reason == "length"
-    assert sum(s.finish_reason == "length" for s in later) > loop.FOR_EVER  # the others go on
+    assert (
+        sum(s.finish_reason == "length" for s in later) > checked_schedule.FOR_EVER
+    )  # the others go on
 
 
 def test_who_runs_and_gets_no_turn_is_ended(serving: Serving) -> None:

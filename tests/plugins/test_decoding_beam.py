@@ -26,7 +26,7 @@ from jackfield.contracts import (
     Sequence,
     Settings,
 )
-from jackfield.engine.checked import CheckedSchedule
+from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningGroup, RunningSequence

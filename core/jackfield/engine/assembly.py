@@ -13,7 +13,7 @@ from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.bound import BoundModel, plug_all
-from jackfield.engine.checked import CheckedSchedule
+from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.loop import Loop

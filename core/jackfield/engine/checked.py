@@ -1,21 +1,17 @@
-"""Schedules and strategies held to their contracts: what a plugin gets wrong is an error."""
+"""Strategies held to their contract, and sequences that a plugin may read and not change."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import islice
-from operator import attrgetter, is_, le
+from operator import attrgetter, is_
 from typing import Any
 
-from jackfield.contracts import Schedule, Sequence, Strategy
+from jackfield.contracts import Sequence, Strategy
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
-
-WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
 
 TAIL = 8  # tokens of a sequence that are compared after every call
 WHOLE = 1024  # tokens of one that is compared as a whole after some calls
@@ -75,64 +71,6 @@ class unchanged:  # noqa: N801 - reads as a word of the language
             now = sequence.tokens
             if not (same and len(now) == length and now[-len(tokens) :] == tokens):
                 raise fault(self._who, f"{self._what} changed request {before[0]}, to be read")
-
-
-def _nothing(*_: object) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-class CheckedSchedule(Schedule):
-    """`inner`, called `name` in errors. The checks take a few microseconds a step.
-
-    `closely`: also what it may have changed of the requests.
-    """
-
-    def __init__(self, inner: Schedule, name: str, *, closely: bool = True) -> None:
-        self._inner = inner
-        self._name = name
-        self._unchanged = partial(unchanged, self) if closely else _nothing
-        self._guards = {what: guarded(self, what) for what in ("order", "schedule")}
-
-    def __str__(self) -> str:
-        return self._name
-
-    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        waiting = tuple(waiting)
-        with self._guards["order"], self._unchanged("order", waiting[:WATCHED]):
-            found = list(islice(self._inner.order(waiting, step), len(waiting) + 1))
-            whole = len(found) == len(waiting) and set(found) == set(waiting)
-        if not whole:
-            raise fault(
-                self,
-                f"order must return all {len(waiting)} requests that wait, each once; "
-                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those",
-            )
-        return found
-
-    def schedule(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
-    ) -> list[int]:
-        running, num_uncached_tokens = tuple(running), tuple(num_uncached_tokens)
-        most = len(running) + 1
-        with self._guards["schedule"], self._unchanged("schedule", running):
-            found = list(
-                islice(self._inner.schedule(running, num_uncached_tokens, token_budget, step), most)
-            )
-            total = sum(found)
-            right = (
-                len(found) == len(num_uncached_tokens)
-                and set(map(type, found)) <= {int}
-                and min(found, default=0) >= 0
-                and all(map(le, found, num_uncached_tokens))
-                and 0 < total <= token_budget
-            )
-        if not right:
-            raise fault(
-                self,
-                f"schedule must return {len(num_uncached_tokens)} whole numbers from 0 to "
-                f"{list(num_uncached_tokens)}, 1 to {token_budget} in sum; got {quoted(found)}",
-            )
-        return found
 
 
 class CheckedStrategy(Strategy):

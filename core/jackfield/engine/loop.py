@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
-from jackfield.contracts import Accepted, KVCache, ModelInputs, Schedule
+from jackfield.contracts import Accepted, KVCache, ModelInputs
 from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
+from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Metrics
@@ -23,9 +24,6 @@ from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
 from jackfield.sampling.fenced import OwnFailure, fenced
-
-LONG = 10_000  # steps after which a request that waits has waited long
-FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
 
 
 class Loop:
@@ -36,7 +34,7 @@ class Loop:
         forward: Callable[[ModelInputs], torch.Tensor],
         cache: KVCache,
         decoding: Decoder,
-        scheduler: Schedule,
+        scheduler: CheckedSchedule,
         limits: BatchLimits,
     ) -> None:
         self.forward = forward
@@ -44,11 +42,10 @@ class Loop:
         self.decoding = decoding
         self.scheduler = scheduler
         self.limits = limits
-        cache.max_chunk_size = limits.max_chunk_size
+        self._max_chunk_size = cache.max_chunk_size = limits.max_chunk_size
         self.waiting: dict[int, RunningSequence] = {}
         self.running: list[RunningSequence] = []
         self._timed: dict[int, RunningSequence] = {}  # those with a deadline
-        self._neglected: list[RunningSequence] = []  # passed over for ever
         self._full = False  # the cache refused who is next, and holds no less since
         self.steps = 0
         self.doing: str | None = None  # what of a step is no plugin's and takes long
@@ -107,30 +104,14 @@ class Loop:
         return [event for events in ended for event in events]
 
     def _starved(self) -> list[Event]:
-        """End the requests that a scheduler passes over for ever, by its name."""
+        """End the requests that the scheduler passes over for ever, by its name."""
         events = []
-        neglected, self._neglected = self._neglected, []
-        for sequence in neglected:
+        for sequence in self.scheduler.starved():
             why = f"{self.scheduler} passed it over {sequence.passed_over} times for later requests"
             for event in self.cancel(sequence, why):
                 event.sequence.finish_reason = "error"
                 events.append(event)
         return events
-
-    def _note_passed(self, entered: Seq[RunningSequence]) -> None:
-        """Count, for those that have waited long, who came later, with no right to be first."""
-        for sequence in self.waiting.values() if entered else ():
-            if self.steps - sequence.arrival > LONG and any(
-                other.arrival > sequence.arrival
-                and other.settings.priority <= sequence.settings.priority
-                for other in entered
-            ):
-                self._pass_over(sequence)
-
-    def _pass_over(self, sequence: RunningSequence) -> None:
-        sequence.passed_over += 1
-        if sequence.passed_over > FOR_EVER:
-            self._neglected.append(sequence)
 
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
@@ -154,7 +135,7 @@ class Loop:
                 break
             del self.waiting[sequence.id]
             entered.append(sequence)
-        self._note_passed(entered)
+        self.scheduler.count_passed(self.waiting.values(), entered, self.steps)
 
     def _enters(self, sequence: RunningSequence) -> bool:
         """Whether the cache takes in a sequence, and the other beams of its group with it."""
@@ -199,11 +180,6 @@ class Loop:
         uncached = [self._num_uncached(sequence) for sequence in self.running]
         budget = self.limits.max_batch_tokens or UNLIMITED
         wanted = self.scheduler.schedule(self.running, uncached, budget, self.steps)
-        for sequence, count in zip(self.running, wanted, strict=True):
-            if count:
-                sequence.passed_over = 0
-            else:
-                self._pass_over(sequence)
         if self.limits.whole_chunks:
             wanted = [
                 n if n == all_of_it else 0 for n, all_of_it in zip(wanted, uncached, strict=True)
@@ -227,7 +203,7 @@ class Loop:
         left = len(sequence.tokens) - sequence.num_cached
         if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
-        return min(left, self.limits.max_chunk_size or left)
+        return min(left, self._max_chunk_size or left)
 
     def _together(self, counts: list[int]) -> list[int]:
         """A group is decided as a whole: who is ready before the others keeps its last token."""
