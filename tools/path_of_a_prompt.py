@@ -2,8 +2,8 @@
 
     python tools/path_of_a_prompt.py [--list]
 
-The engine is warm: what is found once and then kept is not counted. Functions of a module count as
-their file; what dataclasses write for themselves has no file.
+The engine is warm: what is found once and then kept is not counted. A class is met where one of its
+methods runs, its constructor included.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import jackfield
 
 met: dict[str, set[str]] = defaultdict(set)  # the functions that ran, by module
+made: set[type] = set()  # the dataclasses whose constructors ran
 
 
 def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -24,18 +25,22 @@ def note(frame: FrameType, event: str, arg: Any) -> None:
     module = frame.f_globals.get("__name__", "")
     if event == "call" and module.partition(".")[0] in ("jackfield", "jackfield_plugins"):
         met[module].add(frame.f_code.co_qualname)
+        if "__create_fn__" in frame.f_code.co_qualname:
+            made.add(type(frame.f_locals["self"]))
 
 
 def classes(module: str) -> set[str]:
     """The classes of a module whose methods ran."""
     names = {name.split(".")[0] for name in met[module]}
-    return {name for name in names if isinstance(getattr(sys.modules[module], name, None), type)}
+    found = {name for name in names if isinstance(getattr(sys.modules[module], name, None), type)}
+    return found | {kind.__name__ for kind in made if kind.__module__ == module}
 
 
 if __name__ == "__main__":
     with jackfield.load("demo") as engine:
         for _ in range(2):  # the first one warms it
             met.clear()
+            made.clear()
             threading.setprofile(note)  # the worker's thread begins with the request
             sys.setprofile(note)
             engine.generate("Once upon a time", max_new_tokens=8)

@@ -92,7 +92,8 @@ class Decoder:
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, gain in zip(ready, chosen, strict=True):
                 gains[i] = _within(step.scheduled[i].sequence, gain)
-                self._learn(step.scheduled[i], gain)
+                if self.drafting:
+                    self._learn(step.scheduled[i], gain)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         return gains
 

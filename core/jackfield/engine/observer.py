@@ -10,7 +10,7 @@ from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.completions import Completion, Delta, Usage
 from jackfield.engine.loop import Loop
-from jackfield.engine.report import Compiled, Observation, Report, Speculation, observe, total
+from jackfield.engine.report import Compiled, Observation, Report, observe, total
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.steps import Event
 from jackfield.planning.planning import Plan
@@ -106,7 +106,7 @@ class Observer:
         own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
         if sequence.group is not None:
             own = replace(own, beams=sequence.group.width)
-        return found.of_request(own, total([sequence.drafted]) or Speculation())
+        return found.of_request(own, found.speculation and total([sequence.drafted]))
 
     def _text_of(self, sequence: RunningSequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""

@@ -176,12 +176,12 @@ class Report:
             self.adapter,
         )
 
-    def of_request(self, decoding: Observation, drafted: Speculation) -> Report:
+    def of_request(self, decoding: Observation, drafted: Speculation | None) -> Report:
         """The same with what one request's own decoding did."""
         others = [o for o in self.observations if o.kind != decoding.kind]
         at = next(i for i, o in enumerate(self.observations) if o.kind == decoding.kind)
         mine = (*others[:at], decoding, *others[at:])
-        return Report(mine, drafted if self.speculation else None, self.adapter)
+        return Report(mine, drafted, self.adapter)
 
     def to_dict(self) -> dict[str, Any]:
         """Observations by kind; a decoding beside the default one as "decoding NAME"."""
