@@ -276,11 +276,11 @@ class AttentionBinding:
         """Calls are noted and not counted; yields the layers that called, in the last of several
         runs of one step, each once."""
         calls: list[int] = []
-        self._recording = calls
+        before, self._recording = self._recording, calls
         try:
             yield calls
         finally:
-            self._recording = None
+            self._recording = before
 
     def played(self, layers: Iterable[int]) -> None:
         """A decode step was played whose recording holds a call of each of `layers`."""

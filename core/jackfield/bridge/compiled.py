@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import Comparison, OpaqueStep, within
 from jackfield.bridge.recorded import RecordedSteps
 from jackfield.bridge.requirements import attention_modules, layer_types
+from jackfield.bridge.step_trial import StepTrial
 from jackfield.errors import PlanError, quoted
 from jackfield.guarded import fault, guarded
 
@@ -65,10 +67,22 @@ class CompiledForward:
         self.steps = 0
         self.recorded: RecordedSteps | None = None
 
-    def record(self, cache: KVCache, attention: AttentionBinding, most: int) -> None:
-        """Record whole decode steps of up to `most` sequences; the model runs what was planned."""
+    def record(
+        self,
+        cache: KVCache,
+        attention: AttentionBinding,
+        most: int,
+        longest: int | None,
+        backends: Seq[Registered],
+    ) -> None:
+        """Record whole decode steps of up to `most` sequences, of up to `longest` tokens each.
+
+        The model runs what was planned. `backends` are those that a recording may show to be wrong.
+        """
         made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
-        made.record(cache, attention, most)
+        vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
+        trial = StepTrial(cache, self._uncompiled, vocab_size, longest)
+        made.record(cache, attention, most, trial, backends)
         self.recorded = made
 
     def close(self) -> None:

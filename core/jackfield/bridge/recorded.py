@@ -2,26 +2,30 @@
 
 A step that lies at a fixed place (`FixedStep`) is the same work at the same addresses each time, so
 nothing of it has to be told to the device again. Its attention is called when it is recorded, which
-is where the calls are noted, and counted with each step that is played.
+is where the calls are noted, and counted with each step that is played. Each size is held to the
+same steps run eagerly before the first request comes (`step_trial.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jackfield.bridge.opaque import OpaqueStep, within
-from jackfield.errors import ExecutionError, JackfieldError, PluginError
+from jackfield.bridge.step_trial import StepTrial, bound_of, distance
+from jackfield.errors import ExecutionError, JackfieldError, PluginError, first_line
 from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
     from torch import nn
 
     from jackfield.bridge.attention import AttentionBinding
-    from jackfield.contracts import Compilation, FixedStep, KVCache
+    from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
     from jackfield.contracts.compiling import ModelStep
     from jackfield.registry.backends import Registered
 
@@ -59,20 +63,57 @@ class RecordedSteps:
             raise fault(registered, "record must return a recorded step")
 
     @torch.inference_mode()
-    def record(self, cache: KVCache, attention: AttentionBinding, most: int) -> None:
-        """Record steps of up to `most` sequences, before the first one comes."""
+    def record(
+        self,
+        cache: KVCache,
+        attention: AttentionBinding,
+        most: int,
+        trial: StepTrial,
+        backends: Seq[Registered],
+    ) -> None:
+        """Record steps of up to `most` sequences, before the first one comes.
+
+        `backends` are the attention, the cache and the compiler. Raises PluginError where a
+        recorded step says something else than an eager one; it names those that are not jackfield's
+        own, or all.
+        """
         self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
         for rows in sizes:
+            fixed = None
             try:
-                self.logits(cache.fix(rows))
-            except (ExecutionError, PluginError) as error:
+                with attention.recording():  # nobody asked for these calls
+                    texts, due, noise = trial.eagerly(rows, most)
+                    fixed = cache.fix(rows)
+                    self._record(fixed, backends)
+                    found = trial.decode(texts, rows, self._played)
+            except ExecutionError as error:
+                if fixed is not None:
+                    cache.loosen(rows)
                 self._give_up(rows, error)
                 break
+            _compare(rows, found, due, bound_of(due[0].dtype, noise), backends)
             self.sizes += (rows,)
         cache.forget()
         self.played = 0
+
+    def _record(self, fixed: FixedStep, backends: Seq[Registered]) -> None:
+        """Record a size. What a backend raises meanwhile is no more than that this cannot be."""
+        read = HostReads()
+        try:
+            with read.of(fixed):
+                self.logits(fixed)
+        except (ExecutionError, PluginError) as error:
+            read.check(backends[:2])
+            raise ExecutionError(first_line(error)) from error
+        read.check(backends[:2])
+
+    def _played(self, inputs: ModelInputs) -> torch.Tensor:
+        """The logits `[sequences, 1, vocab]` of a step of the trial, played."""
+        if inputs.fixed is None:
+            raise fault(self._cache, "prepare lays a step out elsewhere that has room in its place")
+        return self.logits(inputs.fixed)[0, : inputs.rows, None]
 
     def __call__(
         self, fixed: FixedStep, otherwise: Callable[[FixedStep], torch.Tensor]
@@ -84,6 +125,7 @@ class RecordedSteps:
         try:
             found = self.logits(fixed)
         except ExecutionError as error:
+            self._cache.loosen(fixed.rows)
             self._give_up(fixed.rows, error)
             return otherwise(fixed)
         self._attention.played(self._calls[fixed.rows])
@@ -108,7 +150,6 @@ class RecordedSteps:
         return logits
 
     def _give_up(self, rows: int, error: JackfieldError) -> None:
-        self._cache.loosen(rows)
         self._calls.pop(rows, None)
         self.sizes = tuple(size for size in self.sizes if size != rows)
         self.given_up = f"{rows} rows are recorded between attentions: {error}"
@@ -117,3 +158,84 @@ class RecordedSteps:
     def close(self) -> None:
         """Let go of the recordings."""
         del self._run, self._cache
+
+
+class HostReads:
+    """What is read on the host of a step that is being recorded, though it changes with each."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    @contextlib.contextmanager
+    def of(self, fixed: FixedStep) -> Iterator[None]:
+        """Note what is read of `fixed` meanwhile."""
+        before = [(tables, name, getattr(tables, name)) for tables in fixed.tables for name in HOST]
+        for tables, name, _ in before:
+            setattr(tables, name, _Noted(name, self._noted))
+        try:
+            yield
+        finally:
+            for tables, name, numbers in before:
+                setattr(tables, name, numbers)
+
+    def check(self, backends: Seq[Registered]) -> None:
+        """Raise PluginError where something was."""
+        if self._noted:
+            raise fault(
+                _blamed(backends),
+                f"reads {', '.join(sorted(self._noted))} of the PageTables on the host while a "
+                "step is recorded, which stays what it was then; read block_table and first, or do "
+                "not declare recordable",
+            )
+
+
+#: What `PageTables` has on the host of the step that is prepared.
+HOST = ("tables", "firsts", "in_a_row", "runs")
+
+
+class _Noted(list[Any]):
+    """An empty list. That somebody looks is noted under its name."""
+
+    def __init__(self, name: str, noted: set[str]) -> None:
+        super().__init__()
+        self._name = name
+        self._noted = noted
+
+    def __len__(self) -> int:
+        self._noted.add(self._name)
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._noted.add(self._name)
+        return iter(())
+
+    def __getitem__(self, at: Any) -> Any:
+        self._noted.add(self._name)
+        return super().__getitem__(at)
+
+
+def _compare(
+    rows: int,
+    found: Seq[torch.Tensor],
+    due: Seq[torch.Tensor],
+    bound: float,
+    backends: Seq[Registered],
+) -> None:
+    for at, (mine, other) in enumerate(zip(found, due, strict=True)):
+        off = distance(mine, other)
+        if not off <= bound:
+            raise fault(
+                _blamed(backends),
+                f"a recorded step of {rows} rows says something else than the same step run "
+                f"eagerly{', once lengths have changed' if at else ''}: its logits are off by "
+                f"{off:.2g} of their spread, at most {bound:.2g} is due; what is recorded must "
+                "read and write on the device, at the same addresses in each step, or not "
+                "declare recordable",
+            )
+
+
+def _blamed(backends: Seq[Registered]) -> str:
+    """Those that tests do not hold to their contracts; all where they hold all."""
+    return " and ".join(str(one) for one in backends if not one.own) or " and ".join(
+        map(str, backends)
+    )

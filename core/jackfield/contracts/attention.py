@@ -30,7 +30,8 @@ class AttentionCapabilities:
         recordable: What `packed` tells the device in a step of single queries can be recorded and
             played for later steps: it reads lengths and pages on the device, takes from the host no
             more than the most that they can be (`Span.kv_len`, `max_seqlen_k`), and waits for
-            nothing.
+            nothing. Before the first request, recorded steps are compared with unrecorded ones:
+            another result is a PluginError, and so is reading what `PageTables` has on the host.
 
     Raises:
         ValueError: A name is unknown, or a set is empty that must not be.

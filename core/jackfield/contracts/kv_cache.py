@@ -325,7 +325,7 @@ class KVCache(ABC):
         """Drop what is kept of sequences that have left, and nobody's steps, which `fix` laid out.
 
         Called: while it holds no sequence, when an adapter is switched on or off, so that the model
-        computes something else, and when all steps at fixed places have been recorded.
+        computes something else, and while steps at fixed places are recorded and tried.
         """
         return
 
@@ -336,7 +336,13 @@ class KVCache(ABC):
         pages. What is returned has a step of padding in it, for which layers may be given keys and
         values any number of times until the next `prepare` or `forget`.
 
-        Called: while it holds no sequence, where the backend declares `recordable`.
+        Called: while it holds no sequence, where the backend declares `recordable`. A few steps of
+        invented sequences are then played from there and compared with the same steps laid out
+        elsewhere, before the first request.
+
+        Violations: PluginError, and the model is not loaded, where these say something else or lie
+        elsewhere. In caches that are not jackfield's own, also in any later step whose tensors or
+        pages have moved.
         """
         raise NotImplementedError(f"{type(self).__name__} has no steps at fixed places")
 

@@ -124,7 +124,9 @@ class BoundModel:
     def record(self, most: int) -> None:
         """Record whole decode steps of up to `most` sequences, where that was planned."""
         if self.compiled is not None and self.plan.recording == ():
-            self.compiled.record(self.cache, self.attention, most)
+            backends = [self.plan[kind].registered for kind in ("attention", "cache", "compiler")]
+            longest = self.plan.requirements.context_length
+            self.compiled.record(self.cache, self.attention, most, longest, backends)
 
     def plug(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""

@@ -14,7 +14,7 @@ from jackfield.engine.checked_inputs import (
     flaw_of_step,
     flaw_of_tables,
 )
-from jackfield.engine.checked_pages import Contents, Owners, Prefixes
+from jackfield.engine.checked_pages import Contents, Owners, Prefixes, Spots
 from jackfield.engine.guarded_cache import GuardedCache, GuardedPackedCache
 from jackfield.errors import quoted
 from jackfield.guarded import fault
@@ -43,6 +43,8 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         self._owners: dict[int | None, Owners] = {}
         self._step: Step | None = None
         self._fixed: FixedStep | None = None  # where the step lies
+        self._places: dict[int, list[int]] = {}  # rows -> the addresses of what lies there
+        self._read: dict[int, tuple[int, int]] = {}  # the pools of a layer, as steps there read it
         self._seen: dict[int, Any] = {}  # tables that were looked at in this step
         self._pools: dict[int, weakref.ref[torch.Tensor]] = {}  # of a layer, found to fit
 
@@ -59,7 +61,14 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
     def fix(self, rows: int) -> FixedStep:
         self._step, self._fixed = None, super().fix(rows)
         self._seen.clear()
+        self._places[rows] = _addresses(self._fixed)
         return self._fixed
+
+    def loosen(self, rows: int) -> None:
+        super().loosen(rows)
+        self._places.pop(rows, None)
+        if not self._places:
+            self._read.clear()
 
     def admit(self, sequence: Sequence) -> bool:
         found = super().admit(sequence)
@@ -109,6 +118,7 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         super().forget()
         self._prefixes.clear()
         self._contents.clear()
+        self._spots = Spots()  # the first steps after it are looked at
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         found = self._pages.write(layer, keys, values)
@@ -125,6 +135,8 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         if pool is None or pool() is not found.keys:
             self._fit(found, keys)
             self._pools[layer] = weakref.ref(found.keys)
+        if self._places:
+            self._stay(layer, found)
         if self._windows and tables.window != self._windows[layer]:
             due = self._windows[layer]
             raise fault(self, f"write has window {tables.window} in layer {layer}, {due} due")
@@ -142,9 +154,21 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
                 f"{list(size)} and values {list(found.values.shape)}",
             )
 
+    def _stay(self, layer: int, found: PackedLayer) -> None:
+        """What steps at fixed places read is where it was when they were recorded."""
+        pools = (found.keys.data_ptr(), found.values.data_ptr())
+        if self._fixed is not None:
+            pools = self._read.setdefault(layer, pools)
+        if self._read.get(layer, pools) != (found.keys.data_ptr(), found.values.data_ptr()):
+            raise fault(
+                self, f"write has moved the pages of layer {layer}, which recorded steps read"
+            )
+
     def _look_at_fixed(self, found: ModelInputs, step: Step) -> None:
         """The same of a step at a fixed place, where no `write` is called when it is played."""
         assert found.fixed is not None
+        if _addresses(found.fixed) != self._places.get(found.fixed.rows):
+            raise fault(self, f"prepare has moved what `fix({found.fixed.rows})` laid out")
         for name in ("input_ids", "position_ids"):
             here, there = found.kwargs[name], getattr(found.fixed, name)
             if here.data_ptr() != there.data_ptr() or here.shape[1] > found.fixed.rows:
@@ -194,6 +218,14 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             flaw = owners.look(tables, self._step.scheduled, number, whole=self._spot)
         if flaw:
             raise fault(self, f"write has {flaw}")
+
+
+def _addresses(fixed: FixedStep) -> list[int]:
+    tensors = [fixed.input_ids, fixed.position_ids]
+    for tables in fixed.tables:
+        tensors += [tables.block_table, tables.first]
+        tensors += [tables.step.seq_lens, tables.step.cu_seqlens_q]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def held_to_contract(
