@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.contracts import Feed, Sequence, Settings, Step
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class _Held:
     def feed(self, sequences: Seq[Sequence], counts: Seq[int], forward: Forward) -> torch.Tensor:
         """Logits `[sequences, vocab]` of the last token that is fed of each."""
         parts = zip(sequences, counts, strict=True)
-        step = Step([Feed(one, one.num_cached, count) for one, count in parts])
+        step = Step([ScheduledSequence(one, one.num_cached, count) for one, count in parts])
         if not self._cache.fits(step):
             raise _NoRoomError("the cache has no room for a trial")
         logits = forward(self._cache.prepare(step))[:, -1].clone()
