@@ -16,6 +16,7 @@ from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
 from jackfield.engine.engine import Engine
 from jackfield.engine.reading import read_assistant, read_weights
+from jackfield.engine.verifying import check_verifiable, steps_of
 from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
@@ -63,6 +64,12 @@ def load(
     log-probabilities are the same to the last bit whatever else runs. A step that takes longer
     than `stall_after` seconds counts as stalled.
 
+    With `verify`, the first 8 steps (or as many as it says) are compared with the same model
+    computed again without any backend, one sequence at a time: queries, keys and values that are
+    read, and outputs of each layer's attention, and logits. A step that is off ends with a
+    PluginError that names backend, layer, position and size. Each costs two forward calls over all
+    tokens of up to 4 sequences; `Engine.report` says how long it took.
+
     Raises a UsageError (SelectionError, OptionError, PlanError, CheckpointError) before any
     weight is loaded, or CheckpointError where the weights themselves are broken.
     """
@@ -107,9 +114,12 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
     check_limits(spec)
+    steps_of(spec.verify)
     job = resolve_job(model, spec)
     plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
     limits = limits_for(plan, spec)
+    if spec.verify:
+        check_verifiable(plan)
     plan = plan.limited(limits.max_batch_tokens, limits.max_batch_size)
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
     if helper is not None:
@@ -146,6 +156,7 @@ class Prepared:
                 self.limits,
                 max_waiting=self.spec.max_waiting,
                 stall_after=self.spec.stall_after,
+                verify=steps_of(self.spec.verify),
                 assistance=draft,
             )
             engine.when_closed(files.pop_all().close)

@@ -61,6 +61,8 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
+        #: who looks on is told of each call: (layer, query, key, value, output, pages)
+        self.tap: Callable[..., None] | None = None
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
         self._close: Callable[[], None] | None = None
@@ -73,7 +75,7 @@ class AttentionBinding:
         self._configs: list[PreTrainedConfig] = []  # those that name it while it is plugged in
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
-            own = _model_attention(like)
+            own = model_attention(like)
             if own is None:
                 if pages is not None:
                     raise PlanError(
@@ -139,6 +141,8 @@ class AttentionBinding:
             with guard:
                 output, weights = inner(module, query, key, value, attention_mask, **kwargs)
             self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
+            if self.tap is not None:
+                self.tap(layer, query, key, value, output, None)
             return output, weights
 
         return forward
@@ -203,6 +207,8 @@ class AttentionBinding:
                 output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
             _, heads, tokens, _ = query.shape
             self._check("packed", output, (tokens, heads, value.shape[3]), query, value)
+            if self.tap is not None:
+                self.tap(number, query, key, value, output[None], layer)
             return output[None], None
 
         return forward
@@ -333,7 +339,7 @@ class AttentionBinding:
                 self._close()
 
 
-def _model_attention(model: PreTrainedModel) -> BoundAttention | None:
+def model_attention(model: PreTrainedModel) -> BoundAttention | None:
     """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
     if not replaceable(model):
         return None

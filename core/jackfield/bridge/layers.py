@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,16 @@ class Layers:
                 del module.forward  # what shows again is the method of its class
 
         return unplug
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the layers be the model's own for a while."""
+        here = [(module, vars(module).pop("forward")) for module, _ in self._forwards]
+        try:
+            yield
+        finally:
+            for module, forward in here:
+                module.forward = forward
 
     def _counted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -127,7 +127,7 @@ def _selectable(names: list[str] | None) -> str | list[str]:
 
 @dataclass(frozen=True)
 class Batches:
-    """How much a step does at once."""
+    """How much a step does at once, and whether the first ones are compared."""
 
     max_batch_size: Annotated[
         int, flag("--max-batch-size", "N", "How many sequences run together at most.")
@@ -135,6 +135,10 @@ class Batches:
     max_batch_tokens: Annotated[
         int | None, flag("--max-batch-tokens", "N", "How many tokens a step computes at most.")
     ] = None
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare the first steps with the model computed again."),
+    ] = False
 
     def arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -20,6 +20,7 @@ from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
 from jackfield.engine.reading import Assistance
 from jackfield.engine.token_translation import translator
+from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
 from jackfield.errors import quoted
 from jackfield.guarded import all_of, fault
@@ -52,6 +53,7 @@ def assemble(
     *,
     max_waiting: int | None,
     stall_after: float,
+    verify: int,
     assistance: Assistance | None,
 ) -> Assembly:
     """Bind everything, then put it into place. Where one fails, the model is as it was."""
@@ -76,7 +78,8 @@ def assemble(
         for one in models:
             settle(one.model)
             one.record(limits.max_batch_size)
-        observer = Observer(plan, bound, loop, text, draft)
+        verification = Verification(bound, loop, verify) if verify else None
+        observer = Observer(plan, bound, loop, text, draft, verification)
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
     except BaseException:

@@ -63,6 +63,7 @@ class Engine:
         *,
         max_waiting: int | None = None,
         stall_after: float = 60.0,
+        verify: int = 0,
         assistance: Assistance | None = None,
     ) -> None:
         self.model = model
@@ -75,6 +76,7 @@ class Engine:
             limits,
             max_waiting=max_waiting,
             stall_after=stall_after,
+            verify=verify,
             assistance=assistance,
         )
         self._assembly, self._restore = made, made.restore

@@ -47,6 +47,7 @@ class Loop:
         self.running: list[RunningSequence] = []
         self._timed: dict[int, RunningSequence] = {}  # those with a deadline
         self._full = False  # the cache refused who is next, and holds no less since
+        self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.steps = 0
         self.doing: str | None = None  # what of a step is no plugin's and takes long
         self.metrics = Metrics()
@@ -89,6 +90,8 @@ class Loop:
         self.doing = "the model's forward call"
         logits = self.forward(inputs)
         self.doing = None
+        if self.verifying is not None:
+            self.verifying(step, inputs, logits)
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])

@@ -13,6 +13,7 @@ from jackfield.engine.loop import Loop
 from jackfield.engine.report import Compiled, Observation, Report, observe, total
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.steps import Event
+from jackfield.engine.verifying import Verification
 from jackfield.planning.planning import Plan
 from jackfield.sampling.fenced import OwnFailure, fenced
 
@@ -24,7 +25,13 @@ class Observer:
     """
 
     def __init__(
-        self, plan: Plan, bound: BoundModel, loop: Loop, text: Text, draft: DraftModel | None
+        self,
+        plan: Plan,
+        bound: BoundModel,
+        loop: Loop,
+        text: Text,
+        draft: DraftModel | None,
+        verification: Verification | None,
     ) -> None:
         self._plan = plan
         self._attention = bound.attention
@@ -35,6 +42,7 @@ class Observer:
         self._adapter = bound.adapter
         self._layers = bound.layers
         self._draft = draft
+        self._verification = verification
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
@@ -56,6 +64,7 @@ class Observer:
             ),
             self._loop.decoding.speculation(),
             self._adapter.use() if self._adapter else None,
+            self._verification.done if self._verification else None,
         )
 
     def _compiler(self, steps: int) -> Observation:

@@ -151,12 +151,14 @@ class Report:
     """Which backend, of which distribution and version, was called how often.
 
     `speculation` is what drafts did, of one request or of the engine; None: nobody drafts.
-    `adapter` is what was found in the modules: None where they have none.
+    `adapter` is what was found in the modules: None where they have none. `verified` is what was
+    compared since the engine was loaded with `verify`; None: nothing is.
     """
 
     observations: tuple[Observation, ...]
     speculation: Speculation | None = None
     adapter: AdapterUse | None = None
+    verified: Verified | None = None
 
     def __getitem__(self, kind: str) -> Observation:
         for observation in self.observations:
@@ -174,6 +176,7 @@ class Report:
             tuple(o.since(earlier[o.kind, o.name]) for o in self.observations),
             spec.since(then) if spec and then else spec,
             self.adapter,
+            self.verified,
         )
 
     def of_request(self, decoding: Observation, drafted: Speculation | None) -> Report:
@@ -181,7 +184,7 @@ class Report:
         others = [o for o in self.observations if o.kind != decoding.kind]
         at = next(i for i, o in enumerate(self.observations) if o.kind == decoding.kind)
         mine = (*others[:at], decoding, *others[at:])
-        return Report(mine, drafted, self.adapter)
+        return replace(self, observations=mine, speculation=drafted)
 
     def to_dict(self) -> dict[str, Any]:
         """Observations by kind; a decoding beside the default one as "decoding NAME"."""
@@ -192,6 +195,8 @@ class Report:
             found["speculation"] = self.speculation.to_dict()
         if self.adapter is not None:
             found["adapter"] = self.adapter.to_dict()
+        if self.verified is not None:
+            found["verified"] = asdict(self.verified)
         return found
 
     def __str__(self) -> str:
@@ -200,7 +205,34 @@ class Report:
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
-        return "; ".join(map(str, filter(None, (told, self.speculation, self.adapter))))
+        return "; ".join(
+            map(str, filter(None, (told, self.speculation, self.adapter, self.verified)))
+        )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` compared: steps, sequences in them, and those left out as too long.
+
+    `logits` is how far a logit was off at most, `rounded` by which share of their length the cache
+    rounds keys or values (behind one that does, attention and logits are not compared), `seconds`
+    what it took.
+    """
+
+    steps: int = 0
+    sequences: int = 0
+    too_long: int = 0
+    logits: float = 0.0
+    rounded: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        told = f"{self.sequences} sequences in {self.steps} steps verified in {self.seconds:.2f} s"
+        if self.rounded:
+            told += f" (the cache rounds by {self.rounded:.1%}: attention and logits not compared)"
+        else:
+            told += f", logits at most {self.logits:.2g} off"
+        return told + (f", {self.too_long} too long to compare" if self.too_long else "")
 
 
 def observe(

@@ -58,3 +58,4 @@ class LoadSpec(PlanSpec):
     prefill_chunk_size: int | None = None
     max_waiting: int | None = None
     stall_after: float = 60.0
+    verify: bool | int = False

@@ -49,6 +49,7 @@ class LoadArguments(PlanArguments, total=False):
     prefill_chunk_size: int | None
     max_waiting: int | None
     stall_after: float
+    verify: bool | int
 
 
 OF_A_PLAN = frozenset(PlanArguments.__annotations__)
