@@ -53,6 +53,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "prefill_chunk_size": (0, "prefill_chunk_size", "prefill_chunk_size"),
     "max_waiting": (0, "max_waiting", "max_waiting"),
     "stall_after": (0, "stall_after", "stall_after"),
+    "verify": (-1, "verify must be", "verify must be"),
 }
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs, PackedLayer
     from jackfield.engine.bound import BoundModel
     from jackfield.engine.loop import Loop
-    from jackfield.engine.steps import RunningFeed, RunningStep
+    from jackfield.engine.steps import ScheduledRunning, RunningStep
     from jackfield.planning.planning import Plan
 
 STEPS = 8  # that are compared where the caller names no number
@@ -93,9 +93,9 @@ class Verification:
         done = self.done
         steps, sequences, too_long = done.steps + 1, done.sequences, done.too_long
         worst, rounded = done.logits, done.rounded
-        fed = [(i, feed) for i, feed in enumerate(step.feeds) if feed.count]
+        fed = [(i, feed) for i, feed in enumerate(step.scheduled) if feed.num_tokens]
         for i, feed in fed[:SEQUENCES]:
-            if feed.start + feed.count + len(feed.drafts) > LONGEST:
+            if feed.start + feed.num_tokens + len(feed.drafts) > LONGEST:
                 too_long += 1
                 continue
             one = _Compared(self, i, feed, inputs, logits[i])
@@ -130,14 +130,14 @@ class _Compared:
         self,
         whole: Verification,
         row: int,
-        feed: RunningFeed,
+        feed: ScheduledRunning,
         inputs: ModelInputs,
         logits: torch.Tensor,
     ) -> None:
         self._whole, self._number, self._feed, self._inputs = whole, row, feed, inputs
-        own = feed.sequence.tokens[: feed.start + feed.count]
+        own = feed.sequence.tokens[: feed.start + feed.num_tokens]
         self._tokens = [*own, *feed.drafts]
-        self._fed = feed.count + len(feed.drafts)
+        self._fed = feed.num_tokens + len(feed.drafts)
         self._logits = logits[-min(len(logits), self._fed) :]
         self.logits_off = self.rounded = 0.0
 
@@ -201,8 +201,8 @@ class _Compared:
 
     def _row(self) -> int:
         """Its row in the padded layout."""
-        feeds = self._inputs.feeds
-        return self._number if feeds is None else int(feeds[self._number])
+        row_of = self._inputs.row_of
+        return self._number if row_of is None else int(row_of[self._number])
 
     def _of_rows(self, call: Call, tensor: torch.Tensor, behind: bool = False) -> torch.Tensor:
         """What `tensor` has for the tokens that are fed, `[tokens, heads, head_dim]`."""
