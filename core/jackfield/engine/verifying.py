@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs, PackedLayer
     from jackfield.engine.bound import BoundModel
     from jackfield.engine.loop import Loop
-    from jackfield.engine.steps import ScheduledRunning, RunningStep
+    from jackfield.engine.steps import RunningStep, ScheduledRunning
     from jackfield.planning.planning import Plan
 
 STEPS = 8  # that are compared where the caller names no number
