@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jackfield.bridge.weights import tokenizer_of
+from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
 from jackfield.engine.engine import Engine

@@ -40,6 +40,7 @@ class Caller:
             with jackfield.load(model, attn_implementation="eager") as engine:
                 (done,) = engine.generate([[5, 6, 7, 8]], max_new_tokens=4)
                 found["tokens"] = done.token_ids
+                found["of a text"] = of_a_text(engine)
         except jackfield.JackfieldError as error:
             found["error"] = f"{type(error).__name__}: {error}"
         sent = [[path.rpartition("/")[2], size] for _, path, size in self.hub.asked if size]
@@ -47,12 +48,36 @@ class Caller:
         found["asked"] = len(self.hub.asked)
         return found
 
+    def make_bare(self, name: str, *kept: str) -> Path:
+        """The demo model as me/`name` without what makes its tokenizer, but for `kept`."""
+        folder = self.make(name)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if file not in kept:
+                (folder / file).unlink()
+        return folder
+
     def cached(self, name: str, file: str) -> Path:
         """A file of me/`name` in the cache."""
         from huggingface_hub import constants
 
         (folder,) = Path(constants.HF_HUB_CACHE).glob(f"models--me--{name}/snapshots/*")
         return folder / file
+
+    def marks(self, name: str, file: str) -> list[Path]:
+        """What says in the cache that me/`name` has no such file."""
+        from huggingface_hub import constants
+
+        return [*Path(constants.HF_HUB_CACHE).glob(f"models--me--{name}/.no_exist/*/{file}")]
+
+
+def of_a_text(engine: Any) -> Any:
+    """The tokens after a text, or what is said of one."""
+    from jackfield.errors import PromptError
+
+    try:
+        return engine.generate(["A sentence."], max_new_tokens=4)[0].token_ids
+    except PromptError as error:
+        return str(error)
 
 
 def in_shards(folder: Path, count: int) -> None:
@@ -112,7 +137,20 @@ def be(caller: Caller) -> dict[str, Any]:
     for number, (what, content) in enumerate(damaged(whole)):
         (caller.make(f"bad{number}") / "model.safetensors").write_bytes(content)
         found[what] = caller.load(f"me/bad{number}")
+    bare = caller.make_bare("bare")
+    found["bare folder"], found["bare"] = caller.load(bare), caller.load("me/bare")
+    found["bare again"] = caller.load("me/bare")
+    caller.make_bare("half", "tokenizer_config.json")
+    found["half"] = caller.load("me/half")
+    caller.make_bare("unsure")
+    caller.load("me/unsure")
+    for mark in caller.marks("unsure", "tokenizer.json"):
+        mark.unlink()
     constants.HF_HUB_OFFLINE = True
+    found["bare, offline"] = caller.load("me/bare")
+    found["unsure, offline"] = caller.load("me/unsure")
+    folder = caller.cached("unsure", "config.json").parent
+    found["unsure folder, offline"] = caller.load(folder)
     found["offline"] = caller.load("me/whole")
     caller.cached("parts", "part-2.safetensors").resolve().unlink()
     found["offline, a part"] = caller.load("me/parts")

@@ -74,3 +74,19 @@ def test_nothing_is_asked_offline(told: dict[str, Any]) -> None:
     assert "bytes where its header promises" in told["offline, cut"]["error"]
     for name in ("offline", "offline, a part", "offline, cut"):
         assert told[name]["asked"] == 0
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids_wherever_it_is(told: dict[str, Any]) -> None:
+    for name in ("bare folder", "bare", "bare again", "bare, offline", "unsure folder, offline"):
+        assert told[name]["tokens"] == told["folder"]["tokens"], told[name]
+        assert told[name]["of a text"].startswith("this model has no tokenizer")
+    assert told["folder"]["of a text"] == told["whole"]["of a text"] != []
+    assert told["bare again"]["asked"] <= told["again"]["asked"]
+    assert told["bare, offline"]["asked"] == 0
+
+
+def test_a_tokenizer_that_is_not_all_there_is_no_model_without_one(told: dict[str, Any]) -> None:
+    assert told["half"]["error"].startswith("CheckpointError: ")
+    assert "the tokenizer of me/half" in told["half"]["error"]
+    said = "the hub's cache does not say whether me/unsure has a tokenizer.json, and HF_HUB_OFFLINE"
+    assert said in told["unsure, offline"]["error"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,38 @@ def fetch(
 
     snapshot_download(location, revision=folder.name, allow_patterns=missing)
     return folder
+
+
+def fetch_first(location: str, folder: Path, names: Sequence[str]) -> bool:
+    """Whether the model `location` has one of the files `names`; the first that it has is fetched.
+
+    `folder` is its commit's part of the hub's cache, which remembers what the hub does not have.
+    Raises CheckpointError where the cache cannot say, and the hub is not asked or does not answer.
+    """
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    known = {n: try_to_load_from_cache(location, n, revision=folder.name) for n in names}
+    if any(isinstance(path, str) for path in known.values()):
+        return True
+    for name in [name for name, path in known.items() if path is None]:
+        try:
+            hf_hub_download(location, name, revision=folder.name)
+        except LocalEntryNotFoundError as error:
+            offline = constants.HF_HUB_OFFLINE
+            why = "HF_HUB_OFFLINE is set" if offline else "the hub does not answer"
+            raise CheckpointError(
+                f"the hub's cache does not say whether {location} has a {name}, and {why}; load it "
+                f"once with a network, or load the folder {folder} as it is"
+            ) from error
+        except EntryNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot fetch {name} of {location}: {error_text(error)}"
+            ) from error
+        return True
+    return False
 
 
 def _names(folder: Path, named: object) -> list[str]:

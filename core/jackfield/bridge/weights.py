@@ -1,4 +1,4 @@
-"""Load weights and tokenizer, after making sure that the files are whole and safe."""
+"""Load weights, after making sure that the files are whole and safe."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.read_back import check_floats, check_shapes
-from jackfield.bridge.source import ModelSource, is_folder, packaged, quiet
+from jackfield.bridge.source import ModelSource, quiet
 from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
 from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.contracts.checkpoint import Tensors
-from jackfield.errors import CheckpointError, UsageError, quoted, shown
-from jackfield.foreign import named, read_json
+from jackfield.errors import CheckpointError, shown
+from jackfield.foreign import named
 
 logger = logging.getLogger("jackfield")
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def tensors_in(source: ModelSource) -> dict[str, StoredTensor]:
@@ -150,74 +147,3 @@ def _some(names: Iterable[str]) -> str:
     ordered = [shown(name) for name in sorted(names)]
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more
-
-
-def load_tokenizer(source: ModelSource) -> Any | None:
-    """The tokenizer of `source`; None for a folder without one, which serves token ids only.
-
-    Raises CheckpointError.
-    """
-    if source.location is None:
-        return None
-    if source.folder and not _has_tokenizer(source.folder):
-        return None
-    return _read_tokenizer(source.location, source.revision)
-
-
-def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
-    """The caller's own tokenizer, or the one that its folder or hub id names; None: the model's.
-
-    Raises CheckpointError, UsageError for what is no tokenizer.
-    """
-    if given is None:
-        return load_tokenizer(source)
-    if isinstance(given, str | Path):
-        location = packaged(str(given))
-        if not location:
-            raise UsageError("tokenizer='' names nothing; give a folder, a hub id, or none")
-        if is_folder(Path(location), location) and not _has_tokenizer(Path(location)):
-            files = " or ".join(_TOKENIZER_FILES)
-            raise CheckpointError(f"tokenizer={str(given)!r} is a folder without {files}")
-        return _read_tokenizer(location, None)
-    if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
-        kind, rust = type(given).__name__, type(given).__module__.partition(".")[0] == "tokenizers"
-        wrap = (
-            "write PreTrainedTokenizerFast(tokenizer_object=…)"
-            if rust
-            else ("give one of transformers, a folder or a hub id")
-        )
-        lacks = (
-            "is a class and not a tokenizer"
-            if isinstance(given, type)
-            else (f"cannot be called with a text and decode tokens, as {kind} does not")
-        )
-        raise UsageError(f"tokenizer={quoted(given)} {lacks}: {wrap}")
-    if isinstance(given, ProcessorMixin):
-        raise UsageError("tokenizer=… is a processor; give its tokenizer: processor.tokenizer")
-    return given
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def _read_tokenizer(location: str, revision: str | None) -> Any:
-    for name in _TOKENIZER_SETTINGS:
-        if (file := Path(location) / name).is_file():
-            read_json(file)
-    folder = Path(location)
-    hint = ""
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        hint = " (it has no tokenizer.json; fetch it again, or give tokenizer=…)"
-    with named(f"cannot load the tokenizer of {location}{hint}"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            location, revision=revision, trust_remote_code=False
-        )
-        tokenizer("")  # some files are found to be broken by the first text only
-    longest = getattr(tokenizer, "model_max_length", 0)
-    if isinstance(longest, bool) or not isinstance(longest, int | float):
-        raise CheckpointError(
-            f"the tokenizer_config.json of {location}: model_max_length is {shown(longest)}"
-            ", which is no number"
-        )
-    return tokenizer

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from jackfield.bridge.source import ModelSource
 from jackfield.bridge.tokenizer import Text, same_tokens
-from jackfield.bridge.weights import tokenizer_of
+from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.errors import JackfieldError, UsageError
 from jackfield.planning.deciding import Job, resolve_job
 from jackfield.planning.device_map import STRATEGIES
