@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -170,3 +172,38 @@ def test_a_sequence_that_came_back_is_truncated() -> None:
     assert one.num_cached == 9
     cache.truncate(one, 8)
     assert one.num_cached == 8
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("what", ["copy", "before_writing", "grow"])
+@pytest.mark.parametrize("turn", range(1, 5))
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_page_that_could_not_be_copied_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch, fixed: bool, what: str, turn: int, behind: bool
+) -> None:
+    """Whatever fails of a copy-on-write, or of growing for one: every page held is in a table."""
+    cache = store((None, 6), tokens=160 if fixed else None, first_pages=4)
+    source, copies = written(cache, begun(0, 6), 6), [begun(1, 6), begun(2, 6)]
+    for into in copies:
+        cache.fork([(source, into)], [])
+        assert list.append(into.tokens, 7) is None
+    list.append(source.tokens, 8)
+    group = next(iter(cache.groups.values()))
+    owner, name = {
+        "copy": (group.pools, "copy"),
+        "before_writing": (group, "_before_writing"),
+        "grow": (group.pools, "grow"),
+    }[what]
+    once = FailsOnce(getattr(owner, name), turn, behind=behind)
+    monkeypatch.setattr(owner, name, once)
+    step = decoding([source, *copies])
+    with contextlib.suppress(torch.OutOfMemoryError):
+        cache.prepare(step)
+    for own in cache.groups.values():
+        shown = Counter(page for table in own.tables.values() for page in table.pages)
+        assert own.allocator._holders == dict(shown)
+    cache.release([source, *copies])
+    for own in cache.groups.values():
+        assert own.allocator.num_free == own.allocator.capacity
+    again = written(cache, begun(3, 6), 6)
+    assert again.num_cached == 6

@@ -206,8 +206,12 @@ class LayerGroup:
     def _copy(self, page: int) -> int:
         """Copy-on-write: a page of our own with the same tokens."""
         own = self._take(None)
-        self._before_writing([own])
-        self.pools.copy(page, own)
+        try:
+            self._before_writing([own])
+            self.pools.copy(page, own)
+        except BaseException:
+            self.allocator.release([own])
+            raise
         self.allocator.release([page])
         return own
 
