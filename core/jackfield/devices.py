@@ -41,21 +41,37 @@ def refuse_autocast(device_type: str) -> None:
     )
 
 
+def numbered(device: str | None) -> str:
+    """The name of a device with its number: "cuda" is the GPU that is the current one.
+
+    Imports torch for a GPU only.
+    """
+    kind, _, index = (device or "cpu").partition(":")
+    if kind not in ("cuda", "xpu"):
+        return kind
+    if index:
+        return f"{kind}:{int(index)}"
+    import torch
+
+    gpu: Any = getattr(torch, kind)
+    return f"{kind}:{gpu.current_device() if gpu.is_available() else 0}"
+
+
 def free_bytes(device: str | None) -> int | None:
     """Memory that can be had on a torch device now, in bytes; None where nobody tells.
 
     Imports torch for a GPU only.
     """
-    kind, _, index = (device or "cpu").partition(":")
-    if kind in ("cuda", "xpu"):
+    kind, _, index = numbered(device).partition(":")
+    if index:
         import torch
 
         gpu: Any = getattr(torch, kind)
-        number = int(index) if index else gpu.current_device()
+        number = int(index)
         free, _ = gpu.mem_get_info(number)
         # What tensors have left behind, torch keeps for others.
         return int(free + max(0, gpu.memory_reserved(number) - gpu.memory_allocated(number)))
-    if device == "mps":
+    if kind == "mps":
         import torch
 
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())

@@ -26,6 +26,8 @@ from transformers.masking_utils import AttentionMaskInterface
 import jackfield
 from jackfield.contracts import AttentionCapabilities, BindContext, BoundAttention
 from jackfield.errors import OptionError, PlanError, SelectionError, UsageError
+from jackfield.in_transformers import attention as attention_module
+from jackfield.in_transformers import cache as cache_module
 from jackfield.in_transformers.attention import report
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
@@ -417,3 +419,26 @@ def test_an_encoder_decoder_is_refused_before_weights(
         model = cls(config)
     with pytest.raises(PlanError, match="is an encoder-decoder model"):
         model.set_attn_implementation(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1", "cuda"])
+def test_what_is_plugged_into_plain_transformers_knows_its_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its number: tables of pages and kernels go there, not to the current one."""
+    model, asked = build("llama"), []
+
+    def noted(_: Any, needs: Any, __: Any) -> list[str]:
+        asked.append((needs.device, needs.device_index))
+        return ["of what it was asked"]
+
+    for module, use in (
+        (attention_module, lambda: model.set_attn_implementation("plugin:sdpa")),
+        (cache_module, lambda: jackfield.cache("plugin:dynamic", model)),
+    ):
+        monkeypatch.setattr(module, "input_device", lambda _: torch.device(device))
+        monkeypatch.setattr(module, "reasons_against", noted)
+        with pytest.raises(PlanError, match="of what it was asked"):
+            use()
+    place = torch.device(device)
+    assert asked == [(place.type, place.index)] * 2

@@ -28,9 +28,10 @@ def grown(cache: Any, lengths: list[int], first: int = 0) -> list[Sequence]:
     for number, length in enumerate(lengths, first):
         sequence = Sequence(number, list(range(50, 50 + length)), Settings(max_new_tokens=40))
         assert cache.admit(sequence)
-        step = Step([ScheduledSequence(sequence, 0, length - 1)])
-        cache.prepare(step)
-        cache.commit(step, [length - 1])
+        if count := length - 1 - sequence.num_cached:
+            step = Step([ScheduledSequence(sequence, sequence.num_cached, count)])
+            cache.prepare(step)
+            cache.commit(step, [count])
         found.append(sequence)
     return found
 
@@ -211,3 +212,99 @@ def test_what_is_wrong_in_a_place_is_seen_before_it_is_played(
     with pytest.raises(PluginError, match="prepare has") as caught:
         cache.prepare(decoding(sequences))
     assert said in str(caught.value)
+
+
+def _rewritten(change: Callable[[list[list[int]]], None]) -> Callable[[Any], None]:
+    """Pages as `change` has them, on the host and on the device alike."""
+
+    def wrong(tables: Any) -> None:
+        rows = [list(pages) for pages in tables.tables]
+        change(rows)
+        tables.tables = rows
+        for row, pages in enumerate(rows):
+            tables.block_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    return wrong
+
+
+def _foreign(rows: list[list[int]]) -> None:
+    rows[1][-1] = rows[0][-1]
+
+
+def _foreign_first(rows: list[list[int]]) -> None:
+    rows[0][0] = rows[1][0]
+
+
+def _twice(rows: list[list[int]]) -> None:
+    rows[1][1] = rows[1][2]
+
+
+def _beyond(rows: list[list[int]]) -> None:
+    rows[1][1] = 999
+
+
+OWNERS = {
+    "foreign": (_foreign, "which part before it"),
+    "foreign first": (_foreign_first, "which part before it"),
+    "twice": (_twice, "a page twice in"),
+    "beyond": (_beyond, "999, "),
+}
+
+
+def checked(inner: PagedKVCache) -> CheckedPackedCache:
+    cache = CheckedPackedCache(inner, "cache 'mine'", (None,))
+    cache.fix(2)
+    cache.write(0, torch.zeros(2, 1, 8), torch.zeros(2, 1, 8))
+    return cache
+
+
+def played(cache: Any, sequences: list[Sequence]) -> None:
+    """A step whose recording is played, so that no layer writes."""
+    step = decoding(sequences)
+    assert cache.prepare(step).fixed is not None
+    cache.commit(step, [1] * len(sequences))
+    for number, sequence in enumerate(sequences):
+        list.append(sequence.tokens, 90 + number)
+
+
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])  # of those that are looked at closely
+def test_pages_at_a_fixed_place_belong_to_whom_they_belonged(name: str, steps: int) -> None:
+    """In the first step there, and after others; rows differ from their first token on."""
+    change, said = OWNERS[name]
+    inner = store(windows=(None,))
+    cache = checked(inner)
+    sequences = grown(inner, [9, 14])
+    list.__setitem__(sequences[1].tokens, 0, 7)
+    for _ in range(steps):
+        played(cache, sequences)
+    (place,) = inner._fixed
+    fill = place._fill
+
+    def mistaken(rows: Any) -> None:
+        fill(rows)
+        _rewritten(change)(place.step.tables[0])
+
+    place._fill = mistaken  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match="prepare has") as caught:
+        cache.prepare(decoding(sequences))
+    assert said in str(caught.value), caught.value
+
+
+def test_what_is_right_at_a_fixed_place_is_nobodys_fault() -> None:
+    """Pages of one that has left are had by another; prefixes that are alike are shared."""
+    inner = PagedKVCache((None, 6), 4, 160, CPU, spare=True, longest=64, prefix_sharing=True)
+    cache = CheckedPackedCache(inner, "cache 'mine'", (None, 6))
+    cache.fix(4)
+    for layer in range(2):
+        cache.write(layer, torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
+    running = grown(inner, [9, 14, 9])
+    shared = 0
+    for number in range(12):
+        played(cache, running)
+        tables = [inner.groups[None].tables[s.id].pages for s in running]
+        shared += len({*tables[0]} & {*tables[-1]})
+        gone = running.pop(number % 3)
+        cache.release([gone])
+        running += grown(inner, [7 + number % 5], first=10 + number)
+    assert shared

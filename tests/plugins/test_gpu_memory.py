@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from families import FAMILIES, build, config_of, prompts
 import jackfield
 from jackfield.bridge.devices import settle
 from jackfield.bridge.dry_run import DryRun
-from jackfield.devices import free_bytes
+from jackfield.devices import free_bytes, numbered
 from jackfield.engine import assembly
 from jackfield.errors import CacheFullError, JackfieldError
 from jackfield.estimates import measuring
@@ -269,6 +271,35 @@ def test_a_draft_model_leaves_the_room_that_steps_of_both_take(
             assert tokens[1] == pytest.approx(tokens[0], rel=0.01)
         else:
             assert tokens[1] >= 0.9 * tokens[0]
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_gpu_has_one_name(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a model and its draft model say where they are, they share what is there."""
+    FakeCuda([Gpu(free=2 * GB), Gpu(free=3 * GB)], current=current).install(monkeypatch)
+    plans = {
+        name: jackfield.plan(
+            config_of("llama"), dtype="bfloat16", device_map=name, cache_implementation="paged",
+            decoding="assisted", assistant_model=config_of("llama"),
+        )
+        for name in ("cuda", "cuda:0", "cuda:1")
+    }  # fmt: skip
+    here = f"cuda:{current}"
+    other = f"cuda:{1 - current}"
+    assert [numbered(name) for name in ("cuda", here, other, "cpu", None)] == [
+        here, here, other, "cpu", "cpu",
+    ]  # fmt: skip
+    for mine, theirs in itertools.product(plans, repeat=2):
+        pair = replace(plans[mine], assistant=plans[theirs].assistant)
+        together = numbered(mine) == numbered(theirs)
+        steps = plans[mine].step_bytes()
+        assert plans[theirs].assistant is not None
+        assert pair.room()[0] == steps + together * plans[theirs].assistant.step_bytes()
+        if together:
+            assert pair.room_beside(1000)[0] == pair.room()[0]
+        weights = {name: pair._loading(name) for name in ("cuda", "cuda:0", "cuda:1", "cpu")}
+        loaded = pair.requirements.weight_bytes
+        assert weights == {name: loaded * (numbered(name) == numbered(mine)) for name in weights}
 
 
 def plan_bytes(plan: Any) -> int:

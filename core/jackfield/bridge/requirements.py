@@ -71,8 +71,7 @@ def requirements_of(
         needs = describe(
             model,
             dtype=name,
-            device=place.type,
-            device_index=place.index,
+            device=place,
             batch_invariant=deterministic,
             dtype_named=dtype != AUTO,
         )
@@ -111,8 +110,7 @@ def describe(
     model: PreTrainedModel,
     *,
     dtype: str,
-    device: str | None,
-    device_index: int | None = None,
+    device: torch.device | None,
     batch_invariant: bool = False,
     dtype_named: bool = True,
 ) -> Requirements:
@@ -134,8 +132,8 @@ def describe(
     return Requirements(
         architecture=type(model).__name__,
         dtype=dtype,
-        device=device,
-        device_index=device_index,
+        device=None if device is None else device.type,
+        device_index=None if device is None else device.index,
         num_attention_heads=heads,
         num_key_value_heads=min(kv_heads),
         head_dims=tuple(sorted({size for _, m in layers for size in _head_dims(m, text)})),

@@ -148,6 +148,11 @@ class Decoder:
         strategies = [self.strategies[name] for name in (*self.drafting, *searching)]
         all_of(partial(strategy.release, sequences) for strategy in strategies)
 
+    def rest(self) -> None:
+        """Nothing runs and nothing waits: keep no sequence."""
+        self._allowed, self.decided = None, []
+        self._sampler.rest()
+
 
 def _within(sequence: RunningSequence, gain: Accepted) -> Accepted:
     """The same, and whether it completes what the text must look like."""

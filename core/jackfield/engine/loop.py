@@ -283,7 +283,10 @@ class Loop:
         sequences = [one for sequence in ended for one in sequence.members]
         for sequence in sequences:
             self._timed.pop(sequence.id, None)
-        all_of((lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)))
+        acts = [lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)]
+        if not (self.running or self.waiting):
+            acts.append(self.decoding.rest)
+        all_of(acts)
 
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""

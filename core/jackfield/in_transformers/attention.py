@@ -176,7 +176,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
         shape = _shape(model, name)
         dtype, device = torch.get_default_dtype(), None
     else:
-        shape, dtype, device = model, model.dtype, input_device(model).type
+        shape, dtype, device = model, model.dtype, input_device(model)
     try:
         needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
     except CheckpointError as error:  # a model that no plugin serves

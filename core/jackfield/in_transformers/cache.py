@@ -35,7 +35,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
             f"jackfield.load(model, cache_implementation={selection!r})"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    needs = with_trial(model, describe(model, dtype=dtype, device=input_device(model).type))
+    needs = with_trial(model, describe(model, dtype=dtype, device=input_device(model)))
     if reasons := reasons_against(registered, needs, options):
         raise PlanError(f"{selection!r} cannot hold {needs.architecture}: {'; '.join(reasons)}")
     context = BindContext(model=model, config=model.config, requirements=needs, options=options)

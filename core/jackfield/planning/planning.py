@@ -10,7 +10,7 @@ from typing import Any
 from jackfield.bridge.adapter import Adapter
 from jackfield.bridge.placement import Placement
 from jackfield.contracts import Requirements
-from jackfield.devices import free_bytes
+from jackfield.devices import free_bytes, numbered
 from jackfield.errors import JackfieldError, PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
@@ -147,7 +147,7 @@ class Plan:
     def _beside(self) -> Plan | None:
         """The draft model's plan, where it has the same device."""
         other = self.assistant
-        return None if other is None or other.device != self.device else other
+        return other if other and numbered(other.device) == numbered(self.device) else None
 
     def step_bytes(self) -> int:
         """What to leave free for a step beside weights and cache, in bytes."""
@@ -170,7 +170,8 @@ class Plan:
         """The bytes of weights that are still to come to a device."""
         if self.placement is None or self.requirements.live:
             return self.requirements.weight_bytes
-        return self.placement.sizes.get(device or "", 0)
+        sizes, there = self.placement.sizes, numbered(device)
+        return sum(size for place, size in sizes.items() if numbered(place) == there)
 
     def to_dict(self) -> dict[str, Any]:
         needs, memory = self.requirements, self.memory()

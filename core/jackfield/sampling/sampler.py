@@ -29,6 +29,12 @@ class Sampler:
         self._block: StepBlock | None = None
         self._tables: Tables = {}
         self._pipeline: Pipeline | None = None
+        self._vocab_size: int | None = None  # of the last logits
+
+    def rest(self) -> None:
+        """Nobody is left: keep nothing of those who were."""
+        self._pipeline = None
+        self._tables.clear()
 
     def block(self, device: torch.device) -> StepBlock:
         """By what the numbers of a step go to `device`."""
@@ -39,15 +45,15 @@ class Sampler:
     @property
     def sends(self) -> bool:
         """Whether anything is won by `expect`: not before the first batch, and not on a CPU."""
-        return self._pipeline is not None and self._pipeline.block.stages
+        return self._vocab_size is not None and self._block is not None and self._block.stages
 
     def expect(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
         """Send what the next `sample` of these needs, before its logits are computed.
 
         Nothing before the first call of `sample`, which tells the device and the vocabulary.
         """
-        if self._pipeline is not None and sequences:
-            self._pipeline_of(sequences, drafts, self._pipeline.vocab_size, self._pipeline.block)
+        if self._vocab_size is not None and self._block is not None and sequences:
+            self._pipeline_of(sequences, drafts, self._vocab_size, self._block)
 
     def sample(
         self,
@@ -63,8 +69,8 @@ class Sampler:
         the rows of the requests with a structure only. One device-to-host copy, and one for each
         draft of a request with processors of its own.
         """
-        block = self.block(logits.device)
-        pipeline = self._pipeline_of(sequences, drafts, logits.shape[-1], block)
+        block, self._vocab_size = self.block(logits.device), logits.shape[-1]
+        pipeline = self._pipeline_of(sequences, drafts, self._vocab_size, block)
         most = pipeline.settled.logprobs
         raw = None if most is None else logprobs.log_probabilities(logits)
         tokens, best, outcome = pipeline.masked(allowed).choose(logits)
