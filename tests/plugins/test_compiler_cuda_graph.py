@@ -195,6 +195,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
+        self.segments: list[dict[str, Any]] = []
         self.made = itertools.count()
         self.default = FakeStream(self, "default")
         named: dict[str, Any] = {
@@ -203,7 +204,7 @@ class FakeCuda:
             "current_stream": lambda: self.default,
             "Stream": lambda: FakeStream(self, f"stream {next(self.made)}"),
             "CUDAGraph": lambda: FakeGraph(self),
-            "mem_get_info": lambda: (1000, 2000),
+            "memory_snapshot": lambda: self.segments,
             "graph_pool_handle": lambda: f"pool {next(self.made)}",
             # It waits for all streams, and so breaks what another engine records.
             "synchronize": lambda *_: pytest.fail("waits for all streams of the device"),
@@ -268,6 +269,25 @@ def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPat
     broken = False
     metrics.record(run)  # in a new pool and on a new stream
     assert cuda.said == [*recorded(2), "default waits for stream 3"]
+
+
+def test_what_recordings_take_is_what_their_pools_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a pool that was given up; and less, once torch has freed some."""
+    cuda = FakeCuda(monkeypatch)
+    one, other = (graphs.CudaGraphs(torch.device("cuda")) for _ in range(2))
+    assert one.num_bytes == 0
+    one.record(lambda: None)  # in pool 0
+    with pytest.raises(RuntimeError, match="broken"):
+        one.record(lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+    one.record(lambda: None)  # in pool 2
+    other.record(lambda: None)  # in pool 4
+    sizes = {"pool 0": (5, 7), "pool 2": (11,), "pool 4": (100,), (0, 0): (1000,)}
+    cuda.segments = [
+        {"segment_pool_id": pool, "total_size": size} for pool, own in sizes.items() for size in own
+    ]
+    assert (one.num_bytes, other.num_bytes) == (23, 100)
+    del cuda.segments[0]
+    assert (one.num_bytes, other.num_bytes) == (18, 100)
 
 
 def test_two_engines_record_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

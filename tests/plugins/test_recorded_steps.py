@@ -100,6 +100,7 @@ def test_requests_that_come_and_go(family: str) -> None:
     assert after.given_up is None
 
 
+@pytest.mark.long
 def test_a_model_of_other_sizes_before_changes_nothing() -> None:
     """torch remembers numbers that differed, by the name of the code, and makes them inputs."""
     for compiler in ("inductor", "cuda_graph"):

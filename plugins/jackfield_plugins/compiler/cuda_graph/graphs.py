@@ -14,10 +14,13 @@ _recording = threading.Lock()
 
 
 class Recorder(Protocol):
-    """Records what a function has a device do. `num_bytes`: what recordings take there so far."""
+    """Records what a function has a device do."""
 
     source: str
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What recordings take there now."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What `run` returns, and what fills it anew from the tensors that `run` reads.
@@ -37,15 +40,27 @@ class CudaGraphs:
     source = f"torch {torch.__version__}, CUDA graphs"
 
     def __init__(self, device: torch.device) -> None:
-        self.num_bytes = 0
         self._device = device
         self._pool: Any = None
+        self._pools: set[Any] = set()  # those that recordings may lie in
         self._stream: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What torch holds for these pools; less once recordings are dropped and it is freed."""
+        if not self._pools:
+            return 0
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["segment_pool_id"] in self._pools
+        )
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         with _recording, torch.cuda.device(self._device):
             if self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
+                self._pools.add(self._pool)
                 self._stream = torch.cuda.Stream()
             # A stream is recorded, and the default one cannot be.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -53,10 +68,8 @@ class CudaGraphs:
                 with torch.cuda.stream(self._stream):
                     run()  # what libraries set up at their first call cannot be recorded
                     self._stream.synchronize()
-                    free, _ = torch.cuda.mem_get_info()
                     graph = torch.cuda.CUDAGraph()
                     outputs = self._capture(graph, run)
-                    self.num_bytes += max(0, free - torch.cuda.mem_get_info()[0])
             except BaseException:
                 # They may be left as in the middle of a recording. Others that lie in the pool
                 # go on to hold it.
