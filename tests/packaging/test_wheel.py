@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from configparser import ConfigParser
@@ -35,6 +36,19 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+def test_the_sdist_has_the_templates(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = tmp_path.iterdir()
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    template = ROOT / "core/jackfield/authoring/template"
+    files = {path.relative_to(ROOT).as_posix() for path in template.rglob("*") if path.is_file()}
+    assert len(files) > 25
+    assert files <= names
+
+
 def dist_info(wheel: Path, name: str) -> str:
     folder = f"jackfield-{PROJECT['version']}.dist-info"
     return zipfile.ZipFile(wheel).read(f"{folder}/{name}").decode()
@@ -43,7 +57,7 @@ def dist_info(wheel: Path, name: str) -> str:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_has_every_source_file(names: set[str], package: str) -> None:
     folder = PACKAGES[package]
-    kinds = ("*.py", "*.cpp", "*.h")
+    kinds = ("*.py", "*.cpp", "*.h", "*.html", "*.jinja", "copier.yml")
     sources = {path.relative_to(folder) for kind in kinds for path in folder.rglob(kind)}
     assert f"{package}/__init__.py" in names
     assert {source.as_posix() for source in sources} <= names

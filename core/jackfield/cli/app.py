@@ -18,6 +18,7 @@ from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
 from jackfield.cli.memory import memory
+from jackfield.cli.new import new
 from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 
@@ -78,6 +79,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain,
     "memory": memory,
     "doctor": doctor,
+    "new": new,
     "check": check,
 }
 for name, command in COMMANDS.items():

@@ -2,14 +2,18 @@
 
 pytest loads this module in every run where jackfield is installed, so it imports nothing before it
 is asked for. Give the option several times for several backends; ``kind:plugin:NAME`` where
-backends of several kinds have that name.
+backends of several kinds have that name. A test file of its own asks for them by a marker:
+
+    @pytest.mark.jackfield_backend("plugin:NAME", kind="attention")
+    def test_declared(jackfield_check):
+        jackfield_check()
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +35,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "jackfield_backend(selection, kind=None): whose checks the fixture jackfield_check makes",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "jackfield_check" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("jackfield_backend")
+    if marker is None:
+        raise pytest.Collector.CollectError(
+            f"{metafunc.definition.name} takes jackfield_check and does not say of what: put "
+            "@pytest.mark.jackfield_backend('plugin:NAME') on it"
+        )
+    try:
+        checks = _checks(metafunc.config, *marker.args, **marker.kwargs)
+    except pytest.UsageError as error:  # of one file; the others go on
+        raise pytest.Collector.CollectError(str(error)) from None
+    names = [check.name for check in checks]
+    metafunc.parametrize("jackfield_check", checks, ids=names, indirect=True)
+
+
+@pytest.fixture
+def jackfield_check(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """One check of the backend that the test's marker `jackfield_backend` names; a test each."""
+
+    def run() -> None:
+        __tracebackhide__ = True
+        try:
+            _run(request.param)
+        except FailedCheck as failed:
+            pytest.fail(failed.told(), pytrace=False)
+
+    return run
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-k` and the like look at the items
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     for given in session.config.getoption("--jackfield-backend"):
@@ -42,21 +84,24 @@ class BackendNode(pytest.Collector):
     """The checks of one backend."""
 
     def collect(self) -> Iterable[CheckItem]:
-        from jackfield.errors import JackfieldError
-        from jackfield.testing.subject import subject_of
-        from jackfield.testing.suites import checks_of
-
         match = _GIVEN.fullmatch(self.name)
         if match is None:
             raise pytest.UsageError(f"--jackfield-backend takes plugin:NAME, not {self.name!r}")
-        folder = tempfile.TemporaryDirectory(prefix="jackfield-check-")
-        self.config.add_cleanup(folder.cleanup)
-        try:
-            subject = subject_of(match["selection"], match["kind"], Path(folder.name))
-            checks = checks_of(subject)
-        except JackfieldError as error:
-            raise pytest.UsageError(f"--jackfield-backend {self.name}: {error}") from None
+        checks = _checks(self.config, match["selection"], match["kind"])
         return [CheckItem.from_parent(self, name=check.name, check=check) for check in checks]
+
+
+def _checks(config: pytest.Config, selection: str, kind: str | None = None) -> list[Check]:
+    from jackfield.errors import JackfieldError
+    from jackfield.testing.subject import subject_of
+    from jackfield.testing.suites import checks_of
+
+    folder = tempfile.TemporaryDirectory(prefix="jackfield-check-")
+    config.add_cleanup(folder.cleanup)
+    try:
+        return checks_of(subject_of(selection, kind, Path(folder.name)))
+    except JackfieldError as error:
+        raise pytest.UsageError(f"cannot check {selection}: {error}") from None
 
 
 class CheckItem(pytest.Item):
@@ -67,25 +112,32 @@ class CheckItem(pytest.Item):
         self.check = check
 
     def runtest(self) -> None:
-        from jackfield.testing.checks import verdict
-
-        found = verdict(self.check)
-        if found.outcome == "not tried":
-            pytest.skip(found.message)
-        if found.outcome == "failed":
-            raise FailedCheck(found.message, found.case, found.trace)
+        _run(self.check)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if not isinstance(excinfo.value, FailedCheck):
             return super().repr_failure(excinfo, style)
-        message, case, trace = excinfo.value.args
-        lines = [f"{self.parent.name if self.parent else ''} {self.name}: {message}"]
-        lines += [f"smallest case: {case}"] if case else []
-        return "\n".join([*lines, trace]).rstrip()
+        return f"{self.parent.name if self.parent else ''} {self.name}: {excinfo.value.told()}"
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return Path(self.config.rootpath), None, f"{self.check.capability} [{self.name}]"
 
 
+def _run(check: Check) -> None:
+    """Raises FailedCheck, or skips where it cannot be tried here."""
+    from jackfield.testing.checks import verdict
+
+    found = verdict(check)
+    if found.outcome == "not tried":
+        pytest.skip(found.message)
+    if found.outcome == "failed":
+        raise FailedCheck(found.message, found.case, found.trace)
+
+
 class FailedCheck(Exception):  # noqa: N818 - it is a verdict
     """A check that failed: message, case, trace."""
+
+    def told(self) -> str:
+        message, case, trace = self.args
+        lines = [message, *([f"smallest case: {case}"] if case else []), trace]
+        return "\n".join(lines).rstrip()
