@@ -89,7 +89,7 @@ def test_bytes_are_planned_from_the_config_and_met(selection: str, linear: int) 
     planned = jackfield.plan("demo", quantization=selection).requirements.weight_bytes
     assert planned == REST + linear
     with jackfield.load("demo", quantization=selection) as engine:
-        assert loaded_bytes(engine.model) == planned
+        assert loaded_bytes(engine.model, engine.plan["quantizer"].registered) == planned
         assert "56 of 57 linear layers" in str(engine.report())
 
 
@@ -107,7 +107,7 @@ def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) ->
     for dtype in ("float32", "bfloat16"):
         with jackfield.load(tmp_path, quantization=selection, dtype=dtype) as engine:
             planned = engine.plan.requirements.weight_bytes
-            assert loaded_bytes(engine.model) == planned
+            assert loaded_bytes(engine.model, engine.plan["quantizer"].registered) == planned
             assert len(engine.generate([[1, 2, 3], [4]], max_new_tokens=3)) == 2
 
 
@@ -188,7 +188,10 @@ def test_saved_and_read_again_it_is_the_same(selection: str, dtype: str, tmp_pat
     with jackfield.load(tmp_path) as engine:
         assert engine.plan["quantizer"].registered.name == named
         assert engine.plan["quantizer"].how == "auto"
-        assert loaded_bytes(engine.model) == engine.plan.requirements.weight_bytes
+        assert (
+            loaded_bytes(engine.model, engine.plan["quantizer"].registered)
+            == engine.plan.requirements.weight_bytes
+        )
         again = engine.model.state_dict()
         assert state.keys() == again.keys()
         assert all(same(state[name], again[name]) for name in state)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jackfield.bridge.quirks import HAS_ITS_OWN_CACHE, KEEPS_STATE, NUMBERS_COLUMNS
 from jackfield.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from jackfield.bridge.probe import Call
-
-_NUMBERED = re.compile(r"Position(al)?Embedding")
 
 
 def check_drivable(
@@ -48,10 +46,9 @@ def _undrivable(
         )
     if attentions and not any(getattr(module, "is_causal", True) for module in attentions):
         return _BOTH_DIRECTIONS
-    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+    if HAS_ITS_OWN_CACHE.holds(model):
         return "takes a cache of its own class only; give a model with a cache of transformers'"
-    named = "linear_attention" in layer_types or getattr(text, "layer_types", None)
-    if getattr(model, "_is_stateful", False) and not named:
+    if KEEPS_STATE.holds(model) and "linear_attention" not in layer_types:
         return (
             "keeps what it has read in its modules and not in a cache, so requests would share it; "
             "give a model that keeps it in its cache"
@@ -61,7 +58,7 @@ def _undrivable(
             "has no layer that attends, by which transformers counts what a cache holds; give a "
             "model with one"
         )
-    if "position_ids" not in taken and _numbers_columns(model, text):
+    if NUMBERS_COLUMNS.holds(model):
         return (
             "takes no position_ids and numbers tokens by their column, so prompts of different "
             "lengths would be read wrongly together; give a decoder that takes positions"
@@ -98,22 +95,6 @@ def _counts_tokens(model: PreTrainedModel) -> bool:
 
 _ENCODER_DECODER = "is an encoder-decoder model, and jackfield runs decoders only; give a decoder"
 _BOTH_DIRECTIONS = "reads its text in both directions, so it cannot continue it; give a decoder"
-
-
-def _numbers_columns(model: PreTrainedModel, text: PreTrainedConfig) -> bool:
-    """Whether positions are embedded as such; rotated or as a bias, only distances count."""
-    if getattr(text, "rotary_value", None) is not None:  # RoFormer, whose table is rotated in
-        return False
-    return any(_NUMBERED.search(type(module).__name__) for module in model.modules())
-
-
-def is_prefix_model(model: PreTrainedModel) -> bool:
-    """Whether a prompt's tokens are to see one another in both directions.
-
-    Such a model is told by token types which tokens these are (HRM-Text).
-    """
-    parameters = inspect.signature(model.forward).parameters
-    return bool(getattr(model.config, "prefix_lm", False)) and "token_type_ids" in parameters
 
 
 def check_calls(model: PreTrainedModel, calls: Sequence[Call]) -> None:

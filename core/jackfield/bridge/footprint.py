@@ -110,47 +110,34 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def loaded_bytes(model: PreTrainedModel) -> int:
-    """What the weights of a loaded model take in memory, scales and tables of quantizers included.
+def loaded_bytes(model: PreTrainedModel, quantizer: Registered | None = None) -> int:
+    """What the weights of a loaded model take in memory, scales and tables of `quantizer` included.
 
     Tensors that share memory count once; what lies on disk counts nothing.
     """
+    tensors = (t for module in model.modules() for t in tensors_of(module, quantizer))
     # Not by storage: what transformers reads without a copy is a view into the whole file.
-    held = {(t.data_ptr(), t.nbytes) for t in _tensors(model) if t.device.type != "meta"}
+    held = {(t.data_ptr(), t.nbytes) for t in tensors if t.device.type != "meta"}
     return sum(size for _, size in held)
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        yield from tensors_of(module)
-
-
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+def tensors_of(module: nn.Module, quantizer: Registered | None = None) -> Iterator[torch.Tensor]:
     """What a module itself, and none inside of it, holds in memory of its weights."""
     passing = {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and id(tensor) not in passing:
             yield from _parts(tensor)
-    # bitsandbytes' scales of 8 bits, once a layer has run
-    yield from _held(getattr(module, "state", None))
+    if quantizer is not None:
+        yield from quantizer.ask("extra_tensors", module)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is made of, and has beside it: one of a class of its own holds others."""
+    """What a tensor is made of: one of a class of its own holds others."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
         return
     yield tensor
-    yield from _held(tensor)  # bitsandbytes' scales of 8 bits
-    state = getattr(tensor, "quant_state", None)  # and of 4 bits; none of them are buffers
-    yield from (*_held(state), *_held(getattr(state, "state2", None)))
-
-
-def _held(owner: object) -> Iterator[torch.Tensor]:
-    """The tensors that are plain attributes of `owner`."""
-    held = vars(owner).values() if hasattr(owner, "__dict__") else ()
-    yield from (value for value in held if isinstance(value, torch.Tensor))
 
 
 def stored_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.bridge.drivable import is_prefix_model
 from jackfield.bridge.fixed_shapes import with_fixed_shapes
+from jackfield.bridge.quirks import READS_A_PREFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ def forward_of(
     """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
-    prefix = is_prefix_model(model)
+    prefix = READS_A_PREFIX.holds(model)
 
     def forward(inputs: ModelInputs) -> torch.Tensor:
         kwargs = inputs.kwargs

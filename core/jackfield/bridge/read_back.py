@@ -142,7 +142,7 @@ class _Reader(ExitStack):
         weight, device = self._linear(path, module), self._device(path, module)
         if weight is None or weight.linear is None or device is None:
             return
-        for tensor in tensors_of(module):
+        for tensor in tensors_of(module, self.quantizer):
             if tensor.is_floating_point():
                 self._check_finite(path, tensor)
         rows, columns = weight.linear
@@ -180,7 +180,7 @@ class _Reader(ExitStack):
 
     def _device(self, path: str, module: nn.Module) -> torch.device | None:
         """Where a layer computes; None: its weights are elsewhere meanwhile."""
-        devices = {tensor.device for tensor in tensors_of(module)}
+        devices = {tensor.device for tensor in tensors_of(module, self.quantizer)}
         if hasattr(module, "_hf_hook") or not devices:
             return None
         if len(devices) > 1 or devices == {torch.device("meta")}:

@@ -11,8 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +32,6 @@ from jackfield.bridge.drivable import (
     check_decoder,
     check_drivable,
     check_generates,
-    is_prefix_model,
 )
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import (
@@ -46,6 +43,7 @@ from jackfield.bridge.footprint import (
     weights_of,
 )
 from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
+from jackfield.bridge.quirks import READS_A_PREFIX, READS_THE_NAME, STRETCHES_POSITIONS
 from jackfield.bridge.source import ModelSource, config_tree, quiet
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.devices import input_device
@@ -54,7 +52,6 @@ from jackfield.requests.habits import DTYPES_OF
 from jackfield.spelling import AUTO, nearest
 
 _NOTHING = ((0, 0), (0, 0))  # keys and values of a layer without attention
-_READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
 def requirements_of(
@@ -142,7 +139,7 @@ def describe(
         dynamic_only=_dynamic_only(text),
         features=_features(model, text, layers, calls),
         model_declines=_declines(model),
-        context_length=_context_length(text),
+        context_length=_context_length(model, text),
         kv_numbers=seen.cached,
         packed_numbers=tuple(numbers.get(layer, 0) for layer in range(len(types)) if numbers),
         packed_shapes=tuple(shapes.get(layer, _NOTHING) for layer in range(len(types)) if shapes),
@@ -169,16 +166,11 @@ def _probed(model: PreTrainedModel) -> Probe:
         return Probe()
 
 
-def _context_length(text: PreTrainedConfig) -> int | None:
-    """Tokens that a sequence may have; None without a limit.
-
-    With "longrope" the positions of all tokens change once a batch grows beyond the length of
-    pre-training, those in the cache too, so that length is the limit.
-    """
+def _context_length(model: PreTrainedModel, text: PreTrainedConfig) -> int | None:
+    """Tokens that a sequence may have; None without a limit."""
     limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = rope.get("original_max_position_embeddings") or limit
+    if STRETCHES_POSITIONS.holds(model):
+        limit = text.rope_parameters.get("original_max_position_embeddings") or limit
     return limit if limit is not None and limit > 0 else None
 
 
@@ -290,7 +282,7 @@ def _features(
         found["sinks"] = "every head has a sink logit"
     if getattr(text, "alibi", False):
         found["position_bias"] = "alibi = True"
-    if is_prefix_model(model):
+    if READS_A_PREFIX.holds(model):
         found["bidirectional_prefix"] = "prefix_lm = True"
     for feature, evidence in seen_features(name, calls).items():
         found.setdefault(feature, evidence)
@@ -306,7 +298,6 @@ def _features(
 def replaceable(model: PreTrainedModel) -> bool:
     """Whether the model calls its attention through AttentionInterface, whatever its name is.
 
-    Some read the name too, and do something else for "eager" (a sparse mask in DeepSeek-V3.2).
     Where a text model has a vision model beside it, only one of them may use the interface (GIT).
     """
     if not type(model)._can_set_attn_implementation():
@@ -316,10 +307,7 @@ def replaceable(model: PreTrainedModel) -> bool:
     classes: set[Any] = {type(module) for module in attending}
     if not all(map(_looks_up, classes)):
         return False
-    if hasattr(model.config, "reorder_and_upcast_attn"):  # GPT-2 reads it for this alone
-        return not model.config.reorder_and_upcast_attn
-    module = sys.modules.get(type(model).__module__)
-    return module is None or not _READS_NAME.search(inspect.getsource(module))
+    return not READS_THE_NAME.holds(model)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +13,7 @@ from jackfield.contracts.checkpoint import Field, Tensors, odd_fields
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -308,6 +309,21 @@ class Quantizer(Backend):
         """
         del module
         return None
+
+    def extra_tensors(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """What a module holds of its weights beside its parameters and buffers: scales, tables.
+
+        Asked for every module of a loaded model, when its bytes are counted. Parts of tensor
+        subclasses (`__tensor_flatten__`) are found without it.
+
+        Args:
+            module: Any module; only what it holds itself, and none inside of it.
+
+        Returns:
+            The tensors; by default none.
+        """
+        del module
+        return ()
 
     def flaws(self) -> list[str]:
         found = super().flaws()

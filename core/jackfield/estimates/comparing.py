@@ -130,7 +130,7 @@ def assess(
         raise PromptError(_NO_TEXTS)
     asked = evaluate(engine, count, seed, progress) if tasks else None
     read = perplexity(engine, built_in_text() if text is None else text)
-    size = loaded_bytes(engine.model)
+    size = loaded_bytes(engine.model, engine.plan["quantizer"].registered)
     return Quality(engine.plan, engine.report(), size, asked, read)
 
 

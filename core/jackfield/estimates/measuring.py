@@ -160,8 +160,9 @@ def _measure(model: str, prompt: int, new: int, batch: int, selections: dict[str
         meter.reset()
         engine.generate(prompts, max_new_tokens=new, min_new_tokens=new, do_sample=False)
         generating = meter.peak()
+        weights = loaded_bytes(engine.model, engine.plan["quantizer"].registered)
         return Measured(
-            loaded_bytes(engine.model), held[0] if held else None, loading, generating,
+            weights, held[0] if held else None, loading, generating,
             prompt, new, batch,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts import (
@@ -22,6 +22,7 @@ from jackfield_plugins.quantizer.bnb_files import STORAGES
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes, missing
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -117,3 +118,19 @@ class BitsAndBytes(Quantizer):
     def converted(self, module: nn.Module) -> bool:
         kind = type(module)
         return kind.__name__ == self.layer and kind.__module__.startswith("bitsandbytes.")
+
+    def extra_tensors(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        """Its scales and tables are plain attributes, of weights and of a layer that has run."""
+        yield from _tensors_in(getattr(module, "state", None))  # of 8 bits, once it has run
+        for weight in module.parameters(recurse=False):
+            yield from _tensors_in(weight)  # of 8 bits
+            state = getattr(weight, "quant_state", None)  # of 4 bits
+            yield from (*_tensors_in(state), *_tensors_in(getattr(state, "state2", None)))
+
+
+def _tensors_in(owner: object) -> Iterator[torch.Tensor]:
+    """The tensors that are plain attributes of `owner`."""
+    import torch
+
+    held = vars(owner).values() if hasattr(owner, "__dict__") else ()
+    yield from (value for value in held if isinstance(value, torch.Tensor))
