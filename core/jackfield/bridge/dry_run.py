@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, DynamicCache, PreTrainedConfig
-from transformers.integrations.moe import ExpertsInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import DynamicCache, PreTrainedConfig
 
 from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.source import config_tree, quiet
+from jackfield.bridge.stand_ins import standing_in
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.contracts.sizes import kv_bytes
@@ -33,8 +31,6 @@ logger = logging.getLogger("jackfield")
 
 #: Operations that read single rows of a parameter.
 _ROWS = (torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select)
-
-_serial = itertools.count(1)
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -196,27 +192,16 @@ class DryRun:
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
-    @contextlib.contextmanager
-    def _stand_ins(self, context: int) -> Iterator[None]:
+    def _stand_ins(self, context: int) -> contextlib.AbstractContextManager[None]:
         """Have attention and experts leave what they would leave in memory."""
         own = "own_attention" in self._needs.features
-        key = f"jackfield-dry-{next(_serial)}"
-        for part in config_tree(self._model.config):
-            part._attn_implementation_internal = "eager" if own else key
-            part._experts_implementation_internal = key
-        tables: list[tuple[Any, Callable[..., Any]]] = [
-            (AttentionInterface, self._attention(context)),
-            (ExpertsInterface, self._run_experts),
-        ]
-        if not self._packed:  # there, transformers looks for no mask where it can make none
-            tables.append((AttentionMaskInterface, lambda *args, **kwargs: None))
-        for table, function in tables:
-            table.register(key, function)
-        try:
-            yield
-        finally:
-            for table, _ in tables:
-                table._global_mapping.pop(key, None)
+        return standing_in(
+            self._model,
+            attention=None if own else self._attention(context),
+            experts=self._run_experts,
+            # In the packed layout transformers looks for no mask where it can make none.
+            mask=None if self._packed else lambda *args, **kwargs: None,
+        )
 
     def _attention(self, context: int) -> Callable[..., Any]:
         def attention(

@@ -9,19 +9,17 @@ do experts, whose routing needs numbers.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import DynamicCache, PreTrainedModel
 
-from jackfield.bridge.source import config_tree, quiet
+from jackfield.bridge.source import quiet
+from jackfield.bridge.stand_ins import standing_in
 from jackfield.errors import first_line
 
 logger = logging.getLogger("jackfield")
@@ -35,7 +33,6 @@ FEATURE_KWARGS = {
 }
 
 _TOKENS = 3  # more than one: a prompt, for which there is a mask
-_serial = itertools.count(1)
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -111,10 +108,10 @@ def _numbers(layer: Any) -> int:
     return sum(s.shape[1] * s.shape[3] for s in states if s is not None and s.dim() == 4)
 
 
-@contextlib.contextmanager
-def _listening(meta_model: PreTrainedModel, calls: list[Call]) -> Iterator[None]:
+def _listening(
+    meta_model: PreTrainedModel, calls: list[Call]
+) -> contextlib.AbstractContextManager[None]:
     """Have `meta_model` call stand-ins that note their arguments in `calls`."""
-    key = f"jackfield-probe-{next(_serial)}"
     masks: list[tuple[torch.Tensor, MaskFunction]] = []
 
     def mask(
@@ -139,21 +136,7 @@ def _listening(meta_model: PreTrainedModel, calls: list[Call]) -> Iterator[None]
     def experts(module: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
         return torch.empty_like(hidden_states)
 
-    tables: tuple[tuple[Any, Any], ...] = (
-        (AttentionInterface, attention),
-        (AttentionMaskInterface, mask),
-        (ExpertsInterface, experts),
-    )
-    for config in config_tree(meta_model.config):
-        config._attn_implementation_internal = key
-        config._experts_implementation_internal = key
-    for table, function in tables:
-        table.register(key, function)
-    try:
-        yield
-    finally:
-        for table, _ in tables:
-            table._global_mapping.pop(key, None)
+    return standing_in(meta_model, attention=attention, experts=experts, mask=mask)
 
 
 def seen_features(architecture: str, calls: Sequence[Call]) -> dict[str, str]:

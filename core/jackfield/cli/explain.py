@@ -7,14 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import Backends, JsonOption, ModelArgument
-from jackfield.cli.output import console, listing, print_json
+from jackfield.cli.output import console, print_json, print_listing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jackfield.planning.verdicts import Explanation, Verdict
-
-COLORS = {"chosen": "green", "possible": "default", "refused": "red"}
 
 
 def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption = False) -> None:
@@ -51,8 +49,6 @@ def _print_json(found: Explanation) -> None:
 
 
 def _print(found: Explanation) -> None:
-    from rich.text import Text
-
     out, needs, plan, verdicts = console(), found.requirements, found.plan, found.verdicts
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
@@ -70,11 +66,7 @@ def _print(found: Explanation) -> None:
         ((v.kind, v.name, v.verdict, f"{v.distribution} {v.version}"), [_why(v, reasons)])
         for v in verdicts
     ]
-    for row, line in listing(rows, out.width):
-        verdict = verdicts[row - 1].verdict if row else ""
-        text = Text(line, style="" if row else "bold")
-        text.highlight_words([verdict] if verdict else [], COLORS.get(verdict, ""))
-        out.print(text, soft_wrap=True)
+    print_listing(out, rows, [v.verdict for v in verdicts])
     if reasons:
         out.print("why not", style="bold")
     for reason, number in reasons.items():

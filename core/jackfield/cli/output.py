@@ -78,7 +78,27 @@ def table(*headings: str) -> Table:
     return made
 
 
-def listing(
+#: How a word that says how something stands is coloured.
+COLORS = {
+    "loaded": "green", "failed": "red", "disabled": "yellow",
+    "chosen": "green", "possible": "default", "refused": "red",
+}  # fmt: skip
+
+
+def print_listing(
+    out: Console, rows: Sequence[tuple[Sequence[str], Sequence[str]]], words: Sequence[str]
+) -> None:
+    """Print `rows`, the first of which is a heading; `words[i]` is coloured in row i + 1."""
+    from rich.text import Text
+
+    for row, line in _listing(rows, out.width):
+        text = Text(line, style="" if row else "bold")
+        if row:
+            text.highlight_words([words[row - 1]], COLORS[words[row - 1]])
+        out.print(text, soft_wrap=True)
+
+
+def _listing(
     rows: Sequence[tuple[Sequence[str], Sequence[str]]], width: int
 ) -> Iterator[tuple[int, str]]:
     """(row, line) for each row: its cells in columns, and its notes where there is room for them.

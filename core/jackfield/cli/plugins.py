@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import JsonOption
-from jackfield.cli.output import console, listing, print_json, say
+from jackfield.cli.output import console, print_json, print_listing, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jackfield.registry.backends import PluginRecord
-
-COLORS = {"loaded": "green", "failed": "red", "disabled": "yellow"}
 
 
 def plugins(json: JsonOption = False) -> None:
@@ -38,18 +36,12 @@ def plugins(json: JsonOption = False) -> None:
 
 
 def _print(records: list[PluginRecord]) -> None:
-    from rich.text import Text
-
     out = console()
     rows = [(("plugin", "distribution", "state"), ["offers"])] + [
         ((r.entry_point, f"{r.distribution} {r.version}", r.state), list(_offers(r)))
         for r in records
     ]
-    for row, line in listing(rows, out.width):
-        state = records[row - 1].state if row else ""
-        text = Text(line, style="" if row else "bold")
-        text.highlight_words([state] if state else [], COLORS.get(state, ""))
-        out.print(text, soft_wrap=True)
+    print_listing(out, rows, [r.state for r in records])
 
 
 def _offers(record: PluginRecord) -> Iterator[str]:

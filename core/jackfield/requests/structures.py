@@ -9,6 +9,7 @@ from typing import Any
 
 from jackfield.contracts.settings import Structure
 from jackfield.errors import SettingsError, quoted
+from jackfield.requests.token_settings import whole_text
 
 #: The settings that say what a text must look like; a request has one of them.
 KINDS = ("choices", "grammar", "json_schema", "regex")
@@ -84,8 +85,4 @@ def _source(kind: str, value: Any) -> str:
         return "()"
     if not isinstance(value, str) or not value:
         raise SettingsError(f"{kind} must be a text, not {quoted(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise SettingsError(f"{kind} has half a character in it: {error.reason}") from None
-    return value
+    return whole_text(kind, value)

@@ -104,10 +104,15 @@ def processors(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any
 def salt(value: Any) -> str:
     if not isinstance(value, str):
         raise SettingsError(f"cache_salt must be a string, not {quoted(value)}")
+    return whole_text("cache_salt", value)
+
+
+def whole_text(name: str, value: str) -> str:
+    """`value`, which the setting `name` has. Raises SettingsError for one that is no Unicode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise SettingsError(f"cache_salt has half a character in it: {error.reason}") from None
+        raise SettingsError(f"{name} has half a character in it: {error.reason}") from None
     return value
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jackfield import hookimpl
-from jackfield.contracts import Attention, AttentionCapabilities, Requirements
+from jackfield.contracts import Attention, Requirements
 from jackfield_plugins.attention.sources import (
+    FLASH,
     HubKernel,
     Package,
     Source,
@@ -33,13 +34,7 @@ class FlashAttention2(VarlenAttention):
 
     name = "flash_attention_2"
     options = FlashAttention2Options
-    capabilities = AttentionCapabilities(
-        layouts=frozenset({"padded", "packed"}),
-        dtypes=frozenset({"bfloat16", "float16"}),
-        devices=frozenset({"cuda"}),
-        features=frozenset({"grouped_query", "sliding_window", "softcap"}),
-        head_dims=frozenset(range(8, 257, 8)),
-    )
+    capabilities = FLASH
     places: ClassVar[dict[str, Source]] = {
         "package": Package("flash_attn", ("flash-attn", "flash_attn")),
         "hub": HubKernel("kernels-community/flash-attn2", "v4"),

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jackfield import hookimpl
-from jackfield.contracts import Attention, AttentionCapabilities, Requirements
-from jackfield_plugins.attention.sources import HubKernel, Package, Source, VarlenAttention
+from jackfield.contracts import Attention, Requirements
+from jackfield_plugins.attention.sources import (
+    FLASH,
+    HubKernel,
+    Package,
+    Source,
+    VarlenAttention,
+)
 from jackfield_plugins.devices import capabilities, capabilities_here
 
 
@@ -24,13 +30,7 @@ class FlashAttention3(VarlenAttention):
 
     name = "flash_attention_3"
     options = FlashAttention3Options
-    capabilities = AttentionCapabilities(
-        layouts=frozenset({"padded", "packed"}),
-        dtypes=frozenset({"bfloat16", "float16"}),
-        devices=frozenset({"cuda"}),
-        features=frozenset({"grouped_query", "sliding_window", "softcap"}),
-        head_dims=frozenset(range(8, 257, 8)),
-    )
+    capabilities = FLASH
     places: ClassVar[dict[str, Source]] = {
         "package": Package("flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
         "hub": HubKernel("kernels-community/flash-attn3", "v1"),

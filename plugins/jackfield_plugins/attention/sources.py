@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts import Attention, BindContext, BoundAttention, Requirements
+from jackfield.contracts import (
+    Attention,
+    AttentionCapabilities,
+    BindContext,
+    BoundAttention,
+    Requirements,
+)
 from jackfield.errors import PlanError
 from jackfield_plugins.hub_kernels import KernelRefused
 
@@ -187,6 +193,16 @@ def _checked(kernel: VarlenKernel, needs: Requirements) -> int | None:
     if lacking := sorted((VARLEN_FEATURES & needs.features.keys()) - kernel.features):
         raise KernelRefused(f"has no parameter for {', '.join(lacking)}")
     return kernel.page_multiple
+
+
+#: What FlashAttention's own kernels can do, of either generation.
+FLASH = AttentionCapabilities(
+    layouts=frozenset({"padded", "packed"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    devices=frozenset({"cuda"}),
+    features=frozenset({"grouped_query", "sliding_window", "softcap"}),
+    head_dims=frozenset(range(8, 257, 8)),
+)
 
 
 class VarlenAttention(Attention):
