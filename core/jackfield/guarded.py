@@ -1,4 +1,4 @@
-"""A call into a plugin's code: whatever comes out of it is told as that plugin's, in one wording.
+"""A call into a plugin's code: what it raises is reported as that plugin's, in one wording.
 
     with guarded(registered, "forward"):
         output = forward(...)
@@ -26,9 +26,10 @@ class guarded:  # noqa: N801 - reads as a word of the language
     """While it is open, a plugin's code runs: `what`, of the backend that `who` names as a string.
 
     Raises PluginError for whatever that code raises, also for SystemExit and what cannot be told.
-    An error of our own tree keeps its type and is told as the plugin's too, once: by the innermost
-    of several guards. KeyboardInterrupt, which is the user's, goes through. Costs a fraction of a
-    microsecond; a guard can be entered any number of times, also from several threads.
+    An error of our own tree keeps its type and is reported as the plugin's too, once: by the
+    innermost of several guards. KeyboardInterrupt, which is the user's, goes through. Costs a
+    fraction of a microsecond; a guard can be entered any number of times, also from several
+    threads.
     """
 
     __slots__ = ("layer", "what", "who")

@@ -56,7 +56,7 @@ def test_an_attention_of_a_stranger_that_changes_our_pages_is_told(
         engine.generate(prompts((9, 13)), max_new_tokens=40)
 
 
-@pytest.mark.parametrize("where", ["warm", "scheduler", "worker", "kernels", "plug"])
+@pytest.mark.parametrize("where", ["warm", "scheduler", "worker", "kernels", "install"])
 def test_a_load_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
@@ -89,7 +89,7 @@ def test_a_load_that_fails_leaves_nothing_open(where: str, monkeypatch: pytest.M
         "scheduler": (assembly, "CheckedSchedule"),
         "worker": (assembly, "Worker"),
         "kernels": (bound, "bind_layers"),
-        "plug": (AttentionBinding, "plug"),
+        "install": (AttentionBinding, "install"),
     }
     if where in places:
         monkeypatch.setattr(*places[where], fails)

@@ -1,4 +1,4 @@
-"""Whatever a plugin's code raises is told as that plugin's, in one wording, on one line."""
+"""Whatever a plugin's code raises is reported as that plugin's, in one wording, on one line."""
 
 from __future__ import annotations
 

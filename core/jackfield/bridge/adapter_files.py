@@ -86,12 +86,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} is not a JSON object that names a peft_type; fetch the adapter again"
         )
-    told = config["peft_type"]
-    if told not in TYPES:
+    kind = config["peft_type"]
+    if kind not in TYPES:
         raise CheckpointError(
-            f"{folder} is an adapter of type {shown(told)}, which does not go on single modules of "
+            f"{folder} is an adapter of type {shown(kind)}, which does not go on single modules of "
             f"a decoder, or is untested here; give one of {', '.join(TYPES)}"
-            f"{nearest(shown(told), TYPES)}"
+            f"{nearest(shown(kind), TYPES)}"
         )
     if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
         raise CheckpointError(f"{folder} is an adapter for {shown(task)}, not for CAUSAL_LM")

@@ -72,7 +72,7 @@ class AttentionBinding:
         self._once = not context.requirements.irregular
         self._planned = sorted(self.expected)
         self._called: deque[int] = deque(maxlen=_CALLS * len(self.expected) + _CALLS)
-        self._configs: list[PreTrainedConfig] = []  # those that name it while it is plugged in
+        self._configs: list[PreTrainedConfig] = []  # those that name it while it is installed
         bound = registered.bind(context)
         if isinstance(bound, ModelAttention):
             own = model_attention(like)
@@ -244,7 +244,7 @@ class AttentionBinding:
                 f"{self.registered} does not declare; choose another attention, e.g. 'eager'"
             )
 
-    def plug(self, model: PreTrainedModel) -> Callable[[], None]:
+    def install(self, model: PreTrainedModel) -> Callable[[], None]:
         """Make `model` call this attention. Returns the function that puts back what was there."""
         self._configs = configs = decoder_configs(model)
         before = [config._attn_implementation_internal for config in configs]
@@ -253,13 +253,13 @@ class AttentionBinding:
         for config in configs:
             config._attn_implementation_internal = self.key
 
-        def unplug() -> None:
+        def restore() -> None:
             for config, implementation in zip(configs, before, strict=True):
                 if config._attn_implementation_internal == self.key:  # else somebody's later wish
                     config._attn_implementation_internal = implementation
             self.remove()
 
-        return unplug
+        return restore
 
     def _observe(self, model: PreTrainedModel) -> None:
         """Count the calls of a model's own attention, which is not looked up by key."""

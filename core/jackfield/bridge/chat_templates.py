@@ -261,9 +261,9 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _open_ended(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """The text up to the mark, and what transformers says where there is none."""
     content = messages[-1]["content"]
-    told = content if isinstance(content, str) else content[-1]["text"]
+    last = content if isinstance(content, str) else content[-1]["text"]
     found, mark, rest = text.rpartition(_MARK.strip())
-    if not mark or told.strip() not in text:
+    if not mark or last.strip() not in text:
         raise ValueError("the last message is not in the text as it is, so it cannot be continued")
     return found if rest.startswith(" ") else found.rstrip()  # where texts are stripped
 

@@ -137,13 +137,13 @@ def _tried(chat: list[_Message], template: ChatTemplate) -> tuple[str, int | Non
     do with a text what it wants, but not without it.
     """
     found = template.render(chat)
-    told = {at: _of(m["content"]) for at, m in enumerate(chat) if _of(m["content"]).strip()}
-    probes = {at: f"Zq{at}qZ" for at in told}
+    texts = {at: _of(m["content"]) for at, m in enumerate(chat) if _of(m["content"]).strip()}
+    probes = {at: f"Zq{at}qZ" for at in texts}
     probed = [{**m, "content": _like(m["content"], probes.get(at))} for at, m in enumerate(chat)]
     try:
         seen = template.render(probed)
     except PromptError:  # it looks into texts; then they are looked for themselves
-        seen, probes = found, {at: text.strip() for at, text in told.items()}
+        seen, probes = found, {at: text.strip() for at, text in texts.items()}
     return found, next((at for at, probe in probes.items() if probe not in seen), None)
 
 

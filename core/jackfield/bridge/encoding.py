@@ -9,7 +9,7 @@ from typing import Any
 
 from jackfield.errors import PromptError, quoted
 from jackfield.foreign import named
-from jackfield.requests.prompts import BYTES, UNSAID, Prompt, Turn, told_as_prompt
+from jackfield.requests.prompts import BYTES, UNSAID, Prompt, Turn, as_prompt_error
 
 _NO_LOCK = contextlib.nullcontext()
 
@@ -18,7 +18,7 @@ _LONG = 16  # characters a token
 _SURE = 2  # … and refused where a beginning has this many times too many tokens
 
 
-@told_as_prompt
+@as_prompt_error
 def encode(
     prompt: Prompt,
     tokenizer: Any | None,

@@ -169,7 +169,9 @@ def stored_as(model: PreTrainedModel, quantizer: Registered) -> str | None:
             f"{quantizer} converted none of the {len(linear)} linear layers of "
             f"{type(model).__name__}; load it without quantization"
         )
-    told = Counter(quantizer.ask("runs_on", module) for module in modules)
-    del told[None]
-    kernels = (what if count == len(modules) else f"{count} {what}" for what, count in told.items())
+    counts = Counter(quantizer.ask("runs_on", module) for module in modules)
+    del counts[None]
+    kernels = (
+        what if count == len(modules) else f"{count} {what}" for what, count in counts.items()
+    )
     return ", ".join([f"{len(converted)} of {len(linear | converted)} linear layers", *kernels])

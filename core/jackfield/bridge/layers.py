@@ -33,16 +33,16 @@ class Layers:
         whose = f" of {fused.source}" if fused.source else ""
         self.source = f"{self.replaced} {_names(self._forwards)}{whose}"
 
-    def plug(self) -> Callable[[], None]:
+    def install(self) -> Callable[[], None]:
         """Put the kernel into its layers. Returns the function that takes it out."""
         for module, forward in self._forwards:
             module.forward = self._counted(forward)
 
-        def unplug() -> None:
+        def restore() -> None:
             for module, _ in self._forwards:
                 del module.forward  # what shows again is the method of its class
 
-        return unplug
+        return restore
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -84,8 +84,8 @@ def spread(
             low = strategy == "balanced_low_0"
             memory = accelerated.get_balanced_memory(model, memory, low_zero=low, **common)
         found = accelerated.infer_auto_device_map(model, max_memory=memory, **common)
-    told = {k: f"cuda:{p}" if isinstance(p, int) else str(p) for k, p in found.items()}
-    return of_parameters(told, model)
+    places = {k: f"cuda:{p}" if isinstance(p, int) else str(p) for k, p in found.items()}
+    return of_parameters(places, model)
 
 
 def _memory(

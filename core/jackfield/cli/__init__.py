@@ -83,11 +83,11 @@ def _report(error: Exception, debug: bool) -> int:
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whose base class is not public
         answer = _instead(error)
-        told = error.format_message()
+        message = error.format_message()
         if answer:
-            say(f"error: {told.partition(' (Possible')[0].rstrip('.')}; {answer}")
+            say(f"error: {message.partition(' (Possible')[0].rstrip('.')}; {answer}")
         else:
-            say(f"error: {told}{_help_of(error)}")
+            say(f"error: {message}{_help_of(error)}")
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
         say(f"error: the output cannot be written: {error.strerror}")

@@ -145,12 +145,12 @@ def note(text: str) -> None:
 
 def ran(report: Report) -> str:
     """What was observed to run, in one line."""
-    told = [
+    parts = [
         f"{o.who} {o.did}"
         for o in report.observations
         if o.calls or o.kind != "decoding"  # one that nobody asked for
     ]
-    return " · ".join(map(str, filter(None, (*told, report.speculation, report.adapter))))
+    return " · ".join(map(str, filter(None, (*parts, report.speculation, report.adapter))))
 
 
 class _Lines(logging.Handler):

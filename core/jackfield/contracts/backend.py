@@ -80,7 +80,7 @@ class Backend(ABC):
         name: Lower-case words joined by '-', '_' or '.'.
         options: A frozen dataclass whose fields are the keys of ``plugin:name?key=value``; field
             types int, float, bool, str, Literal and ``T | None`` are checked when a selection is
-            parsed. A ValueError of its `__post_init__` is told as the user's mistake.
+            parsed. A ValueError of its `__post_init__` is reported as the user's mistake.
         auto_rank: Lets ``auto`` choose the backend: the highest accepted rank wins, None means that
             it runs only when it is named. A backend with a rank needs a default for every option.
         auto_notice: What a user must be told, as a warning, where ``auto`` chose the backend.

@@ -224,7 +224,7 @@ class Compiler(Backend):
         """Return what compiles the steps of one model. Called once a model; compiles nothing yet.
 
         Args:
-            context: `model` with its weights, before its attention is plugged in.
+            context: `model` with its weights, before its attention is installed.
         """
 
     def flaws(self) -> list[str]:

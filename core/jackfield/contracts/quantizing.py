@@ -142,7 +142,8 @@ class Quantizer(Backend):
         quantizes: Whether weights that are not quantized yet can be; False for one that only reads
             checkpoints.
         fields: What the fields of a checkpoint's `quantization_config` may be, by name (`Field`,
-            `one_of` in `jackfield.contracts.checkpoint`). An odd value is told as the file's fault.
+            `one_of` in `jackfield.contracts.checkpoint`). An odd value is reported as the file's
+            fault.
     """
 
     kind: ClassVar[str] = "quantizer"
@@ -164,7 +165,7 @@ class Quantizer(Backend):
         return False
 
     def odd(self, requirements: Requirements) -> list[str]:
-        """What of a checkpoint's `quantization_config` cannot be, told as the file's fault.
+        """What of a checkpoint's `quantization_config` cannot be, as the file's fault.
 
         By `fields`, without which nobody asks; extend it for what depends on the job.
 

@@ -12,7 +12,7 @@ from jackfield.contracts import Search, Strategy
 from jackfield.devices import input_device
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.batch_limits import BatchLimits
-from jackfield.engine.bound import BoundModel, plug_all
+from jackfield.engine.bound import BoundModel, install_all
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.checked_search import checked
 from jackfield.engine.decoder import Decoder
@@ -74,7 +74,7 @@ def assemble(
         decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
         loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
         # A backend that fails to bind must leave a live model as it was, so this comes last.
-        restore = plug_all(models)
+        restore = install_all(models)
         for one in models:
             settle(one.model)
             one.record(limits.max_batch_size)

@@ -1,4 +1,4 @@
-"""A model bound to a plan: its cache, its attention plugged in, and one forward call."""
+"""A model bound to a plan: its cache, its attention installed, and one forward call."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs
 
 
-def plug_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
-    """Plug all of them or none; returns what gives each back."""
-    plugged: list[Callable[[], None]] = []
+def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
+    """Install all of them or none; returns what gives each back."""
+    restore: list[Callable[[], None]] = []
     try:
-        plugged.extend(model.plug() for model in models)
+        restore.extend(model.install() for model in models)
     except BaseException:
-        all_of(plugged)
+        all_of(restore)
         raise
-    return plugged
+    return restore
 
 
 class BoundModel:
-    """What the loop calls of a model. Nothing is changed in the model before `plug`.
+    """What the loop calls of a model. Nothing is changed in the model before `install`.
 
     `step_bytes` and `memory_share` are for its cache, as in `BindContext`.
     """
@@ -52,7 +52,7 @@ class BoundModel:
     ) -> None:
         self.model = model
         self.plan = plan
-        self.attention: AttentionBinding  # bound with `plug`, into transformers' tables
+        self.attention: AttentionBinding  # bound with `install`, into transformers' tables
         self.compiled = self._compiled()
         self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
@@ -128,7 +128,7 @@ class BoundModel:
             longest = self.plan.requirements.context_length
             self.compiled.record(self.cache, self.attention, most, longest, backends)
 
-    def plug(self) -> Callable[[], None]:
+    def install(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""
         model = self.model
         self.stored = stored_as(model, self.plan["quantizer"].registered)
@@ -142,11 +142,11 @@ class BoundModel:
         try:
             if self.compiled is not None:
                 self.compiled.attend = self._replaceable(self.attention)
-            undo = [self.attention.plug(model)]
+            undo = [self.attention.install(model)]
         except BaseException:
             self.attention.remove()
             raise
-        undo += [layers.plug() for layers in self.layers]
+        undo += [layers.install() for layers in self.layers]
         trained = [module for module in model.modules() if module.training]
         model.eval()
         in_use.update(map(id, decoder_configs(model)))

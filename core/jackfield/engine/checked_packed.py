@@ -241,9 +241,9 @@ def held_to_contract(
     """
     strangers = [user for user in users if not user.own]
     own = who.own and not strangers
-    told: object = who
+    blamed: object = who
     if who.own and strangers:
-        told = f"{who}, as {' and '.join(map(str, strangers))} left it"
+        blamed = f"{who}, as {' and '.join(map(str, strangers))} left it"
     if isinstance(cache, PackedKVCache):
-        return GuardedPackedCache(cache, who) if own else CheckedPackedCache(cache, told, windows)
-    return GuardedCache(cache, who) if own else CheckedCache(cache, told)
+        return GuardedPackedCache(cache, who) if own else CheckedPackedCache(cache, blamed, windows)
+    return GuardedCache(cache, who) if own else CheckedCache(cache, blamed)

@@ -236,11 +236,11 @@ class Engine:
 
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
-        told = {
+        sources = {
             "attention runs on": self._bound.attention.source,
             "weights:": self._bound.stored,
         }
-        found = [f"  {what} {source}" for what, source in told.items() if source]
+        found = [f"  {what} {source}" for what, source in sources.items() if source]
         return "\n".join([str(self.plan), *found])
 
     def report(self) -> Report:

@@ -1,4 +1,4 @@
-"""A cache whose failures are told as its backend's. Nothing that it returns is looked at."""
+"""A cache whose failures are reported as its backend's. Nothing that it returns is looked at."""
 
 from __future__ import annotations
 

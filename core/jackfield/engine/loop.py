@@ -240,7 +240,7 @@ class Loop:
                 continue  # a part of its prompt
             if gain.error is not None:
                 sequence.fail(gain.error)
-            events.append(_told(sequence, gain))
+            events.append(_taken(sequence, gain))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         if self.decoding.decided:
@@ -263,7 +263,7 @@ class Loop:
                 copies += parting
                 dropped += left
             else:
-                events += [_ended(s, gain) for s, gain in group.told(decision)]
+                events += [_ended(s, gain) for s, gain in group.final_gains(decision)]
         if copies or dropped:
             self.cache.fork(copies, dropped)
             gone = {sequence.id for sequence in dropped}
@@ -298,7 +298,7 @@ class Loop:
         self._release(lost)
 
 
-def _told(sequence: RunningSequence, gain: Accepted) -> Event:
+def _taken(sequence: RunningSequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
@@ -316,12 +316,12 @@ def _ended(sequence: RunningSequence, gain: Accepted) -> Event:
     """What a search says with one of its sequences."""
     if gain.error is not None:
         sequence.fail(gain.error)
-    return _told(sequence, gain)
+    return _taken(sequence, gain)
 
 
 def _cancelled(sequence: RunningSequence, gain: Accepted, why: str | None) -> Event:
     """End a sequence with what it has, and with what it still gains."""
-    event = _told(sequence, gain)
+    event = _taken(sequence, gain)
     if sequence.finish_reason == "error":
         return event
     sequence.finish_reason, sequence.error, text = "cancelled", why, event.text

@@ -40,10 +40,10 @@ class Compiled:
         )
 
     def __str__(self) -> str:
-        told = f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
+        text = f"{self.graphs} graphs compiled in {self.seconds:.1f} s"
         if self.rows:
-            told += f", {self.whole} steps played whole (of {', '.join(map(str, self.rows))} rows)"
-        return told + (f", {self.given_up}" if self.given_up else "")
+            text += f", {self.whole} steps played whole (of {', '.join(map(str, self.rows))} rows)"
+        return text + (f", {self.given_up}" if self.given_up else "")
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Speculation:
         return asdict(self) | rates
 
     def __str__(self) -> str:
-        told = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
+        text = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
         cooldowns = f", {self.cooldowns} cooldowns" if self.cooldowns else ""
-        return f"{told}, {self.tokens_per_step or 0:.2f} tokens a step{cooldowns}"
+        return f"{text}, {self.tokens_per_step or 0:.2f} tokens a step{cooldowns}"
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        told = "; ".join(
+        text = "; ".join(
             f"{o.who}: {o.did}"
             for o in self.observations
             if o.calls or o.kind != "decoding"  # one that nobody asked for
         )
         return "; ".join(
-            map(str, filter(None, (told, self.speculation, self.adapter, self.verified)))
+            map(str, filter(None, (text, self.speculation, self.adapter, self.verified)))
         )
 
 
@@ -227,12 +227,12 @@ class Verified:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        told = f"{self.sequences} sequences in {self.steps} steps verified in {self.seconds:.2f} s"
+        text = f"{self.sequences} sequences in {self.steps} steps verified in {self.seconds:.2f} s"
         if self.rounded:
-            told += f" (the cache rounds by {self.rounded:.1%}: attention and logits not compared)"
+            text += f" (the cache rounds by {self.rounded:.1%}: attention and logits not compared)"
         else:
-            told += f", logits at most {self.logits:.2g} off"
-        return told + (f", {self.too_long} too long to compare" if self.too_long else "")
+            text += f", logits at most {self.logits:.2g} off"
+        return text + (f", {self.too_long} too long to compare" if self.too_long else "")
 
 
 def observe(

@@ -251,7 +251,7 @@ class RunningGroup:
         self.beams, self.scores = beams, [c.score for c in chosen]
         return copies, dropped
 
-    def told(self, decision: Decision) -> list[tuple[RunningSequence, Accepted]]:
+    def final_gains(self, decision: Decision) -> list[tuple[RunningSequence, Accepted]]:
         """What the readers get of a search that has ended."""
         error = self.error or decision.error
         found = () if error is not None else decision.hypotheses

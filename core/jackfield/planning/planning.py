@@ -86,7 +86,7 @@ class Plan:
             return choice.registered.ask("request_bytes", needs, choice.options, tokens)  # type: ignore[no-any-return]
 
         try:
-            told = request_bytes(1) is not None
+            known = request_bytes(1) is not None
             available = self._pool(needs, choice)
         except JackfieldError as error:
             logger.warning("what a request takes is unknown: %s", error)
@@ -96,7 +96,7 @@ class Plan:
             return None  # each layer's are where it computes
         if available is None and (free := free_bytes(device)) is not None:
             available = max(0, free - self._loading(device))
-        if not told or available is None:
+        if not known or available is None:
             return None
         return CacheMemory(available, needs.context_length, request_bytes)
 

@@ -42,12 +42,12 @@ def recall(entry_point: EntryPoint, seconds: float) -> TrialResult | None:
     if path is None:
         return None
     try:
-        told = json.loads(private_files.read(path))
-        if told.pop("key") != _key(entry_point):
+        stored = json.loads(private_files.read(path))
+        if stored.pop("key") != _key(entry_point):
             return None
-        if len(told) != len(fields(TrialResult)):
+        if len(stored) != len(fields(TrialResult)):
             return None
-        found = TrialResult(**told)
+        found = TrialResult(**stored)
         names = [name for part in found.changes.values() for name in part]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -25,11 +25,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def told_as_prompt(act: Callable[P, T]) -> Callable[P, T]:
-    """Whatever an odd object or a tokenizer raises is told as the prompt's."""
+def as_prompt_error(act: Callable[P, T]) -> Callable[P, T]:
+    """Whatever an odd object or a tokenizer raises is reported as the prompt's."""
 
     @wraps(act)
-    def told(*args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return act(*args, **kwargs)
         except JackfieldError:
@@ -37,7 +37,7 @@ def told_as_prompt(act: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             raise PromptError(f"the prompt cannot be read: {first_line(error)[:500]}") from error
 
-    return told
+    return guarded
 
 
 def is_batch(prompts: Any) -> bool:
@@ -47,7 +47,7 @@ def is_batch(prompts: Any) -> bool:
     return not prompts or not isinstance(prompts[0], int | Mapping)
 
 
-@told_as_prompt
+@as_prompt_error
 def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     """`prompts` as strings, lists of ids and messages, also where they come as transformers' own.
 
