@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from jackfield.engine.engine import Engine
     from jackfield.engine.requests import Request
     from jackfield.errors import JackfieldError
-    from jackfield.estimates.estimating import Estimate, estimate
+    from jackfield.estimates.estimate import Estimate
+    from jackfield.estimates.estimating import estimate
     from jackfield.in_transformers.attention import install, report, uninstall
     from jackfield.in_transformers.cache import cache
     from jackfield.in_transformers.decoding import decoding

@@ -15,8 +15,8 @@ import jackfield
 from jackfield import Engine
 from jackfield.contracts import Cache
 from jackfield.engine import checked_pages
+from jackfield.engine.checked_contents import READ_BACK, SAMPLES, Contents, Reading
 from jackfield.engine.checked_packed import CheckedPackedCache
-from jackfield.engine.checked_pages import READ_BACK, SAMPLES, Contents, Reading
 from jackfield.errors import PluginError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry

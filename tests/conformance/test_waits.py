@@ -209,7 +209,7 @@ def test_what_a_strangers_pages_hold_is_read_once_a_step(monkeypatch: pytest.Mon
     }
     run = compare(load)
     of_pages = [
-        sum(n for asker, n in step.items() if "/checked_pages.py" in asker) for step in run.waits
+        sum(n for asker, n in step.items() if "/checked_contents.py" in asker) for step in run.waits
     ]
     assert max(of_pages) == 1
     assert len(run.waits) > of_pages.count(1) >= 4

@@ -10,24 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import AttentionMaskInterface
 
+from jackfield.bridge.model_attention import narrow_eager_mask, model_attention
 from jackfield.bridge.probe import FEATURE_KWARGS
-from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.bridge.requirements import attention_modules
 from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
     BindContext,
     BoundAttention,
     ModelAttention,
     PackedKVCache,
-    PackedLayer,
 )
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
@@ -124,7 +123,7 @@ class AttentionBinding:
             self.key = implementation
             return
         self.key = f"{KEY}{next(_serial)}"
-        AttentionMaskInterface.register(self.key, _eager_mask)
+        AttentionMaskInterface.register(self.key, narrow_eager_mask)
 
     def _padded(self, bound: BoundAttention) -> Callable[..., Any]:
         """Count the call, and hold what comes out of it to the contract."""
@@ -337,61 +336,6 @@ class AttentionBinding:
         if self._close is not None:
             with guarded(self.registered, "close"):
                 self._close()
-
-
-def model_attention(model: PreTrainedModel) -> BoundAttention | None:
-    """The eager attention of `model`'s own code as a function pair, where it can be had as one."""
-    if not replaceable(model):
-        return None
-    classes: set[Any] = {type(module) for _, module in attention_modules(model)}
-    if not all(map(_eager_of, classes)):
-        return None
-
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        own: Any = _eager_of(module.__class__)
-        return own(module, *args, **kwargs)
-
-    def packed(module: Any, query: torch.Tensor, layer: PackedLayer, **kwargs: Any) -> torch.Tensor:
-        rows = []
-        for row, span in enumerate(layer.step.spans):
-            keys, values = layer.gather(row)
-            bias = query.new_zeros(
-                1, keys.shape[1]
-            )  # some models add a mask without asking for one
-            if (seen := layer.mask(row)) is not None:
-                bias = bias.expand_as(seen).masked_fill(
-                    ~seen, torch.finfo(_narrow(query.dtype)).min
-                )
-            bias = bias[None, None]
-            queries = query[span.query_start : span.query_start + span.query_len].transpose(0, 1)[
-                None
-            ]
-            rows.append(forward(module, queries, keys[None], values[None], bias, **kwargs)[0][0])
-        return torch.cat(rows)
-
-    return BoundAttention(forward, _eager_mask, packed)
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float64 else dtype
-
-
-@functools.cache
-def _eager_of(cls: Any) -> Callable[..., Any] | None:
-    """The eager function beside an attention class, or beside the one it derives from."""
-    for base in cls.__mro__:
-        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-    return None
-
-
-def _eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
-    """transformers' mask for eager attention, filled with float32's lowest number in float64.
-
-    Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
-    """
-    return eager_mask(dtype=_narrow(dtype), **kwargs).to(dtype)
 
 
 def decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -15,7 +15,7 @@ from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from jackfield.estimates.backend_sizes import CacheBytes, WeightBytes
-    from jackfield.estimates.estimating import Estimate
+    from jackfield.estimates.estimate import Estimate
     from jackfield.estimates.measuring import Check
 
 

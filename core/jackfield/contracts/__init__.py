@@ -28,14 +28,8 @@ from jackfield.contracts.decoding import (
     TokenLogprob,
 )
 from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
-from jackfield.contracts.kv_cache import (
-    CacheUsage,
-    FixedStep,
-    KVCache,
-    ModelInputs,
-    PackedKVCache,
-    PaddedCache,
-)
+from jackfield.contracts.kv_cache import KVCache, PackedKVCache, PaddedCache
+from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.contracts import FixedStep, KVCache, ModelInputs, PackedKVCache, PackedLayer
 from jackfield.engine.checked_cache import CheckedCache
+from jackfield.engine.checked_contents import Contents
 from jackfield.engine.checked_inputs import (
     flaw_of_first,
     flaw_of_fixed,
     flaw_of_step,
     flaw_of_tables,
 )
-from jackfield.engine.checked_pages import Contents, Owners, Prefixes, Spots
+from jackfield.engine.checked_pages import Owners, Prefixes, Spots
 from jackfield.engine.guarded_cache import GuardedCache, GuardedPackedCache
 from jackfield.errors import quoted
 from jackfield.guarded import fault

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from jackfield import errors
 from jackfield.engine.batch_limits import check_sizes
 from jackfield.errors import ExecutionError, JackfieldError, UsageError
-from jackfield.estimates.estimating import Estimate, estimate
+from jackfield.estimates.estimate import Estimate
+from jackfield.estimates.estimating import estimate
 
 if TYPE_CHECKING:
     from jackfield.engine.engine import Engine

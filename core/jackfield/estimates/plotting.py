@@ -11,7 +11,7 @@ from jackfield.errors import UsageError
 from jackfield.units import in_units
 
 if TYPE_CHECKING:
-    from jackfield.estimates.estimating import Estimate
+    from jackfield.estimates.estimate import Estimate
 
 _SUFFIXES = (".pdf", ".png", ".svg")
 _POINTS = 48  # along the axis of tokens

@@ -18,16 +18,15 @@ from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.bridge.spreading import placed_live
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
-from jackfield.errors import JackfieldError, PlanError, UsageError
+from jackfield.errors import UsageError
 from jackfield.planning.device_map import Asked, asked
-from jackfield.planning.placing import first_device, place, too_large
+from jackfield.planning.fitting import check_size
+from jackfield.planning.placing import first_device, place
 from jackfield.planning.planning import Plan, decide
-from jackfield.planning.solving import reasons_against
 from jackfield.planning.spec import PlanSpec
 from jackfield.planning.stored import check_stored
-from jackfield.registry.backends import Registered, Registry
+from jackfield.registry.backends import Registry
 from jackfield.spelling import AUTO, Quantizable
-from jackfield.units import in_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -88,7 +87,7 @@ class Job:
                 "merged, or as DoRA; they cannot be offloaded: name one device"
             )
         if not where.spread:
-            _check_size(registry, plan, self.asked, where)
+            check_size(registry, plan, self.asked, where)
         return where
 
 
@@ -120,56 +119,6 @@ def _as_it_is(plan: Plan) -> bool:
     needs, quantizer = plan.requirements, plan["quantizer"]
     size = quantizer.registered.size("weight_bytes", needs, quantizer.options)
     return needs.stored is None and size == plain_bytes(needs)
-
-
-def _check_size(registry: Registry, plan: Plan, asked: Asked, where: Placement) -> None:
-    """Refuse one device that is too small: nothing is made smaller unless the caller says so."""
-    needs = plan.requirements
-    bound = too_large(where.device, needs.weight_bytes, asked)
-    if bound is None:
-        return
-    given = "max_memory gives it" if asked.max_memory is not None else "free there are"
-    would = [*_dtypes(plan, bound), *_quantizers(registry, plan, bound), "device_map='auto'"]
-    raise PlanError(
-        f"the weights of {needs.architecture} take {in_units(needs.weight_bytes)} in {needs.dtype}"
-        f" and do not fit on {where.device}: {given} {in_units(bound)}; what would fit: "
-        f"{', '.join(would)}"
-    )
-
-
-def _dtypes(plan: Plan, bound: int) -> list[str]:
-    """Smaller dtypes of the same weights that fit."""
-    needs, choice = plan.requirements, plan["quantizer"]
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        if BYTES[dtype] < BYTES[needs.dtype] and needs.stored is None:
-            smaller = replace(needs, dtype=dtype)
-            size = choice.registered.size("weight_bytes", smaller, choice.options)
-            if size is not None and size <= bound:
-                found.append(f"dtype={dtype!r} ({in_units(size)})")
-    return found
-
-
-def _quantizers(registry: Registry, plan: Plan, bound: int) -> list[str]:
-    """Quantizers that run here and make the weights fit."""
-    found = []
-    for registered in registry.of_kind("quantizer"):
-        size = _size_with(registered, plan)
-        if size is not None and size <= bound:
-            found.append(f"quantization={registry.address(registered)!r} ({in_units(size)})")
-    return found
-
-
-def _size_with(registered: Registered, plan: Plan) -> int | None:
-    if registered is plan["quantizer"].registered:
-        return None
-    try:
-        options = registered.options()
-    except JackfieldError:  # it needs an option, which we cannot know
-        return None
-    if reasons_against(registered, plan.requirements, options):
-        return None
-    return registered.size("weight_bytes", plan.requirements, options)
 
 
 def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: PlanSpec) -> Job:

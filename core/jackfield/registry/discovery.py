@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from jackfield.errors import PluginError, error_text
 from jackfield.registry.backends import PluginRecord, Registered, Registry
-from jackfield.registry.contained import is_loading
+from jackfield.registry.kept_streams import is_loading
 from jackfield.registry.loading import DISTRIBUTION as DISTRIBUTION
 from jackfield.registry.loading import Offer, Source, load
 

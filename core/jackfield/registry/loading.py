@@ -22,7 +22,8 @@ from jackfield.contracts import CONTRACTS, Backend
 from jackfield.contracts.backend import NAME
 from jackfield.errors import PluginError, error_text, quoted
 from jackfield.hookspecs import HOOKS
-from jackfield.registry.contained import Seen, contained, loads
+from jackfield.registry.contained import Seen, contained
+from jackfield.registry.kept_streams import loads
 from jackfield.registry.trial_process import tried
 from jackfield.registry.trial_results import TrialResult, path_of, recall, remember
 from jackfield.spelling import nearest
