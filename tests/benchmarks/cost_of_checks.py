@@ -54,15 +54,15 @@ class _Scheduler:
 def unchecked() -> None:
     """Take every check of a plugin out of this process."""
     from jackfield.bridge import attention
-    from jackfield.engine import assembly, bound
+    from jackfield.engine import assembly, bound, decoder
 
-    modules: list[Any] = [attention, bound, assembly]
-    attention, bound, assembly = modules
+    modules: list[Any] = [attention, bound, assembly, decoder]
+    attention, bound, assembly, decoder = modules
     attention.guarded = _NoGuard
     attention.AttentionBinding._check = lambda *_: None
     bound.held_to_contract = lambda cache, *_: cache
     assembly.CheckedSchedule = _Scheduler
-    assembly.checked = lambda strategy, *_: strategy
+    decoder.checked = lambda strategy, *_: strategy
 
 
 def strange() -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.devices import settle
 from jackfield.bridge.tokenizer import Text
-from jackfield.contracts import Search, Strategy
 from jackfield.devices import input_device
-from jackfield.engine.assistant import DraftModel
+from jackfield.engine.assistant import draft_model
 from jackfield.engine.batch_limits import BatchLimits
-from jackfield.engine.bound import BoundModel, install_all
+from jackfield.engine.bound import BoundModel, install_all, vocab_size_of
 from jackfield.engine.checked_schedule import CheckedSchedule
-from jackfield.engine.checked_search import checked
-from jackfield.engine.decoder import Decoder
+from jackfield.engine.decoder import Decoder, strategies_of
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
 from jackfield.engine.reading import Assistance
-from jackfield.engine.token_translation import translator
 from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
-from jackfield.errors import quoted
-from jackfield.guarded import all_of, fault
+from jackfield.guarded import all_of
 from jackfield.planning.planning import Plan
 from jackfield.requests.wishes import notice_selectors
 from jackfield.sampling.structured import Structures
@@ -60,7 +56,7 @@ def assemble(
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
-    text = Text(tokenizer, _vocab_size(model))
+    text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
     bound = BoundModel(model, plan, *plan.room())
     held, restore = [bound.close], []  # what is given back where the rest fails
@@ -68,10 +64,10 @@ def assemble(
         scheduler = plan["scheduler"].registered
         bare = scheduler.bind(bound.context("scheduler"))
         schedule = CheckedSchedule(bare, str(scheduler), closely=not scheduler.own)
-        draft = None if assistance is None else _draft_model(assistance, bound, text)
+        draft = None if assistance is None else draft_model(assistance, bound, text)
         models = [bound] if draft is None else [bound, draft.bound]
         held += [one.close for one in models[1:]]
-        decoder = Decoder(*_strategies(bound, draft, text.vocab_size), structures)
+        decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
         # A backend that fails to bind must leave a live model as it was, so this comes last.
         restore = install_all(models)
@@ -87,34 +83,3 @@ def assemble(
         raise
     restore.append(structures.close)
     return Assembly(bound, text, structures, loop, observer, worker, restore)
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _draft_model(assistance: Assistance, beside: BoundModel, text: Text) -> DraftModel:
-    usage = beside.cache.usage()
-    room = beside.plan.room_beside(0 if usage is None else usage.num_bytes)
-    bound = BoundModel(assistance.model, assistance.plan, *room)
-    other = Text(assistance.tokenizer, _vocab_size(bound.model))
-    return DraftModel(bound, translator(text, other))
-
-
-def _strategies(
-    model: BoundModel, draft: DraftModel | None, vocab_size: int
-) -> tuple[dict[str, Strategy], frozenset[str]]:
-    """The strategies of the plan, bound and checked, and the names of those that draft."""
-    bound: dict[str, Strategy] = {}
-    drafting = set()
-    for name, choice in model.plan.decodings.items():
-        strategy = choice.registered.bind(
-            replace(model.context("decoding", choice), assistant=draft)
-        )
-        if isinstance(strategy, Search) != choice.backend.capabilities.forks:
-            what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"
-            raise fault(choice.registered, what)
-        bound[name] = checked(strategy, str(choice.registered), vocab_size)
-        if choice.backend.capabilities.rollback:
-            drafting.add(name)
-    return bound, frozenset(drafting)

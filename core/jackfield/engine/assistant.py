@@ -14,10 +14,12 @@ from types import MappingProxyType
 
 import torch
 
+from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step, StepBlock
-from jackfield.engine.bound import BoundModel
+from jackfield.engine.bound import BoundModel, vocab_size_of
+from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Observation, observe
-from jackfield.engine.token_translation import TokenTranslator
+from jackfield.engine.token_translation import TokenTranslator, translator
 from jackfield.errors import ExecutionError, JackfieldError, error_text
 from jackfield.sampling.pipeline import Pipeline
 from jackfield.sampling.rows import RowMap
@@ -239,3 +241,12 @@ def _common(one: list[int], other: list[int]) -> int:
     if one[:shorter] == other[:shorter]:
         return shorter
     return next(i for i in range(shorter) if one[i] != other[i])
+
+
+def draft_model(assistance: Assistance, beside: BoundModel, text: Text) -> DraftModel:
+    """A draft model, bound in the room that is left beside another one."""
+    usage = beside.cache.usage()
+    room = beside.plan.room_beside(0 if usage is None else usage.num_bytes)
+    bound = BoundModel(assistance.model, assistance.plan, *room)
+    other = Text(assistance.tokenizer, vocab_size_of(bound.model))
+    return DraftModel(bound, translator(text, other))

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs
 
 
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """The width of its logits."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
 def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
     """Install all of them or none; returns what gives each back."""
     restore: list[Callable[[], None]] = []

@@ -12,13 +12,16 @@ from functools import partial
 
 import torch
 
-from jackfield.contracts import Accepted, Decision, Settings, StepBlock, Strategy
-from jackfield.engine.checked_search import CheckedSearch
+from jackfield.contracts import Accepted, Decision, Search, Settings, StepBlock, Strategy
+from jackfield.engine.assistant import DraftModel
+from jackfield.engine.bound import BoundModel
+from jackfield.engine.checked_search import CheckedSearch, checked
 from jackfield.engine.report import Speculation, total
 from jackfield.engine.searching import Searcher
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.steps import RunningStep, ScheduledRunning
-from jackfield.guarded import all_of
+from jackfield.errors import quoted
+from jackfield.guarded import all_of, fault
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
 from jackfield.sampling.sampler import Sampler
@@ -223,3 +226,22 @@ def _rows(
     rows = block.put(flat)
     block.send()
     return logits.flatten(0, 1).index_select(0, rows)
+
+
+def strategies_of(
+    model: BoundModel, draft: DraftModel | None, vocab_size: int
+) -> tuple[dict[str, Strategy], frozenset[str]]:
+    """The strategies of the plan, bound and checked, and the names of those that draft."""
+    bound: dict[str, Strategy] = {}
+    drafting = set()
+    for name, choice in model.plan.decodings.items():
+        strategy = choice.registered.bind(
+            replace(model.context("decoding", choice), assistant=draft)
+        )
+        if isinstance(strategy, Search) != choice.backend.capabilities.forks:
+            what = f"bind returned {quoted(strategy)}, and only a Search declares forks=True"
+            raise fault(choice.registered, what)
+        bound[name] = checked(strategy, str(choice.registered), vocab_size)
+        if choice.backend.capabilities.rollback:
+            drafting.add(name)
+    return bound, frozenset(drafting)
