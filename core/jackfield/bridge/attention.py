@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from jackfield.bridge.model_attention import narrow_eager_mask, model_attention
+from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
 from jackfield.bridge.probe import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules
 from jackfield.bridge.tally import Tally

@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.attention import KEY, decoder_configs
-from jackfield.bridge.model_attention import model_attention
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.model_attention import model_attention
 from jackfield.contracts import ModelInputs
 from jackfield.devices import input_device
 
