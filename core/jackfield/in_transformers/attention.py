@@ -71,6 +71,11 @@ def install() -> None:
     setattr(PreTrainedModel, _SET, our_change)
 
 
+def installed() -> bool:
+    """Whether transformers knows the names ``plugin:NAME`` now."""
+    return bool(_originals)
+
+
 def _is_plugin(name: Any) -> TypeGuard[str]:
     return isinstance(name, str) and name.startswith(PREFIX)
 

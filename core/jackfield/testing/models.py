@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,7 @@ _COMMON: dict[str, Any] = {
 }
 _MIXED = ["sliding_attention", "full_attention"]
 _NO_GROUPS = {"num_key_value_heads": 4}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 #: name -> the config's class, and its arguments. Named for what the attention needs.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
@@ -72,29 +74,78 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "layer_types": _MIXED,
                 "num_local_experts": 2,
                 "num_experts_per_tok": 1,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                "rope_parameters": _PLAIN_ROPE,
+            },
+        ),
+        "mixed_head_sizes": (
+            "DeepseekV3Config",
+            {
+                **_COMMON,
+                **_NO_GROUPS,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 6,
+                "v_head_dim": 10,
+                "first_k_dense_replace": 2,
+            },
+        ),
+        "chunked": (
+            "Llama4TextConfig",
+            {
+                **_COMMON,
+                **_NO_GROUPS,
+                "head_dim": 12,
+                "attention_chunk_size": WINDOW,
+                "layer_types": ["chunked_attention", "full_attention"],
+                "no_rope_layers": [1, 0],
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "intermediate_size_mlp": 40,
+            },
+        ),
+        "bidirectional_prefix": (
+            "HrmTextConfig",
+            {**_COMMON, "head_dim": 12, "H_cycles": 1, "L_cycles": 1, "prefix_lm": True},
+        ),
+        "own_mask": ("DogeConfig", {**_COMMON, **_NO_GROUPS}),
+        "position_bias": ("FalconConfig", {**_COMMON, "alibi": True}),
+        "own_attention": (
+            "BloomConfig",
+            {
+                "vocab_size": VOCAB,
+                "hidden_size": 48,
+                "n_layer": 2,
+                "n_head": 4,
+                "initializer_range": 0.35,
+                "tie_word_embeddings": False,
+                "bos_token_id": None,
+                "eos_token_id": None,
             },
         ),
     }
 )
 
 
-def config_of(name: str) -> transformers.PreTrainedConfig:
-    """The config of one of `MODELS`."""
+def config_of(name: str, **changes: Any) -> transformers.PreTrainedConfig:
+    """The config of one of `MODELS`, with `changes` to its arguments."""
     cls, arguments = MODELS[name]
-    config = getattr(transformers, cls)(**arguments)
+    config = getattr(transformers, cls)(**{**arguments, **changes})
     config._experts_implementation = "eager"  # the grouped product takes no float64
     return config  # type: ignore[no-any-return]
 
 
 def build(
-    name: str, dtype: torch.dtype = torch.float32, seed: int = 0
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> transformers.PreTrainedModel:
-    """A new model with the weights of `seed`, in eval mode, on the CPU."""
+    """A new model with the weights of `seed`, in eval mode, on the CPU.
+
+    `changes` are those of `config_of`.
+    """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
-            config_of(name), attn_implementation="eager"
+            config_of(name, **changes), attn_implementation="eager"
         )
         for own, parameter in model.named_parameters():
             if "sink" in own:
@@ -108,9 +159,14 @@ class Reference:
 
     `bound` is how far logits in the model's own dtype may be off, as an absolute number: four times
     what plain transformers is off in that dtype, over the same tokens.
+
+    `prompts` are given where a model reads the whole of one in both directions.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, prompts: Seq[tuple[int, ...]] = ()
+    ) -> None:
+        self._prompts = prompts
         self._own = copy.deepcopy(model).eval()
         self._own.set_attn_implementation("eager")
         self._exact = copy.deepcopy(self._own).double()
@@ -121,19 +177,30 @@ class Reference:
         for known, logits in self._known.items():
             if known[: len(tokens)] == tokens:
                 return logits[: len(tokens)]
-        found = _all_logits(self._exact, tokens).double()
+        found = _all_logits(self._exact, tokens, self._prefix(tokens)).double()
         self._known[tokens] = found
         return found
 
     def bound(self, tokens: tuple[int, ...]) -> float:
         """See the class."""
         exact = self.logits(tokens)
-        plain = _all_logits(self._own, tokens).double()
-        least = 32 * torch.finfo(self._own.dtype).eps * float(exact.std())
+        plain = _all_logits(self._own, tokens, self._prefix(tokens)).double()
+        # Attentions of transformers softmax in float32, also in float64.
+        eps = max(torch.finfo(dtype).eps for dtype in (self._own.dtype, torch.float32))
+        least = 32 * eps * float(exact.std())
         return max(4 * float((plain - exact).abs().max()), least)
+
+    def _prefix(self, tokens: tuple[int, ...]) -> int:
+        """How many of `tokens` are a prompt that is read in both directions."""
+        return max((len(p) for p in self._prompts if tokens[: len(p)] == p), default=0)
 
 
 @torch.inference_mode()
-def _all_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
+def _all_logits(
+    model: transformers.PreTrainedModel, tokens: tuple[int, ...], prefix: int
+) -> torch.Tensor:
     ids = torch.tensor([tokens], device=model.device)
-    return model(input_ids=ids, use_cache=False).logits[0].cpu()  # type: ignore[no-any-return]
+    kinds = {}
+    if prefix:
+        kinds["token_type_ids"] = (torch.arange(len(tokens)) < prefix).long()[None]
+    return model(input_ids=ids, use_cache=False, **kinds).logits[0].cpu()  # type: ignore[no-any-return]

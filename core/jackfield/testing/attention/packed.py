@@ -1,0 +1,176 @@
+"""Checks of `packed`: the packed layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jackfield.contracts import PackedLayer
+from jackfield.testing.attention import steps
+from jackfield.testing.attention.calls import held_to_shape
+from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
+from jackfield.testing.attention.judging import Worst, held
+from jackfield.testing.attention.padded import head_sizes
+from jackfield.testing.attention.rows import Needs
+from jackfield.testing.attention.shapes import SHAPES, Shape
+from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
+from jackfield.testing.attention.truth import Piece
+from jackfield.testing.attention.watching import Lent
+from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.subject import Subject
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed step, and what it needs."""
+
+    packed: Packed
+    needs: Needs
+    silent: bool = False  # the window is in the layer alone, not among the keywords
+
+    def __str__(self) -> str:
+        return ", ".join([str(self.packed), *self.needs.shown()])
+
+
+def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
+    """All that is checked of the packed layout, by direct calls."""
+    declared = capabilities_of(subject).features
+    for shape in SHAPES:
+        if not shape.packed or (shape.feature and shape.feature not in declared):
+            continue
+        for situation in SITUATIONS:
+            if situation == "long" and shape.title not in ("plain", "sliding_window"):
+                continue
+            yield Check(
+                f"packed.{situation}.{shape.title}",
+                f"layouts: packed, {TITLES[situation]}"
+                + (f"; features: {shape.feature}" if shape.feature else ""),
+                Situation(subject, jobs, shape),
+                cases=list(_cases(shape, situation, declared)),
+            )
+    yield from _numbers(subject, jobs)
+
+
+def _cases(shape: Shape, situation: str, declared: frozenset[str]) -> Iterator[Case]:
+    for number, packed in enumerate(SITUATIONS[situation]):
+        for needs in shape.needs(declared):
+            yield Case(packed, needs, silent=number % 2 == 1)
+
+
+class Situation:
+    """Runs one case after the other on one bound attention."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        jobs: Jobs,
+        shape: Shape,
+        dtype: str = "",
+        head_dim: int | None = None,
+    ) -> None:
+        self._subject, self._jobs, self._shape = subject, jobs, shape
+        self._how = {"dtype": dtype, "head_dim": head_dim}
+        self._worst = Worst()
+
+    def __call__(self, case: Case) -> str:
+        job = self._jobs.bound(self._shape.model, "packed", **self._how)
+        pieces = made(job, case, self._subject.seed)
+        return self._worst.note(*judged(job, pieces, case, self._subject))
+
+
+def made(job: Job, case: Case, seed: int) -> list[Piece]:
+    """Random numbers for a case."""
+    needs = job.requirements
+    heads = needs.num_attention_heads, needs.num_key_value_heads
+    return steps.pieces_of(case.packed, case.needs, heads, job.head_dims, job.dtype, seed)
+
+
+def judged(job: Job, pieces: Seq[Piece], case: Case, subject: Subject) -> tuple[float, float]:
+    def call(pieces: Seq[Piece]) -> list[torch.Tensor]:
+        layer = steps.layer_of(pieces, case.packed, case.needs.window, subject.seed)
+        return called(job, pieces, case, layer, subject)
+
+    return held(pieces, call)
+
+
+def called(
+    job: Job, pieces: Seq[Piece], case: Case, layer: PackedLayer, subject: Subject
+) -> list[torch.Tensor]:
+    """The output of each sequence, `[queries, heads, value_dim]`; raises as for padded calls."""
+    assert job.bound.packed is not None
+    given = keywords(job, pieces[0], case, capabilities_of(subject).features)
+    with torch.inference_mode():
+        query = steps.queries_of(pieces, case.packed)
+        lent = Lent(query=query, layer=layer, sinks=given.get("s_aux"))
+        output = job.bound.packed(job.module, query, layer, **given)
+        tokens, heads, _ = query.shape
+        held_to_shape(output, (tokens, heads, layer.values.shape[3]), query, "packed")
+        lent.check()
+        lent.check_own(output)
+        return list(output.split([span.query_len for span in layer.step.spans]))
+
+
+def keywords(job: Job, piece: Piece, case: Case, declared: frozenset[str]) -> dict[str, Any]:
+    """The keyword arguments of a layer's call."""
+    module: Any = job.module
+    module.scaling = case.needs.scaling
+    if piece.sinks is not None and hasattr(module, "sinks"):
+        module.sinks.data = piece.sinks.clone()
+    found: dict[str, Any] = {"dropout": 0.0, "scaling": case.needs.scaling}
+    if "sliding_window" in declared:
+        found["sliding_window"] = None if case.silent else case.needs.window
+    if "softcap" in declared:
+        found["softcap"] = case.needs.softcap
+    if "sinks" in declared:
+        found["s_aux"] = piece.sinks
+    return found
+
+
+#: Steps for what does not depend on the situation.
+SOME = (
+    Packed(((3, 3),)), Packed(((1, 9), (1, 4))), Packed(((5, 9), (1, 20), (4, 4)), 16),
+)  # fmt: skip
+
+
+def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
+    """Every dtype, every size of heads, sizes of pages, and scores that overflow an exponential."""
+    can = capabilities_of(subject)
+    grouped = next(s for s in SHAPES if s.title == "grouped_query")
+    shape = grouped if "grouped_query" in can.features else SHAPES[0]
+    some = [Case(packed, Needs()) for packed in SOME]
+    for dtype in sorted(can.dtypes):
+        yield Check(
+            f"packed.dtype.{dtype}", f"dtypes: {dtype}",
+            Situation(subject, jobs, shape, dtype), cases=some,
+        )  # fmt: skip
+    for size in head_sizes(subject):
+        yield Check(
+            f"packed.head_size.{size}", f"head_dims: {size}",
+            Situation(subject, jobs, shape, head_dim=size), cases=some,
+        )  # fmt: skip
+    paged = [Packed(((1, 37), (6, 19)), size) for size in (1, 2, 7, 16, 64, 128)]
+    yield Check(
+        "packed.page_sizes", "layouts: packed, pages of any size",
+        Situation(subject, jobs, shape), cases=[Case(packed, Needs()) for packed in paged],
+    )  # fmt: skip
+    wide = 400.0 if main_dtype(subject) in ("float32", "float64") else 60.0
+    yield Check(
+        "packed.extreme_scores", "contract: scores of any size",
+        Situation(subject, jobs, shape), cases=[Case(p, Needs(spread=wide)) for p in SOME],
+    )  # fmt: skip
+    if "sinks" in can.features:
+        sinks = next(s for s in SHAPES if s.title == "sinks")
+        yield Check(
+            "packed.extreme_scores.sinks", "contract: scores of any size; features: sinks",
+            Situation(subject, jobs, sinks),
+            cases=[Case(p, Needs(sinks=True, spread=wide)) for p in SOME],
+        )  # fmt: skip
+
+
+def bound_without_packed(job: Job) -> None:
+    if job.bound.packed is None:
+        raise WrongError("declares the packed layout, and bind returns no `packed` function")

@@ -1,0 +1,108 @@
+"""What an attention does not declare must be refused: by itself, and when a job is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from jackfield.api import plan
+from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS
+from jackfield.errors import JackfieldError, PlanError
+from jackfield.testing.attention.jobs import (
+    capabilities_of,
+    main_dtype,
+    model_of,
+    requirements_of,
+)
+from jackfield.testing.attention.whole import CACHES, MODELS
+from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.models import config_of
+from jackfield.testing.subject import Subject
+
+#: A feature -> the model that needs it.
+_NEEDING = {feature: name for name, feature in reversed(MODELS.items()) if feature}
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    can = capabilities_of(subject)
+
+    def check(name: str, capability: str, run: Callable[[], None]) -> Check:
+        return Check(f"refusal.{name}", capability, lambda _: run(), refusal=True)
+
+    for feature in sorted(FEATURES.keys() - can.features):
+        yield check(feature, f"features: {feature}", lambda f=feature: _feature(subject, f))  # type: ignore[misc]
+    for layout in sorted(set(LAYOUTS) - can.layouts):
+        yield check(layout, f"layouts: {layout}", lambda own=layout: _layout(subject, own))  # type: ignore[misc]
+    for dtype in sorted(set(DTYPES) - can.dtypes):
+        yield check(dtype, f"dtypes: {dtype}", lambda d=dtype: _dtype(subject, d))  # type: ignore[misc]
+    for device in sorted(set(DEVICES) - can.devices):
+        yield check(device, f"devices: {device}", lambda d=device: _need(subject, device=d))  # type: ignore[misc]
+    if can.head_dims is not None:
+        yield check("head_dims", "head_dims", lambda: _head_dim(subject))
+    if not can.batch_invariant:
+        yield check("batch_invariant", "batch_invariant", lambda: _invariant(subject))
+
+
+def _need(subject: Subject, **needs: Any) -> None:
+    """Raise WrongError unless `refuse` has a reason against a plain job that needs this too."""
+    layout = "padded" if "padded" in capabilities_of(subject).layouts else "packed"
+    plain = requirements_of(subject, model_of(subject, "plain"), layout)
+    reasons = subject.registered.ask("refuse", replace(plain, **needs), subject.options)
+    if not reasons:
+        what = ", ".join(f"{name} {_shown(value)}" for name, value in needs.items())
+        raise WrongError(
+            f"`refuse` accepts a job with {what}, which is not declared; extend what "
+            "`super().refuse(...)` returns"
+        )
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, dict) else str(value)
+
+
+def _planned(subject: Subject, config: Any, what: str, **arguments: Any) -> None:
+    """Raise WrongError unless a plan refuses the backend by name."""
+    arguments.setdefault("dtype", main_dtype(subject))
+    try:
+        plan(config, attn_implementation=subject.selection, device_map=subject.device, **arguments)
+    except PlanError as error:
+        if subject.registered.name not in str(error):
+            raise WrongError(
+                f"a plan for {what} is refused, and not by its name: {error}"
+            ) from None
+    except JackfieldError as error:
+        raise WrongError(f"a plan for {what} fails in another way: {error}") from None
+    else:
+        raise WrongError(f"a plan for {what} is accepted, which is not declared")
+
+
+def _feature(subject: Subject, feature: str) -> None:
+    _need(subject, features={feature: "asked by the check"})
+    model = model_of(subject, _NEEDING[feature])
+    _planned(subject, model.config, f"{type(model).__name__}, which needs {feature},")
+
+
+def _layout(subject: Subject, layout: str) -> None:
+    _need(subject, layout=layout)
+    config = model_of(subject, "plain").config
+    _planned(subject, config, f"the {layout} layout", cache_implementation=CACHES[layout])
+
+
+def _dtype(subject: Subject, dtype: str) -> None:
+    _need(subject, dtype=dtype)
+    _planned(subject, model_of(subject, "plain").config, dtype, dtype=dtype)
+
+
+def _head_dim(subject: Subject) -> None:
+    sizes = capabilities_of(subject).head_dims or frozenset()
+    odd = next(size for size in (14, 20, 22, 26) if size not in sizes)
+    _need(subject, head_dims=(odd,))
+    config = config_of("plain", head_dim=odd)
+    _planned(subject, config, f"heads of {odd}")
+
+
+def _invariant(subject: Subject) -> None:
+    _need(subject, batch_invariant=True)
+    config = model_of(subject, "plain").config
+    _planned(subject, config, "deterministic=True", deterministic=True)
