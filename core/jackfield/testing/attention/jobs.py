@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from jackfield.bridge.attention import model_attention
+from jackfield.bridge.model_attention import model_attention
 from jackfield.bridge.requirements import attention_modules, describe
 from jackfield.contracts import (
     AttentionCapabilities,
@@ -111,7 +111,7 @@ def requirements_of(
 ) -> Requirements:
     """What `model` needs of its attention in a layout."""
     dtype = str(model.dtype).removeprefix("torch.")
-    needs = describe(model, dtype=dtype, device=subject.device)
+    needs = describe(model, dtype=dtype, device=torch.device(subject.device))
     return replace(needs, layout=layout, **more)
 
 
