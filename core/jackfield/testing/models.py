@@ -123,6 +123,46 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "eos_token_id": None,
             },
         ),
+        "linear": (
+            "Qwen3NextConfig",
+            {
+                **_COMMON,
+                "head_dim": 12,
+                "layer_types": ["linear_attention", "full_attention"],
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 24,
+                "shared_expert_intermediate_size": 24,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+            },
+        ),
+        "convolution": (
+            "Lfm2Config",
+            {
+                **_COMMON,
+                "layer_types": ["conv", "full_attention"],
+                "block_auto_adjust_ff_dim": False,
+            },
+        ),
+        "shared_layers": (
+            "Gemma3nTextConfig",
+            {
+                **_COMMON,
+                "pad_token_id": 0,
+                "num_hidden_layers": 4,
+                "head_dim": 8,
+                "sliding_window": WINDOW,
+                "layer_types": _MIXED * 2,
+                "num_kv_shared_layers": 2,
+                "vocab_size_per_layer_input": VOCAB,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            },
+        ),
     }
 )
 
@@ -188,6 +228,10 @@ class Reference:
         # Attentions of transformers softmax in float32, also in float64.
         eps = max(torch.finfo(dtype).eps for dtype in (self._own.dtype, torch.float32))
         least = 32 * eps * float(exact.std())
+        plain = _all_logits(self._own, tokens).double()
+        # transformers softmaxes in float32, also where all else is in float64.
+        coarsest = max(torch.finfo(dtype).eps for dtype in (self._own.dtype, torch.float32))
+        least = 32 * coarsest * float(exact.std())
         return max(4 * float((plain - exact).abs().max()), least)
 
     def _prefix(self, tokens: tuple[int, ...]) -> int:

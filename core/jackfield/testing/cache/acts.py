@@ -1,0 +1,298 @@
+"""What may happen to sequences in a cache: each act is one thing, read back token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
+from jackfield.testing.cache.driver import Driver
+from jackfield.testing.checks import WrongError
+
+
+def prompt(driver: Driver, length: int) -> None:
+    """A prompt as a whole, then some tokens."""
+    driver.admit(length)
+    for _ in range(4):
+        driver.step()
+
+
+def decode(driver: Driver, length: int) -> None:
+    """Many single tokens: pages are filled, windows move on."""
+    driver.admit(length)
+    for _ in range(45):
+        driver.step()
+
+
+def chunks(driver: Driver, size: int) -> None:
+    """A prompt in pieces of a size, beside a shorter one."""
+    driver.admit(23)
+    driver.admit(4)
+    for _ in range(40):
+        left = max(len(s.tokens) - s.num_cached for s in driver.running)
+        driver.step({s.id: size for s in driver.running})
+        if left <= size:
+            break
+    for _ in range(3):
+        driver.step()
+
+
+def ragged(driver: Driver, lengths: tuple[int, ...]) -> None:
+    """Rows of several lengths, which leave one after the other."""
+    made = [driver.admit(length) for length in lengths]
+    driver.step()
+    for sequence in [*made[1::2], *made[:1]]:
+        driver.step()
+        driver.step()
+        if sequence in driver.running and len(driver.running) > 1:
+            driver.release(sequence)
+    driver.step()
+
+
+def again(driver: Driver, length: int) -> None:
+    """A text after another one has left: nothing of it is read."""
+    for number in range(4):
+        driver.admit(length + 3 * number)
+        driver.admit(length)
+        driver.step()
+        driver.step()
+        driver.release_all()
+
+
+def joins(driver: Driver, length: int) -> None:
+    """Some enter while others run, and leave while others go on."""
+    for number in range(8):
+        driver.admit(length + 5 * (number % 3))
+        driver.step()
+        driver.step({s.id: 3 for s in driver.running})
+        if number % 3 == 2:
+            driver.release(driver.running[number % len(driver.running)])
+
+
+def waits(driver: Driver, length: int) -> None:
+    """A sequence that takes no part in some steps."""
+    first, second = driver.admit(length), driver.admit(length + 4)
+    assert first is not None
+    assert second is not None
+    driver.step()
+    for number in range(8):
+        waiting = (first, second)[number // 3 % 2]
+        driver.step({waiting.id: 0})
+    driver.step()
+
+
+def rejected(driver: Driver, case: tuple[int, int]) -> None:
+    """Drafts of which a number is right, again and again, by itself."""
+    drafts, kept = case
+    sequence = driver.admit(6)
+    assert sequence is not None
+    driver.step()
+    for _ in range(9):
+        driver.step(drafts={sequence.id: drafts}, kept={sequence.id: kept})
+    driver.step()
+
+
+def rejected_by_row(driver: Driver, lengths: tuple[int, ...]) -> None:
+    """Rows that keep different numbers of their drafts; one leaves, the others go on."""
+    made = [driver.admit(length) for length in lengths]
+    driver.step()
+    for number in range(6):
+        here = driver.running
+        drafts = {s.id: (s.id + number) % 4 for s in here}
+        driver.step(drafts=drafts, kept={s.id: (s.id * 2 + number) % 3 for s in here})
+        driver.step()
+        if number == 3:
+            assert made[1] is not None
+            driver.release(made[1])
+
+
+def truncated(driver: Driver, case: tuple[int, int]) -> None:
+    """As of a draft model: the last tokens become others, whatever step they came in."""
+    length, back = case
+    made = [driver.admit(length), driver.admit(length + 3)]
+    driver.step()
+    for number in range(5):
+        driver.step()
+        sequence = made[number % 2]
+        assert sequence is not None
+        if sequence.num_cached > back:
+            driver.truncate(sequence, sequence.num_cached - back)
+    driver.step()
+    driver.step()
+
+
+def forked(driver: Driver, length: int) -> None:
+    """Copies write behind what they share, and stay apart."""
+    first, second = driver.admit(length), driver.admit(length + 2)
+    assert first is not None
+    assert second is not None
+    driver.step()
+    (copy,) = driver.fork([first])
+    driver.step()
+    driver.step()
+    several = driver.fork([copy, copy, second], dropped=[first])
+    for _ in range(3):
+        driver.step()
+    driver.fork([several[0]], dropped=[several[1], second])
+    for _ in range(6):
+        driver.step()
+    driver.release(several[0])
+    driver.step()
+
+
+def forked_with_drafts(driver: Driver, length: int) -> None:
+    """A copy's drafts are taken back, and the other still has what they share."""
+    first = driver.admit(length)
+    assert first is not None
+    driver.step()
+    (copy,) = driver.fork([first])
+    for kept in (0, 1, 2, 0):
+        driver.step(drafts={copy.id: 3, first.id: 1}, kept={copy.id: kept})
+    driver.step()
+
+
+def preempted(driver: Driver, length: int) -> None:
+    """One gives its memory up for another, and comes back with what it had generated."""
+    first, second = driver.admit(length), driver.admit(length + 4)
+    assert first is not None
+    assert second is not None
+    driver.step()
+    driver.step()
+    for sequence in (second, first, second):
+        driver.preempt(sequence)
+        _check_gone(sequence)
+        driver.admit(length + 1)
+        driver.step()
+        driver.step()
+        if not driver.resume(sequence):
+            driver.release(*driver.running)
+            driver.resume(sequence)
+        driver.step()
+        driver.step()
+
+
+def _check_gone(sequence: Any) -> None:
+    if sequence.num_cached:
+        raise WrongError(f"preempt leaves num_cached at {sequence.num_cached}, not 0")
+
+
+def preempted_and_released(driver: Driver, length: int) -> None:
+    """Requests that are cancelled while they wait for their memory."""
+    first, second = driver.admit(length), driver.admit(length + 4)
+    assert first is not None
+    assert second is not None
+    driver.step()
+    driver.preempt(second)
+    driver.release(second)
+    driver.step()
+    driver.release(first)
+    again(driver, length)
+
+
+def shared(driver: Driver, length: int) -> None:
+    """Prompts that begin alike: of one that runs, and of one that has left."""
+    first = driver.admit(length)
+    assert first is not None
+    driver.step()
+    same = list(first.tokens[:length])
+    _alike(driver, [*same[:-1], same[-1] + 1])
+    _alike(driver, [*same, 1, 2, 3])
+    driver.step()
+    driver.release(first)
+    _alike(driver, same)
+    _alike(driver, [*same[: length // 2], *driver.tokens(length)])
+    for _ in range(4):
+        driver.step()
+    driver.release_all()
+    _alike(driver, [*same[:-1], 0, 5, 9])
+    driver.step()
+
+
+def _alike(driver: Driver, tokens: list[int]) -> None:
+    driver.admit(tokens)
+    driver.step()
+    driver.step()
+
+
+def salted(driver: Driver, length: int) -> None:
+    """The same prompt with another salt has nothing in common with the first."""
+    first = driver.admit(length, salt="one")
+    assert first is not None
+    driver.step()
+    for salt in ("two", "", "one"):
+        other = driver.admit(first.tokens[:length], salt=salt)
+        assert other is not None
+        if other.num_cached and salt != "one":
+            raise WrongError(
+                f"admit says that {other.num_cached} tokens are there, which a request with "
+                "another cache_salt has fed"
+            )
+        driver.step()
+        driver.step()
+
+
+def forgotten(driver: Driver, length: int) -> None:
+    """After `forget` the model computes something else: nothing is found again."""
+    first = driver.admit(length)
+    assert first is not None
+    driver.step()
+    tokens = list(first.tokens[:length])
+    driver.release_all()
+    driver.cache.forget()
+    driver.done.append("forget")
+    again_here = driver.admit(tokens)
+    assert again_here is not None
+    if again_here.num_cached:
+        raise WrongError(
+            f"admit says that {again_here.num_cached} tokens are there, and forget was called: "
+            "they are another model's"
+        )
+    driver.step()
+
+
+def failed_step(driver: Driver, length: int) -> None:
+    """A step that ends without `commit`: all are released, and the next ones find nothing of it."""
+    for layers in (1, 0, 1):
+        driver.admit(length)
+        driver.admit(length + 3)
+        if layers:
+            driver.step()
+        items = [
+            ScheduledSequence(s, s.num_cached, len(s.tokens) - s.num_cached) for s in driver.running
+        ]
+        driver.done.append(f"fail in a step after {layers} layers")
+        step = Step(items)
+        driver.cache.fits(step)
+        driver.run(step, layers)
+        driver.release_all()
+    again(driver, length)
+
+
+def never_admitted(driver: Driver, length: int) -> None:
+    """`release` of sequences that it does not know, or twice: ignored."""
+    stranger = Sequence(10**6, [1, 2, 3], Settings(max_new_tokens=3))
+    driver.cache.release([stranger])
+    first = driver.admit(length)
+    assert first is not None
+    driver.step()
+    driver.cache.release([stranger])
+    driver.step()
+    driver.release(first)
+    driver.cache.release([first])
+    again(driver, length)
+
+
+def fixed_addresses(driver: Driver, length: int) -> None:
+    """Keys and values stay where they are, and what layers return has one shape."""
+    driver.admit(length)
+    driver.admit(length + 2)
+    driver.step()
+    driver.step()
+    before = driver.where
+    for _ in range(6):
+        driver.step()
+        if driver.where != before:
+            at = next(i for i, w in enumerate(driver.where) if w != before[i])
+            raise WrongError(
+                f"keys or values of layer {at} moved, or have another shape: address and shape "
+                f"{driver.where[at]}, {before[at]} in the step before"
+            )

@@ -1,0 +1,244 @@
+"""What a cache holds, against what it says that it holds, and against what it promised."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from jackfield.testing.cache.bench import Bench, model_of
+from jackfield.testing.cache.driver import Driver
+from jackfield.testing.checks import Check, NotTriedError, WrongError
+
+#: Beside keys and values: tables, masks, lengths.
+SMALL = 64 * 1024
+
+
+def memory_checks(bench: Bench) -> Iterator[Check]:
+    def driven(run: Any) -> Any:
+        def check(case: Any) -> str | None:
+            bench.plan(bench.sharp)
+            with counted(), bench.drive() as driver:
+                found: str | None = run(bench, driver, case)
+                return found
+
+        return check
+
+    yield Check("bytes.request", "request_bytes", driven(_request), (1, 9, 33, 70))
+    yield Check(
+        "bytes.allocated", "allocated_bytes", driven(_allocated), ((9, 1), (33, 3), (40, 9))
+    )
+    yield Check("bytes.held", "held_bytes", driven(_held), (9, 40))
+    yield Check("leaks.released", "contract", driven(_released), (5, 40))
+    yield Check("leaks.rounds", "contract", driven(_rounds), (9,))
+    yield Check("leaks.closed", "contract", lambda _: _closed(bench))
+    yield Check("bytes.refused", "contract", driven(_refused), ((9, 8), (5, 40)))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """What is there already is not counted by `living` within, nor looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def living() -> int:
+    """Bytes of all tensors that are newer than `counted` and have memory of their own."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta":
+            try:
+                storage = thing.untyped_storage()
+            except NotImplementedError:
+                continue
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _promised(bench: Bench, name: str, *arguments: Any) -> int | None:
+    own = bench.subject
+    needs = bench.plan(bench.sharp).requirements
+    found: int | None = own.registered.ask(name, needs, own.options, *arguments)
+    return found
+
+
+def _settled(driver: Driver) -> None:
+    """Some decode steps, after which what a prompt took for a moment is gone."""
+    for _ in range(3):
+        driver.step()
+
+
+def _request(bench: Bench, driver: Driver, length: int) -> str:
+    driver.admit(length, most=8)
+    driver.step()
+    _settled(driver)
+    held = driver.cache.held_bytes()
+    tokens = driver.running[0].num_cached
+    promised = _promised(bench, "request_bytes", bench_tokens(bench, length, tokens))
+    if held is None or promised is None:
+        raise NotTriedError("it says None to one of request_bytes and held_bytes")
+    if held > promised:
+        raise WrongError(
+            f"holds {held} bytes for {tokens} tokens, and request_bytes says {promised}"
+        )
+    if promised > 4 * held + _roomy(bench):
+        raise WrongError(
+            f"request_bytes says {promised} for {tokens} tokens, of which {held} are held: a plan "
+            "would let in far too few"
+        )
+    return f"{held} bytes held, {promised} promised"
+
+
+def bench_tokens(bench: Bench, length: int, cached: int) -> int:
+    """How many tokens a request is told to have: all that it can get where shapes are fixed."""
+    return length + 8 if bench.declared.static_shapes else cached
+
+
+def _roomy(bench: Bench) -> int:
+    """A page in every layer, as far as nobody knows how large pages are."""
+    needs = bench.plan(bench.sharp).requirements
+    return 64 * sum(needs.packed_numbers) * 8
+
+
+def _allocated(bench: Bench, driver: Driver, case: tuple[int, int]) -> str:
+    length, requests = case
+    for _ in range(requests):
+        driver.admit(length, most=8)
+    driver.step()
+    _settled(driver)
+    tokens = length + 8
+    promised = _promised(bench, "allocated_bytes", tokens, requests)
+    if promised is None:
+        raise NotTriedError("allocated_bytes says None")
+    usage = driver.cache.usage()
+    pool = usage.num_bytes if usage is not None else 0
+    states = living() - _kept_states(driver)
+    taken = max(pool, states)
+    if taken > promised + SMALL:
+        raise WrongError(
+            f"{requests} requests of {tokens} tokens take {taken} bytes, and allocated_bytes says "
+            f"{promised}"
+        )
+    return f"{taken} bytes taken, {promised} promised"
+
+
+def _kept_states(driver: Driver) -> int:
+    """Bytes that the kit itself keeps: keys and values to compare with."""
+    pairs = driver.judge.states._known.values()
+    return sum(s.untyped_storage().nbytes() for pair in pairs for s in pair)
+
+
+def _held(bench: Bench, driver: Driver, length: int) -> str:
+    if driver.cache.held_bytes() is None:
+        raise NotTriedError("held_bytes says None")
+    for _ in range(3):
+        driver.admit(length)
+    driver.step()
+    _settled(driver)
+    held = driver.cache.held_bytes() or 0
+    needs = bench.plan(bench.sharp).requirements
+    least = 0
+    size = torch.finfo(getattr(torch, needs.dtype)).bits // 8
+    for sequence in driver.running:
+        for numbers, window in zip(needs.kv_numbers, needs.windows, strict=True):
+            tokens = sequence.num_cached
+            seen = tokens if window is None else min(tokens, window - 1)
+            least += seen * numbers * size
+    rounds = driver.judge.worst > 0
+    if held < (least // 16 if rounds else least):
+        raise WrongError(
+            f"held_bytes says {held}, and {least} are the keys and values that are seen"
+        )
+    usage = driver.cache.usage()
+    if usage is not None and held > usage.num_bytes:
+        raise WrongError(f"held_bytes says {held}, and all pools have {usage.num_bytes}")
+    if usage is not None and not 0 < usage.pages_used <= usage.pages - usage.pages_kept:
+        raise WrongError(
+            f"usage says {usage.pages_used} pages are used and {usage.pages_kept} kept, of "
+            f"{usage.pages}, while three requests run"
+        )
+    return f"{held} bytes of {3 * (length + 3)} tokens"
+
+
+def _released(bench: Bench, driver: Driver, length: int) -> str | None:
+    for number in range(3):
+        driver.admit(length + number)
+    driver.step()
+    _settled(driver)
+    if driver.cache.continuous:
+        driver.preempt(driver.running[1])
+        driver.step()
+    driver.release_all()
+    held, usage = driver.cache.held_bytes(), driver.cache.usage()
+    if held:
+        raise WrongError(f"holds {held} bytes, and nobody runs")
+    if usage is not None and (usage.pages_used or usage.swapped):
+        raise WrongError(
+            f"{usage.pages_used} pages are used and {usage.swapped} sequences swapped out, and "
+            "nobody is there"
+        )
+    return None
+
+
+def _rounds(bench: Bench, driver: Driver, length: int) -> str:
+    """The same requests again and again take what they took."""
+    sizes = []
+    for number in range(9):
+        tokens = [driver.tokens(length + 5 * (i % 2)) for i in range(3)]
+        for own in tokens:
+            driver.admit(own, most=16)
+        for _ in range(4):
+            driver.step()
+        driver.release_all()
+        driver.cache.forget()
+        driver.judge.texts.clear()
+        driver.judge.rejected.clear()
+        driver.judge.states._known.clear()
+        driver.done.clear()
+        if number in (2, 8):
+            sizes.append(living())
+    grown = sizes[1] - sizes[0]
+    if grown > 6 * 256:
+        raise WrongError(
+            f"{grown} bytes of tensors more after six times the same requests: what has left is "
+            "still held"
+        )
+    return f"{grown} bytes more after six rounds"
+
+
+def _closed(bench: Bench) -> str:
+    """Memory is free after `close`, also while somebody still has the cache."""
+    made = bench.plan(bench.sharp)
+    model = model_of(bench.sharp, bench.dtype)
+    with torch.inference_mode(), counted():
+        cache = bench.bind(made, model)
+        driver = Driver(cache, made.requirements, bench.rounding(cache))
+        driver.admit(40)
+        driver.step()
+        driver.release_all()
+        driver.judge.states._known.clear()
+        driver.inputs = None
+        cache.close()
+        left = living()
+    if left > SMALL:
+        raise WrongError(f"{left} bytes are still there after close, while the object is")
+    return f"{left} bytes left"
+
+
+def _refused(bench: Bench, driver: Driver, case: tuple[int, int]) -> str | None:
+    """What `refuse` lets in can be held, up to its last token."""
+    length, new = case
+    if (why := driver.cache.refuse(length, new)) is not None:
+        return why
+    driver.admit(length, most=new)
+    while driver.running[0].num_new < new:
+        driver.step()
+    return None
