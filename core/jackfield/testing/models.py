@@ -228,10 +228,6 @@ class Reference:
         # Attentions of transformers softmax in float32, also in float64.
         eps = max(torch.finfo(dtype).eps for dtype in (self._own.dtype, torch.float32))
         least = 32 * eps * float(exact.std())
-        plain = _all_logits(self._own, tokens).double()
-        # transformers softmaxes in float32, also where all else is in float64.
-        coarsest = max(torch.finfo(dtype).eps for dtype in (self._own.dtype, torch.float32))
-        least = 32 * coarsest * float(exact.std())
         return max(4 * float((plain - exact).abs().max()), least)
 
     def _prefix(self, tokens: tuple[int, ...]) -> int:
