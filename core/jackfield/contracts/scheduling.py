@@ -26,6 +26,8 @@ class Schedule(ABC):
     def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
         """Say who enters first. No request may be overtaken for ever.
 
+        Of those that came together and differ in nothing else, a higher priority goes first.
+
         A request that does not fit into the cache yet blocks the requests after it.
 
         Args:
