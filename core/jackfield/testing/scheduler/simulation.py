@@ -9,7 +9,7 @@ from typing import Any
 
 from jackfield.api import plan
 from jackfield.contracts import BindContext, Requirements, Schedule, Sequence
-from jackfield.engine.loop import FOR_EVER, LONG
+from jackfield.engine.checked_schedule import FOR_EVER, LONG
 from jackfield.testing.checks import WrongError
 from jackfield.testing.lent import Lent, Watch, grow, lend
 from jackfield.testing.models import build

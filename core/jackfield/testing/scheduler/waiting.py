@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from jackfield.engine.loop import FOR_EVER, LONG
+from jackfield.engine.checked_schedule import FOR_EVER, LONG
 from jackfield.testing.checks import Check, WrongError
 from jackfield.testing.lent import Lent
 from jackfield.testing.memory import growth, quick_collection
