@@ -20,6 +20,8 @@ from jackfield.engine.verifying import check_verifiable, steps_of
 from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
+from jackfield.planning.locking import check as check_lock
+from jackfield.planning.locking import opened
 from jackfield.planning.planning import Plan
 from jackfield.planning.spec import LoadSpec, PlanSpec
 from jackfield.planning.wording import in_our_words
@@ -64,6 +66,9 @@ def load(
     log-probabilities are the same to the last bit whatever else runs. A step that takes longer
     than `stall_after` seconds counts as stalled.
 
+    `locked` is a file that `jackfield lock` wrote: selections that are left to "auto" are those in
+    it, and a plan with any other backend, option, file, kernel or library is a PlanError.
+
     With `verify`, the first 8 steps (or as many as it says) are compared with the same model
     computed again without any backend, one sequence at a time: queries, keys and values that are
     read, and outputs of each layer's attention, and logits. A step that is off ends with a
@@ -102,9 +107,7 @@ def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None 
     words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
     _check_given(model, "jackfield.plan")
     spec = PlanSpec(**words, device_memory=device_memory)
-    job = resolve_job(model, spec)
-    plan, _ = with_assistant(job.decide(registry(), spec.selections), job, spec)
-    return plan
+    return _decided(model, spec)[1]
 
 
 def prepare(model: Any, **arguments: Any) -> Prepared:
@@ -115,8 +118,7 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
     check_limits(spec)
     steps_of(spec.verify)
-    job = resolve_job(model, spec)
-    plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
+    job, plan, helper = _decided(model, spec)
     limits = limits_for(plan, spec)
     if spec.verify:
         check_verifiable(plan)
@@ -125,6 +127,16 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
     return Prepared(job, plan, helper, tokenizer, limits, spec)
+
+
+def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | None]:
+    """The job, its plan and its draft model. Raises PlanError for a plan that was not locked."""
+    spec, lock = opened(spec, registry())
+    job = resolve_job(model, spec)
+    plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
+    if lock is not None:
+        check_lock(plan, lock)
+    return job, plan, helper
 
 
 def _check_given(model: Any, call: str) -> None:

@@ -47,6 +47,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "compile": ("none", "none .named", "none .named"),
     "kernels": ("cpu-rms-norm", HONOURED, HONOURED),
     "deterministic": (True, HONOURED, HONOURED),
+    "locked": ("/nowhere", "there is no lock /nowhere", "there is no lock /nowhere"),
     "tokenizer": ("/nowhere", "/nowhere is not a folder", "/nowhere is not a folder"),
     "max_batch_size": (0, "max_batch_size", "max_batch_size"),
     "max_batch_tokens": (0, "max_batch_tokens", "max_batch_tokens"),

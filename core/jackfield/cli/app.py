@@ -17,6 +17,7 @@ from jackfield.cli.doctor import doctor
 from jackfield.cli.evaluate import evaluate
 from jackfield.cli.explain import explain
 from jackfield.cli.generate import generate
+from jackfield.cli.lock import lock
 from jackfield.cli.memory import memory
 from jackfield.cli.new import new
 from jackfield.cli.options import HelpOption, with_flags
@@ -81,6 +82,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "new": new,
     "check": check,
+    "lock": lock,
 }
 for name, command in COMMANDS.items():
     app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))

@@ -83,6 +83,9 @@ class Backends:
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
     ] = False
+    locked: Annotated[
+        str | None, flag("--locked", "FILE", "Run what `jackfield lock` wrote there, or nothing.")
+    ] = None
     revision: Annotated[
         str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None

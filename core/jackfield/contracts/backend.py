@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from abc import ABC
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -160,6 +160,20 @@ class Backend(ABC):
         """
         del options
         return requirements
+
+    def pins(self, requirements: Requirements, options: Any) -> Mapping[str, str]:
+        """What decides what runs, beside the files of the distribution; for `jackfield lock`.
+
+        Args:
+            requirements: The job, as it was planned.
+            options: An instance of `options`.
+
+        Returns:
+            What was fetched or built elsewhere -> its version or the hash of its content
+            ("kernel org/name@revision" -> "sha256:…"); empty where there is nothing.
+        """
+        del requirements, options
+        return {}
 
     def bind(self, context: BindContext) -> Any:
         """Return the object that the engine calls: an instance of one of `bound`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jackfield.planning.memory import STEP_ROWS
@@ -40,6 +41,7 @@ class PlanSpec:
     merge_adapter: bool = False
     revision: str | None = None
     deterministic: bool = False
+    locked: str | Path | None = None
     device_memory: int | None = None
 
     @property

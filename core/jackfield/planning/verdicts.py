@@ -11,6 +11,7 @@ from jackfield.contracts import Requirements
 from jackfield.errors import JackfieldError, PlanError
 from jackfield.planning.assistance import with_assistant
 from jackfield.planning.deciding import Job, resolve_job, spread_over
+from jackfield.planning.locking import check, opened
 from jackfield.planning.planning import Plan, decide
 from jackfield.planning.solving import ORDER, reasons_against
 from jackfield.planning.spec import PlanSpec
@@ -46,11 +47,14 @@ class Explanation:
 
 def explain(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: PlanSpec) -> Explanation:
     """The plan for `model` with the reasons. Raises what `jackfield.plan` raises but PlanError."""
+    spec, lock = opened(spec, registry())
     job = resolve_job(model, spec)
     needs, plan, error = job.needs, None, None
     try:
         plan = job.decide(registry(), spec.selections)
         plan, _ = with_assistant(plan, job, spec)
+        if lock is not None:
+            check(plan, lock)
         if plan.placement and plan.placement.spread:
             needs = spread_over(needs, plan.placement)
     except PlanError as refused:

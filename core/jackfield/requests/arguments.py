@@ -38,6 +38,7 @@ class PlanArguments(TypedDict, total=False):
     merge_adapter: bool
     revision: str | None
     deterministic: bool
+    locked: str | Path | None
 
 
 class LoadArguments(PlanArguments, total=False):

@@ -52,6 +52,10 @@ class Source(ABC):
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
         """The kernel, in this process, and what reports call its source."""
 
+    @abstractmethod
+    def content(self, needs: Requirements) -> str:
+        """Its version or the hash of its content. Raises KernelRefused."""
+
 
 @dataclass(frozen=True)
 class Package(Source):
@@ -70,6 +74,9 @@ class Package(Source):
 
     def load(self, needs: Requirements) -> tuple[VarlenKernel, str]:
         return self._kernel(), f"{self.distributions[0]} {self._version()}"
+
+    def content(self, needs: Requirements) -> str:
+        return self._version()
 
     def _kernel(self) -> VarlenKernel:
         from jackfield_plugins.attention.published import kernel_of
@@ -105,6 +112,11 @@ class TorchVarlen(Source):
 
         return self._kernel(), f"torch.nn.attention.varlen of torch {torch.__version__}"
 
+    def content(self, needs: Requirements) -> str:
+        import torch
+
+        return str(torch.__version__)
+
     def _kernel(self) -> VarlenKernel:
         from jackfield_plugins.attention.published import torch_varlen
 
@@ -136,6 +148,9 @@ class HubKernel(Source):
         folder, content, multiple = self._vetted(needs)
         kernel = replace(kernel_in(load_build(folder), self.function), page_multiple=multiple)
         return kernel, f"{self.repo}@{self.revision} ({folder.name}, {content[:19]})"
+
+    def content(self, needs: Requirements) -> str:
+        return self._vetted(needs)[1]
 
     def _vetted(self, needs: Requirements) -> tuple[Any, str, int | None]:
         """Its folder, its content's digest, and what `vet` says. Raises KernelRefused."""
@@ -227,6 +242,10 @@ class VarlenAttention(Attention):
             return requirements
         _, multiple, _ = self._choose(requirements, options)
         return replace(requirements, page_multiple=multiple or 1)
+
+    def pins(self, requirements: Requirements, options: Any) -> Mapping[str, str]:
+        source, _, _ = self._choose(requirements, options)
+        return {} if source is None else {str(source): source.content(requirements)}
 
     def bind(self, context: BindContext) -> BoundAttention:
         from jackfield_plugins.attention.varlen import bind_varlen

@@ -60,6 +60,10 @@ class HubLayer(Kernel):
             return [f"the kernel {options.repo}@{options.revision}: {refused}"]
         return []
 
+    def pins(self, requirements: Requirements, options: HubLayerOptions) -> Mapping[str, str]:
+        _, content = _vetted(options, requirements)
+        return {f"the kernel {options.repo}@{options.revision}": content}
+
     def fits(self, module: nn.Module, options: HubLayerOptions) -> bool:
         own = any(True for _ in module.parameters())
         return own and type(module).__name__.endswith(options.replaces or options.layer)
