@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 from jackfield.errors import PluginError
-from jackfield.testing.checks import Check
+from jackfield.planning.solving import reasons_of
+from jackfield.testing import everyone
+from jackfield.testing.checks import Check, NotTriedError
 from jackfield.testing.subject import Subject
 
 
@@ -22,5 +26,21 @@ def checks_of(subject: Subject) -> list[Check]:
 def _all(subject: Subject) -> Iterator[Check]:
     if flaws := subject.backend.flaws():
         raise PluginError(f"{subject.registered} cannot be checked: {'; '.join(flaws)}")
-    for room in ("everyone", subject.kind):
-        yield from importlib.import_module(f"jackfield.testing.{room}").checks(subject)
+    yield from everyone.checks(subject)
+    missing = _not_here(subject)
+    for check in importlib.import_module(f"jackfield.testing.{subject.kind}").checks(subject):
+        yield check if missing is None else replace(check, run=partial(_told, missing), cases=("",))
+
+
+def _not_here(subject: Subject) -> str | None:
+    """Why nothing of the kind can be tried on this machine; None: it can."""
+    if reasons := reasons_of(subject.registered, "available"):
+        return f"it cannot run on this machine: {'; '.join(reasons)}"
+    devices = getattr(getattr(subject.backend, "capabilities", None), "devices", None)
+    if devices is not None and subject.device not in devices:
+        return f"it runs on {', '.join(sorted(devices))}, and the checks on {subject.device}"
+    return None
+
+
+def _told(reason: str, _: object) -> None:
+    raise NotTriedError(reason)

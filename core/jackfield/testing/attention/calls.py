@@ -10,8 +10,8 @@ import torch
 from jackfield.testing.attention.jobs import Job
 from jackfield.testing.attention.rows import Asked
 from jackfield.testing.attention.truth import Piece
-from jackfield.testing.attention.watching import Lent
 from jackfield.testing.checks import WrongError
+from jackfield.testing.watching import Lent
 
 #: How query, keys and values lie: as new tensors, as models split heads, as a static cache cuts.
 LYING = ("dense", "tokens first", "cut")

@@ -19,9 +19,9 @@ from jackfield.testing.attention.rows import Needs
 from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
 from jackfield.testing.attention.truth import Piece
-from jackfield.testing.attention.watching import Lent
 from jackfield.testing.checks import Check, WrongError
 from jackfield.testing.subject import Subject
+from jackfield.testing.watching import Lent
 
 
 @dataclass(frozen=True)

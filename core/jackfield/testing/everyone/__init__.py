@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jackfield.contracts import Backend
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.subject import Subject
 
 
@@ -13,8 +13,11 @@ def checks(subject: Subject) -> Iterator[Check]:
     """What does not depend on the kind."""
 
     def available(_: object) -> None:
-        if reasons := subject.registered.ask("available"):
-            raise WrongError(f"cannot run on this machine: {'; '.join(map(str, reasons))}")
+        reasons = subject.registered.ask("available")
+        if not isinstance(reasons, list | tuple) or not all(isinstance(r, str) for r in reasons):
+            raise WrongError(f"available must return a list of reasons, not {reasons!r}")
+        if reasons:
+            raise NotTriedError(f"it cannot run on this machine: {'; '.join(reasons)}")
 
     def own_class(_: object) -> None:
         if not isinstance(subject.backend, Backend):

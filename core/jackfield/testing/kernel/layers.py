@@ -1,0 +1,149 @@
+"""The layers that a kernel replaces: found in the kit's models, with weights drawn wide."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from jackfield.bridge.requirements import describe, meta_model
+from jackfield.contracts import BindContext, FusedLayer, KernelCapabilities, Requirements
+from jackfield.planning.solving import reasons_against
+from jackfield.testing.checks import NotTriedError, WrongError
+from jackfield.testing.models import MODELS, build
+from jackfield.testing.subject import Subject
+
+#: The dtype in which everything is checked that is not about dtypes: the first that is declared.
+PREFERRED = ("float32", "float64", "bfloat16", "float16")
+#: A size of layers that is no power of two and no multiple of a vector.
+WIDE = 132
+MOST = 6  # classes of layers that are checked
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def capabilities_of(subject: Subject) -> KernelCapabilities:
+    return subject.backend.capabilities  # type: ignore[no-any-return]
+
+
+def main_dtype(subject: Subject) -> str:
+    return next(d for d in PREFERRED if d in capabilities_of(subject).dtypes)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of a model, and what the kernel puts in the place of its `forward`.
+
+    Attributes:
+        module: In the dtype that is checked, its parameters random.
+        exact: The same in float64.
+        fused: What the kernel made for it.
+        size: The last dimension of its input.
+    """
+
+    module: nn.Module
+    exact: nn.Module
+    fused: Forward
+
+    @property
+    def size(self) -> int:
+        return next(self.module.parameters()).shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+
+def fitting(subject: Subject) -> dict[str, str]:
+    """The classes of layers that `subject` fits -> the model of `MODELS` that has it."""
+    found: dict[str, str] = {}
+    for name in MODELS:
+        for module in build(name, seed=subject.seed).modules():
+            title = type(module).__name__
+            if title not in found and fits(subject, module):
+                found[title] = name
+    return dict(list(found.items())[:MOST])
+
+
+def fits(subject: Subject, module: nn.Module) -> bool:
+    """Whether it fits, as the engine asks. Raises WrongError for an answer that is no bool."""
+    answer = subject.registered.ask("fits", module, subject.options)
+    if not isinstance(answer, bool):
+        raise WrongError(f"fits must say True or False, not {answer!r}")
+    if answer and not any(True for _ in module.parameters()):
+        raise WrongError(f"it fits {type(module).__name__}, a layer without a parameter")
+    return answer
+
+
+def agree(subject: Subject) -> str:
+    """Raise WrongError unless `fits` says the same of a model with and without numbers."""
+    count = 0
+    for name in MODELS:
+        model: Any = build(name, seed=subject.seed)
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        there = [n for n, m in model.named_modules() if fits(subject, m)]
+        empty = meta_model(model.config, type(model))
+        planned = [n for n, m in empty.named_modules() if fits(subject, m)]
+        if there != planned:
+            odd = sorted(set(there) ^ set(planned))[0]
+            where = "with weights and not before" if odd in there else "before there are weights"
+            raise WrongError(f"it fits {odd} of {type(model).__name__} {where}")
+        if any(not torch.equal(p, before[n]) for n, p in model.named_parameters()):
+            raise WrongError("fits changes the weights of a layer that it is asked about")
+        count += len(there)
+    return f"{count} layers"
+
+
+def layers(
+    subject: Subject, title: str, name: str, dtype: str = "", hidden_size: int = WIDE
+) -> list[Layer]:
+    """The layers of that class in the model of that name, random, each with its function.
+
+    Raises NotTriedError where the backend refuses the model.
+    """
+    wanted = getattr(torch, dtype or main_dtype(subject))
+    sizes = {"hidden_size": hidden_size} | _heads(name)
+    model: Any = build(name, wanted, subject.seed, **sizes)
+    model.to(subject.device)
+    needs = requirements_of(subject, model)
+    if reasons := reasons_against(subject.registered, needs, subject.options):
+        raise NotTriedError(f"it refuses {needs.architecture}: {'; '.join(reasons)}")
+    modules = [m for m in model.modules() if type(m).__name__ == title and fits(subject, m)]
+    generator = torch.Generator().manual_seed(subject.seed)
+    for module in modules:
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.4
+            parameter.data += noise.to(parameter)
+    context = BindContext(
+        model=model, config=model.config, requirements=needs, options=subject.options
+    )
+    fused: FusedLayer = subject.registered.bind(context)
+    return [
+        Layer(m, copy.deepcopy(m).double(), forward)
+        for m, forward in zip(modules, list(_made(fused, modules)), strict=True)
+    ]
+
+
+def _heads(name: str) -> dict[str, Any]:
+    """What keeps the sizes of heads as they are in a wider model."""
+    own = {**MODELS[name][1]}
+    if MODELS[name][0] in ("DeepseekV3Config", "BloomConfig", "FalconConfig"):
+        return {}
+    return {"head_dim": own.get("head_dim", 12)}
+
+
+def _made(fused: FusedLayer, modules: list[nn.Module]) -> Iterator[Forward]:
+    for module in modules:
+        forward = fused.make(module)
+        if not callable(forward):
+            raise WrongError(f"make must return a function, not {type(forward).__name__}")
+        yield forward
+
+
+def requirements_of(subject: Subject, model: Any, **more: Any) -> Requirements:
+    dtype = str(model.dtype).removeprefix("torch.")
+    return describe(model, dtype=dtype, device=torch.device(subject.device), **more)
