@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jackfield
+from jackfield import contracts, errors
 from jackfield.contracts import FEATURES, Backend, KVCache, Search, Strategy, TransformersCache
 from jackfield.demo import MODEL_PATH
 from jackfield.hookspecs import HOOKS
@@ -69,3 +72,48 @@ def test_the_files_and_names_that_the_architecture_tells_of_are_there() -> None:
     code = "".join((core / path).read_text() for path in there)
     classes = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)*`", page))
     assert {name for name in classes if not re.search(rf"\b{name}\b", code)} == set()
+
+
+def test_the_snippets_on_the_first_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand in files of their own, which the page takes in."""
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    files = sorted((ROOT / "docs/snippets").glob("*.py"))
+    page = (ROOT / "docs/index.md").read_text()
+    assert files
+    try:
+        for file in files:
+            assert str(file.relative_to(ROOT)) in page
+            code = file.read_text().replace("path/to/model", str(MODEL_PATH))
+            exec(compile(code, str(file), "exec"), {})  # noqa: S102 - our own pages
+    finally:
+        jackfield.uninstall()
+
+
+def test_the_page_of_options_is_of_this_code() -> None:
+    made = runpy.run_path(str(ROOT / "tools/options_page.py"))["page"]()
+    assert (ROOT / "docs/options.md").read_text() == made, "run tools/options_page.py"
+
+
+def test_every_public_name_is_documented() -> None:
+    """What `jackfield` offers, and every class and field of the contracts."""
+    api = (ROOT / "docs/api.md").read_text()
+    told = {name for row in re.findall(r"members: \[(.*?)\]", api) for name in row.split(", ")}
+    assert {n for n in jackfield.__all__ if n not in told} == {"hookimpl"}
+    assert "::: jackfield.hookspecs" in api
+    assert {n for n in errors.__all__ if n.endswith("Error")} - told == set()
+    pages = (ROOT / "docs/contracts.md").read_text()
+    given = {name for row in re.findall(r"members: \[(.*?)\]", pages) for name in row.split(", ")}
+    given |= set(re.findall(r"^::: .*\.([A-Z]\w+)$", pages, re.MULTILINE))
+    classes = {n for n in contracts.__all__ if isinstance(getattr(contracts, n), type)}
+    assert classes - given == set()
+
+
+def test_every_field_of_a_contract_is_documented() -> None:
+    """Fields stand in the class's docstring, which the pages are made of."""
+    missing = []
+    for name in contracts.__all__:
+        cls = getattr(contracts, name)
+        if isinstance(cls, type) and is_dataclass(cls):
+            text = "".join(inspect.getdoc(c) or "" for c in cls.__mro__)
+            missing += [f"{name}.{f.name}" for f in fields(cls) if f"{f.name}" not in text]
+    assert missing == []
