@@ -1,5 +1,6 @@
-import jackfield
 from transformers import AutoModelForCausalLM
+
+import jackfield
 
 jackfield.install()
 model = AutoModelForCausalLM.from_pretrained(
