@@ -36,10 +36,14 @@ class QuantizerCapabilities:
         merges: An adapter can be added into its weights; needs `adapters`.
         batch_invariant: The bits of a row of a layer's output do not depend on the other rows.
         compiles: Its layers can be traced by a compiler.
+        relative_error: How far a layer's outputs are from those of the weights that it stores, at
+            most: the Euclidean norm of the difference over that of the outputs, for Gaussian
+            weights and inputs, beside what rounding to the dtype leaves. 0: nothing is lost. None:
+            it promises nothing, and is held to what its bits a weight allow.
 
     Raises:
-        ValueError: A name is unknown, a set is empty that must not be, or it `merges` adapters
-            that it does not take.
+        ValueError: A name is unknown, a set is empty that must not be, it `merges` adapters that
+            it does not take, or `relative_error` is not from 0 to below 1.
     """
 
     dtypes: frozenset[str] = frozenset(DTYPES)
@@ -49,12 +53,15 @@ class QuantizerCapabilities:
     merges: bool = False
     batch_invariant: bool = False
     compiles: bool = False
+    relative_error: float | None = None
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
         unknown(self.devices, DEVICES, "device")
         if not (self.dtypes and self.devices):
             raise ValueError("a quantizer needs at least one dtype and one device")
+        if self.relative_error is not None and not 0 <= self.relative_error < 1:
+            raise ValueError(f"relative_error is from 0 to below 1, not {self.relative_error}")
         if self.merges and not self.adapters:
             raise ValueError("a quantizer that merges adapters takes adapters")
 
@@ -224,6 +231,17 @@ class Quantizer(Backend):
         """
         del requirements, options
         return self.capabilities.dtypes
+
+    def relative_error(self, options: Any) -> float | None:
+        """`capabilities.relative_error`; override it where that depends on the options.
+
+        `jackfield check` holds the backend to it.
+
+        Args:
+            options: An instance of `options`, or a `GivenConfig`.
+        """
+        del options
+        return self.capabilities.relative_error
 
     def _dtype(self, requirements: Requirements, options: Any) -> str | None:
         """The dtype of what is not quantized; None: the one that was asked for does not do."""

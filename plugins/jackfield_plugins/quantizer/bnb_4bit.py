@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,10 +16,14 @@ from jackfield_plugins.quantizer.bitsandbytes import BitsAndBytes
 from jackfield_plugins.quantizer.bnb_files import four_bits
 
 if TYPE_CHECKING:
+    import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 #: numbers that share a scale, and scales that share one where these are quantized too
 BLOCK, BLOCK_OF_SCALES = 64, 256
+
+#: of a layer's outputs, measured: 0.093 and 0.124
+ERRORS = {"nf4": 0.1, "fp4": 0.135}
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,9 @@ class Bnb4bit(BitsAndBytes):
     chosen_by = "load_in_4bit"
     layer = "Linear4bit"
 
+    def relative_error(self, options: Any) -> float | None:
+        return ERRORS.get(getattr(options, "type", ""))
+
     def make_config(self, context: BindContext) -> BitsAndBytesConfig:
         from transformers import BitsAndBytesConfig
 
@@ -61,16 +70,19 @@ class Bnb4bit(BitsAndBytes):
         return four_bits(needs, stored, tensors)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Keep bitsandbytes from repacking layers, which its flag for AVX512-BF16 stands for.
+        """Keep bitsandbytes from what it does wrong on a CPU.
 
-        It would do so in a layer's first step: compute in bfloat16 whatever `compute_dtype` says,
-        fail where 32 does not divide the rows, and leave scales rounded to bfloat16 in what is
-        saved from then on.
+        It would repack layers in their first step, where its flag for AVX512-BF16 stands: compute
+        in bfloat16 whatever `compute_dtype` says, fail where 32 does not divide the rows, and leave
+        scales rounded to bfloat16 in what is saved from then on. And it takes other blocks' scales
+        for most of a matrix whose rows are no whole blocks.
         """
         for module in model.modules():
             if self.converted(module):
                 layer: Any = module
                 layer.support_avx512bf16_for_cpu = False
+                if layer.in_features % BLOCK and layer.weight.device.type == "cpu":
+                    layer.forward = functools.partial(_by_blocks, layer)
 
     def convert(
         self, config: Mapping[str, Any] | None, options: Any
@@ -92,6 +104,20 @@ class Bnb4bit(BitsAndBytes):
             return math.ceil(weight.numbers / 2) + scales + table
 
         return size
+
+
+def _by_blocks(layer: Any, states: torch.Tensor) -> torch.Tensor:
+    """What `Linear4bit` computes, with the matrix unpacked as one row of blocks."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy.copy(layer.weight.quant_state)
+    shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
+    state.dtype = layer.compute_dtype or states.dtype
+    weight = dequantize_4bit(layer.weight.data, state).view(shape)
+    bias = None if layer.bias is None else layer.bias.to(weight.dtype)
+    found = torch.nn.functional.linear(states.to(weight.dtype), weight, bias)
+    return found.to(states.dtype)
 
 
 @hookimpl

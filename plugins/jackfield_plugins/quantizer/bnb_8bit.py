@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
@@ -44,6 +44,7 @@ class Bnb8bit(BitsAndBytes):
     options = Options
     chosen_by = "load_in_8bit"
     layer = "Linear8bitLt"
+    capabilities = replace(BitsAndBytes.capabilities, relative_error=0.012)
 
     def bind(self, context: BindContext) -> Quantization:
         bound = super().bind(context)

@@ -18,7 +18,12 @@ class NoQuantizer(Quantizer):
     name = "none"
     auto_rank = 0
     capabilities = QuantizerCapabilities(
-        offload=True, adapters=True, merges=True, batch_invariant=True, compiles=True
+        offload=True,
+        adapters=True,
+        merges=True,
+        batch_invariant=True,
+        compiles=True,
+        relative_error=0.0,
     )
 
     def rank(self, requirements: Requirements) -> int | None:

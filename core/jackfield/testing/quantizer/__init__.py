@@ -1,0 +1,27 @@
+"""Checks of quantizers: layers against whole weights, bytes, files, and what stands on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jackfield.testing.checks import Check
+from jackfield.testing.quantizer import (
+    adapters,
+    files,
+    layers,
+    memory,
+    quality,
+    refusals,
+    running,
+)
+from jackfield.testing.quantizer.loads import Loads
+from jackfield.testing.subject import Subject
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """All of them; models are read once each."""
+    loads = Loads(subject)
+    if not loads.asks_for_a_config():
+        yield from layers.checks(loads)
+    for room in (memory, files, running, adapters, quality, refusals):
+        yield from room.checks(loads)

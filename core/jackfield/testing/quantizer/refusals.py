@@ -1,0 +1,115 @@
+"""What a quantizer does not declare must be refused when a plan is made."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from jackfield.api import plan
+from jackfield.contracts.requirements import DEVICES, DTYPES
+from jackfield.errors import PlanError, SelectionError, shown
+from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.quantizer.adapters import adapter_for
+from jackfield.testing.quantizer.loads import Loads
+
+COMPILER = "inductor?backend=eager"
+
+
+def checks(loads: Loads) -> Iterator[Check]:
+    """One for each capability that is not declared, and for what no quantizer can."""
+    can = loads.backend.capabilities
+    for dtype in DTYPES:
+        if dtype not in can.dtypes:
+            yield _refused(loads, f"dtypes: {dtype}", f"dtype.{dtype}", dtype=dtype)
+    for device in sorted(DEVICES):
+        if device not in can.devices:
+            yield _asked(loads, f"devices: {device}", f"device.{device}", device=device)
+    if not can.batch_invariant:
+        yield _refused(loads, "batch_invariant", "deterministic", deterministic=True)
+    if not can.offload:
+        spread = {"model.embed_tokens": "cpu", "model.layers.0": "disk"}
+        yield _asked(
+            loads, "offload", "offload", execution_devices=("cpu",), offloaded=tuple(spread.values())
+        )
+    if not can.compiles:
+        yield _refused(loads, "compiles", "compiled", compile=COMPILER)
+    if not can.adapters:
+        yield Check("refused.adapter", "adapters", _adapter(loads), refusal=True)
+    elif not can.merges:
+        yield Check("refused.merge", "merges", _adapter(loads, merge_adapter=True), refusal=True)
+    yield _asked(loads, "contract", "others", stored={"quant_method": "somebody-elses"})
+    yield Check("refused.live", "contract", _live(loads), refusal=True)
+
+
+def _refused(loads: Loads, capability: str, name: str, **arguments: Any) -> Check:
+    """Planning is asked for it."""
+
+    def run(_: object) -> str:
+        main = loads.main()
+        given = {**loads.arguments(loads.dtype()), **arguments}
+        return _expect(loads, capability, lambda: plan(loads.original(main).folder, **given))
+
+    return Check(f"refused.{name}", capability, run, refusal=True)
+
+
+def _asked(loads: Loads, capability: str, name: str, **changes: Any) -> Check:
+    """The backend itself is asked: what this machine has not, no plan gets to."""
+
+    def run(_: object) -> str:
+        needs = loads.planned(loads.main(), loads.dtype()).requirements
+        needs = replace(needs, **changes)
+        reasons = loads.subject.registered.ask("refuse", needs, loads.subject.options)
+        if not reasons:
+            raise WrongError(f"does not declare {capability} and accepts it: `refuse` has no reasons "
+                             f"against {changes}")  # fmt: skip
+        return shown("; ".join(map(str, reasons)), 300)
+
+    return Check(f"refused.{name}", capability, run, refusal=True)
+
+
+def _expect(loads: Loads, capability: str, act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except SelectionError as error:
+        raise NotTriedError(shown(error, 300)) from None
+    except PlanError as error:
+        if loads.subject.registered.name not in str(error):
+            raise WrongError(
+                f"does not declare {capability}, and is not refused by name: {shown(error, 300)}"
+            ) from error
+        return shown(error, 300)
+    raise WrongError(f"does not declare {capability}, and is planned with it")
+
+
+def _adapter(loads: Loads, **arguments: Any) -> Callable[[Any], str]:
+    def run(_: object) -> str:
+        main = loads.main()
+        with tempfile.TemporaryDirectory(dir=loads.into) as folder:
+            given = {**loads.arguments(loads.dtype()), **arguments}
+            where = adapter_for(loads.original(main), Path(folder))
+            what = "merges" if arguments else "adapters"
+            return _expect(
+                loads, what, lambda: plan(loads.original(main).folder, adapter=where, **given)
+            )
+
+    return run
+
+
+def _live(loads: Loads) -> Callable[[Any], str]:
+    """A model that is loaded, and whole, cannot be quantized while it is read."""
+
+    def run(_: object) -> str:
+        main = loads.main()
+        if not loads.stores(main, loads.dtype()):
+            raise NotTriedError("it stores every weight as it is")
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(loads.original(main).folder)
+        return _expect(
+            loads, "live models", lambda: plan(model, quantization=loads.subject.selection)
+        )
+
+    return run

@@ -1,0 +1,194 @@
+"""Checks in engines and in plain transformers code: the same layers, wherever they came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from jackfield.api import plan
+from jackfield.errors import PlanError, shown
+from jackfield.in_transformers.quantization import quantization
+from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.engines import watched
+from jackfield.testing.models import Reference
+from jackfield.testing.quantizer.diagnosis import multiplied_with
+from jackfield.testing.quantizer.layers import told
+from jackfield.testing.quantizer.loads import Layer, Loads
+from jackfield.testing.quantizer.memory import PROMPTS
+
+
+def checks(loads: Loads) -> Iterator[Check]:
+    """All of them."""
+    for dtype in loads.dtypes():
+        yield Check(f"engine.{dtype}.logits", f"dtypes: {dtype}", _each(loads, _logits, dtype))
+    first = loads.dtype()
+    yield Check("engine.two_at_once", "contract", _each(loads, _two, first))
+    yield Check("plain.from_pretrained", "contract", _each(loads, _plain, first), limit=120)
+
+
+def _each(
+    loads: Loads, check: Callable[[Loads, str, str], str | None], dtype: str
+) -> Callable[[Any], str | None]:
+    def run(_: object) -> str | None:
+        name = loads.main()
+        if dtype != loads.dtype():
+            loads.accepted(name, dtype)
+        return check(loads, name, dtype)
+
+    return run
+
+
+class Dequantized(Reference):
+    """A model of the matrices that its layers multiply with, in float64, whatever stores them.
+
+    `bound` is four times what is off in the model's dtype, and where outputs are disturbed as much
+    as the layers round their inputs.
+    """
+
+    def __init__(self, original: Any, layers: list[Layer], dtype: torch.dtype) -> None:
+        model = copy.deepcopy(original).to(dtype)
+        exact = copy.deepcopy(model).double()
+        for layer in layers:
+            for one in (model, exact):
+                _put(one.get_submodule(layer.path), multiplied_with(layer))
+        super().__init__(model)
+        self._exact = exact.eval()
+        self._exact.set_attn_implementation("eager")
+        self._disturbed = copy.deepcopy(self._exact)
+        drawn = torch.Generator().manual_seed(0)
+        for layer in layers:
+            _disturb(self._disturbed.get_submodule(layer.path), _unlinear(layer), drawn)
+
+    def bound(self, tokens: tuple[int, ...]) -> float:
+        """See the class."""
+        with torch.inference_mode():
+            ids = torch.tensor([tokens])
+            other = self._disturbed(input_ids=ids, use_cache=False).logits[0]
+        return super().bound(tokens) + 4 * float((other - self.logits(tokens)).abs().max())
+
+
+def _put(module: Any, matrix: torch.Tensor) -> None:
+    """Give a linear layer, either way round, another matrix."""
+    matrix = matrix.T if isinstance(module, transformers.pytorch_utils.Conv1D) else matrix
+    module.weight = nn.Parameter(matrix.to(module.weight.dtype).contiguous())
+
+
+def _unlinear(layer: Layer) -> float:
+    """How far a layer's outputs are from those of the matrix that it multiplies with."""
+    given = layer.inputs(33)
+    found = layer(given).double() - layer.bias
+    right = given.double() @ multiplied_with(layer).T
+    return float((found - right).norm() / right.norm())
+
+
+def _disturb(module: nn.Module, share: float, drawn: torch.Generator) -> None:
+    def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(output.shape, generator=drawn, dtype=output.dtype)
+        return output + share * output.norm() / output.numel() ** 0.5 * noise
+
+    module.register_forward_hook(hook)
+
+
+def _logits(loads: Loads, name: str, dtype: str) -> str:
+    """Prefill, decode and batches say what the layers say, computed again in float64."""
+    engine = loads.engine(name, dtype)
+    layers = loads.layers(name, dtype)
+    right = Dequantized(loads.original(name).model, layers, getattr(torch, dtype))
+    computed = watched(engine)
+    engine.generate([*PROMPTS, [9]], max_new_tokens=6)
+    return computed.compare(right)
+
+
+def _two(loads: Loads, name: str, dtype: str) -> None:
+    """A second model beside the first changes nothing of it."""
+    first = loads.layers(name, dtype)
+    if not first:
+        raise NotTriedError("it stores every weight as it is")
+    before = {layer.path: layer(layer.inputs(5)).clone() for layer in first}
+    other = "tied"
+    try:
+        loads.planned(other, dtype)
+    except PlanError:
+        other = name
+    with loads.another(loads.original(other).folder, **loads.arguments(dtype)) as engine:
+        engine.generate(PROMPTS, max_new_tokens=2)
+        for layer in first:
+            if not torch.equal(layer(layer.inputs(5)), before[layer.path]):
+                raise told(layer, "has other outputs once a second model is loaded")
+    for layer in first:
+        if not torch.equal(layer(layer.inputs(5)), before[layer.path]):
+            raise told(layer, "has other outputs once a second model was closed")
+
+
+def _plain(loads: Loads, name: str, dtype: str) -> str:
+    """`from_pretrained(quantization_config=…)` makes the same; live, an engine runs it as it is."""
+    name = _whole_blocks(loads, dtype)
+    if not loads.stores(name, dtype):
+        raise NotTriedError("it stores every weight as it is")
+    original = loads.original(name)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        original.folder,
+        quantization_config=quantization(loads.subject.selection),
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+    ).eval()
+    layers = loads.layers_of(model, name, dtype)
+    due = {layer.path for layer in loads.layers(name, dtype)}
+    if odd := due ^ {layer.path for layer in layers}:
+        where = "is not converted" if min(odd) in due else "is converted"
+        raise WrongError(f"in plain transformers code {min(odd)} {where}, other than in an engine")
+    for layer in layers:
+        given = layer.inputs(65)
+        off = float((layer(given).double() - layer.bias - layer.right(given)).norm())
+        if not off <= layer.bound(given) * float(layer.right(given).norm()):
+            raise told(layer, "in plain transformers code is not right", loads)
+    return _live(loads, model, layers)
+
+
+def _whole_blocks(loads: Loads, dtype: str) -> str:
+    """The model whose sizes are multiples of all usual blocks, where it is taken."""
+    try:
+        loads.planned("wide", dtype)
+    except PlanError:
+        return loads.main()
+    return "wide"
+
+
+@torch.inference_mode()
+def _alone(model: Any, prompt: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].double()  # type: ignore[no-any-return]
+
+
+def _live(loads: Loads, model: Any, layers: list[Layer]) -> str:
+    with torch.inference_mode():
+        before = [layer(layer.inputs(5)).clone() for layer in layers]
+    wanted = {tuple(prompt): _alone(model, prompt) for prompt in PROMPTS}
+    try:
+        plan(model)
+    except PlanError as error:
+        raise WrongError(f"refuses the live model that it quantized: {shown(error, 300)}") from error
+    with loads.another(model) as engine:
+        chosen = engine.plan["quantizer"].registered
+        if chosen.name != loads.subject.registered.name:
+            raise WrongError(f"a live model that it quantized is taken for one of {chosen}")
+        computed = watched(engine)
+        engine.generate(PROMPTS, max_new_tokens=3)
+    right = Dequantized(loads.original(_whole_blocks(loads, loads.dtype())).model, layers, model.dtype)
+    for prefix, logits in wanted.items():
+        bound = right.bound(prefix)
+        for found in computed.logits[prefix]:
+            off = float((found - logits).abs().max())
+            if not off <= bound:
+                raise WrongError(
+                    f"live in an engine, logits behind {len(prefix)} tokens are off by {off:.3g} from "
+                    f"what the model says in plain code, where {bound:.3g} is rounding"
+                )
+    for layer, kept in zip(layers, before, strict=True):
+        if not torch.equal(layer(layer.inputs(5)), kept):
+            raise told(layer, "has other outputs once an engine ran the live model")
+    return f"{len(layers)} layers, and a live model"
