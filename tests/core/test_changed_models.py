@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,10 @@ def test_a_window_of_one_is_refused_in_a_live_model_as_in_a_file() -> None:
     model.config.sliding_window = 1
     with pytest.raises(CheckpointError, match="sliding_window=1, which no model can have"):
         jackfield.load(model)
+
+
+def test_saving_the_model_of_an_engine_is_no_change_of_it(tmp_path: Path) -> None:
+    with jackfield.load(build("llama", torch.float32)) as engine:
+        expected = engine.generate([5, 6, 7], max_new_tokens=3)[0].token_ids
+        engine.model.save_pretrained(tmp_path)  # writes the dtype into the config
+        assert engine.generate([5, 6, 7], max_new_tokens=3)[0].token_ids == expected

@@ -12,9 +12,9 @@ from jackfield.errors import ExecutionError, quoted
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-#: Fields that no step reads.
+#: Fields that no step reads; `save_pretrained` writes the dtype, which weights are asked about.
 _UNREAD = re.compile(
-    r"^_|_token_ids?$|^(use_cache|architectures|name_or_path|transformers_version)$"
+    r"^_|_token_ids?$|^(use_cache|architectures|dtype|name_or_path|transformers_version)$"
 )
 
 

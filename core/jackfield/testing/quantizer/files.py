@@ -29,6 +29,10 @@ STRANGE: tuple[dict[str, Any], ...] = (
 )
 
 
+#: What no field of a quantizer can be.
+ODD = "nonsense"
+
+
 def checks(loads: Loads) -> Iterator[Check]:
     """All of them."""
     yield Check("files.untouched", "contract", _each(loads, _untouched))
@@ -196,26 +200,24 @@ def _odd_fields(loads: Loads, name: str, dtype: str) -> str:
         config = json.loads((folder / "config.json").read_text())
         tried = 0
         for field in sorted(loads.backend.fields):
-            for odd in ("nonsense", -7):
-                broken = {**config["quantization_config"], field: odd}
-                (folder / "config.json").write_text(
-                    json.dumps({**config, "quantization_config": broken})
-                )
-                _told_as_the_files(folder, field, odd, loads)
-                tried += 1
+            broken = {**config["quantization_config"], field: ODD}
+            text = json.dumps({**config, "quantization_config": broken})
+            (folder / "config.json").write_text(text)
+            _told_as_the_files(folder, field, loads)
+            tried += 1
     return f"{tried} odd values"
 
 
-def _told_as_the_files(folder: Path, field: str, odd: Any, loads: Loads) -> None:
+def _told_as_the_files(folder: Path, field: str, loads: Loads) -> None:
     try:
         plan(folder, device_map=loads.subject.device)
         load(folder, device_map=loads.subject.device).close()
     except JackfieldError as error:
         if type(error).__name__ == "PluginError":
-            raise WrongError(f"a file with {field}={odd!r} is told as a fault of the plugin: "
+            raise WrongError(f"a file with {field}={ODD!r} is told as a fault of the plugin: "
                              f"{shown(error, 300)}") from error  # fmt: skip
     except Exception as error:
-        raise WrongError(f"a file with {field}={odd!r} raises {error_text(error)}") from error
+        raise WrongError(f"a file with {field}={ODD!r} raises {error_text(error)}") from error
 
 
 def _of_others(loads: Loads) -> Callable[[Any], None]:
