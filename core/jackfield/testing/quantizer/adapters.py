@@ -38,7 +38,9 @@ def checks(loads: Loads) -> Iterator[Check]:
         yield Check("compiles.layers", "compiles", _of(loads, _traced), limit=180)
 
 
-def _of(loads: Loads, check: Callable[[Loads, str, str], str | None]) -> Callable[[Any], str | None]:
+def _of(
+    loads: Loads, check: Callable[[Loads, str, str], str | None]
+) -> Callable[[Any], str | None]:
     def run(_: object) -> str | None:
         return check(loads, loads.main(), loads.dtype())
 
@@ -154,7 +156,7 @@ def _traced(loads: Loads, name: str, dtype: str) -> str:
     """Each layer is one graph for a compiler, and says the same."""
     layers: list[Any] = loads.layers(name, dtype)
     for layer in layers[:7]:
-        torch._dynamo.reset()
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
         compiled = torch.compile(layer.module, backend="eager", fullgraph=True)
         for rows in (1, 5):
             given = layer.inputs(rows)

@@ -72,11 +72,12 @@ def _places(layer: Layer, found: torch.Tensor) -> str:
         wrong = (errors > max(3 * usual, 3 * layer.error, 0.02)).nonzero().flatten().tolist()
         if 0 < len(wrong) <= len(errors) // 2:
             zeros = found.norm(dim=axis)[wrong].max() < 1e-6
-            return f"{what} {_listed(wrong)} of {len(errors)} are {'zero' if zeros else 'wrong'}"
+            return f"{what} {listed(wrong)} of {len(errors)} are {'zero' if zeros else 'wrong'}"
     return ""
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """Which these are, ascending: "64 to 127", or the first of them."""
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     some = ", ".join(map(str, numbers[:4]))

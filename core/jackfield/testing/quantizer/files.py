@@ -92,7 +92,9 @@ def saved(loads: Loads, name: str, dtype: str, into: Path) -> Any:
     except Exception as error:
         if list(into.glob("*.safetensors")):
             raise WrongError(f"saving wrote files and raised {error_text(error)}") from error
-        raise NotTriedError(f"it cannot be saved, and says so: {shown(error_text(error), 300)}") from error
+        raise NotTriedError(
+            f"it cannot be saved, and says so: {shown(error_text(error), 300)}"
+        ) from error
     assert engine.tokenizer is not None
     engine.tokenizer.save_pretrained(into)
     return engine
@@ -107,7 +109,7 @@ def _saved(loads: Loads, name: str, dtype: str) -> str:
         folder = Path(text)
         engine = saved(loads, name, dtype, folder)
         outputs = _outputs(loads, engine.model)
-        state = {key: value for key, value in engine.model.state_dict().items()}
+        state = dict(engine.model.state_dict())
         with loads.another(folder, device_map=loads.subject.device, dtype=dtype) as again:
             choice = again.plan["quantizer"]
             if choice.registered.name != loads.subject.registered.name:
@@ -124,7 +126,9 @@ def _saved(loads: Loads, name: str, dtype: str) -> str:
                 if not torch.equal(found, outputs[path]):
                     raise WrongError(f"{path} has other outputs once it was saved and read again")
             if missing := outputs.keys() - _outputs(loads, again.model).keys():
-                raise WrongError(f"{min(missing)} is not converted once it was saved and read again")
+                raise WrongError(
+                    f"{min(missing)} is not converted once it was saved and read again"
+                )
     return f"{len(state)} tensors, {len(outputs)} layers, bit for bit"
 
 
@@ -173,10 +177,12 @@ def _found_again(loads: Loads, name: str, dtype: str) -> str:
         saved(loads, name, dtype, folder)
         stored = json.loads((folder / "config.json").read_text()).get("quantization_config")
         if not stored:
-            raise WrongError("what it saves has no quantization_config, so nobody knows how to read it")
+            raise WrongError(
+                "what it saves has no quantization_config, so nobody knows how to read it"
+            )
         if not loads.backend.reads(stored):
             raise WrongError(f"does not read what it saved ({shown(str(stored), 200)})")
-        where = {"device_map": loads.subject.device}
+        where: Any = {"device_map": loads.subject.device}
         chosen = plan(folder, quantization=f"{_bare(loads)}", **where)
         if chosen.requirements.stored is None:
             raise WrongError("what it saved is planned as if it were whole")
@@ -201,8 +207,9 @@ def _odd_fields(loads: Loads, name: str, dtype: str) -> str:
         tried = 0
         for field in sorted(loads.backend.fields):
             broken = {**config["quantization_config"], field: ODD}
-            text = json.dumps({**config, "quantization_config": broken})
-            (folder / "config.json").write_text(text)
+            (folder / "config.json").write_text(
+                json.dumps({**config, "quantization_config": broken})
+            )
             _told_as_the_files(folder, field, loads)
             tried += 1
     return f"{tried} odd values"

@@ -77,7 +77,7 @@ class Original:
 
 
 def write(name: str, into: Path | None, seed: int) -> Original:
-    """One of `MODELS` as a folder of its own inside `into`. Raises NotTriedError without its class."""
+    """One of `MODELS` as a folder inside `into`. Raises NotTriedError without its class."""
     model = _built(name, seed)
     folder = Path(tempfile.mkdtemp(dir=into, prefix=f"{name.replace(' ', '-')}-"))
     model.save_pretrained(folder)

@@ -130,14 +130,16 @@ class Loads:
     def _untried(self, error: PlanError) -> Exception:
         text = shown(error, 400)
         if not self.backend.quantizes:
-            return NotTriedError("it only reads checkpoints, and the kit has none of its own to give")
+            return NotTriedError(
+                "it only reads checkpoints, and the kit has none of its own to give"
+            )
         if self.backend.available() or self.subject.device not in self.backend.capabilities.devices:
             return NotTriedError(text)
         if self.asks_for_a_config():
             return NotTriedError(f"it quantizes by a config of the caller's alone: {text}")
         return WrongError(
-            f"was asked for {self.dtype()} on {self.subject.device}, which it declares, and refuses "
-            f"each model of the kit: {text}"
+            f"was asked for {self.dtype()} on {self.subject.device}, which it declares, and "
+            f"refuses each model of the kit: {text}"
         )
 
     def planned(self, name: str, dtype: str | None = None) -> Plan:
@@ -192,7 +194,7 @@ class Loads:
         return found
 
     def stores(self, name: str, dtype: str) -> bool:
-        """Whether anything is to be stored otherwise, by what is planned; True where nobody says."""
+        """Whether anything is to be stored otherwise, as planned; True where nobody says."""
         choice = self.planned(name, dtype)
         needs = choice.requirements
         size = self.backend.weight_bytes(needs, self.subject.options)
@@ -204,7 +206,9 @@ class Loads:
         try:
             engine = load(location, **arguments)
         except CheckpointError as error:
-            raise WrongError(f"what it wrote or read is taken for broken: {shown(error, 400)}") from error
+            raise WrongError(
+                f"what it wrote or read is taken for broken: {shown(error, 400)}"
+            ) from error
         with engine:
             yield engine
 
@@ -222,6 +226,4 @@ def allowed(module: nn.Module, weight: torch.Tensor) -> float:
 def context(subject: Subject) -> BindContext:
     """What plain transformers code binds with."""
     nothing: Any = None
-    return BindContext(
-        model=None, config=nothing, requirements=nothing, options=subject.options
-    )
+    return BindContext(model=None, config=nothing, requirements=nothing, options=subject.options)

@@ -48,7 +48,9 @@ def _of(
 def _bytes(loads: Loads, name: str, dtype: str) -> str:
     """What `weight_bytes` promised, before a step and after it."""
     planned = loads.planned(name, dtype).requirements.weight_bytes
-    said = loads.backend.weight_bytes(loads.planned(name, dtype).requirements, loads.subject.options)
+    said = loads.backend.weight_bytes(
+        loads.planned(name, dtype).requirements, loads.subject.options
+    )
     if said is None:
         raise NotTriedError("weight_bytes promises nothing, so plans take the model for whole")
     with loads.another(loads.original(name).folder, **loads.arguments(dtype)) as engine:
@@ -155,7 +157,7 @@ def hold_whole(loads: Loads, name: str, dtype: str, model: Any) -> str:
     original, count = loads.original(name), 0
     converted = {p for p, module in model.named_modules() if loads.backend.converted(module)}
     for key, tensor in model.state_dict().items():
-        path, _, own = key.rpartition(".")
+        path = key.rpartition(".")[0]
         inside = path in converted or any(path.startswith(f"{c}.") for c in converted)
         right = original.state.get(key)
         if right is None or inside or not isinstance(tensor, torch.Tensor):

@@ -46,10 +46,10 @@ def _quality(loads: Loads) -> str:
     whole = _loss(exact, texts)
     with loads.another(MODEL_PATH, cache_implementation="dynamic", **arguments) as engine:
         found = _loss(engine.model, texts)
-        error = loads.backend.relative_error(loads.subject.options)
-        if error is None:
-            error = _allowed(loads, engine.model, exact)
-    rise = max(_loss(_noisy(exact, error, seed), texts) - whole for seed in SEEDS)
+        share = loads.backend.relative_error(loads.subject.options)
+        if share is None:
+            share = _allowed(loads, engine.model, exact)
+    rise = max(_loss(_noisy(exact, share, seed), texts) - whole for seed in SEEDS)
     bound = whole + 2 * max(rise, 0.0) + 0.01
     words = f"{math.exp(found):.4g} (whole {math.exp(whole):.4g}, at most {math.exp(bound):.4g})"
     if not found <= bound:

@@ -21,7 +21,6 @@ from jackfield.testing.quantizer.layers import told
 from jackfield.testing.quantizer.loads import Layer, Loads
 from jackfield.testing.quantizer.memory import PROMPTS
 
-
 #: A share of the logits: transformers' eager attention has its softmax in float32, always.
 SOFTMAX = 1e-5
 
@@ -73,7 +72,7 @@ class Dequantized(Reference):
         with torch.inference_mode():
             ids = torch.tensor([tokens])
             other = self._disturbed(input_ids=ids, use_cache=False).logits[0]
-        right = self.logits(tokens)
+        right: torch.Tensor = self.logits(tokens)
         disturbed = 4 * float((other - right).abs().max())
         return super().bound(tokens) + disturbed + SOFTMAX * float(right.std())
 
@@ -177,22 +176,26 @@ def _live(loads: Loads, model: Any, layers: list[Layer]) -> str:
     try:
         plan(model)
     except PlanError as error:
-        raise WrongError(f"refuses the live model that it quantized: {shown(error, 300)}") from error
+        raise WrongError(
+            f"refuses the live model that it quantized: {shown(error, 300)}"
+        ) from error
     with loads.another(model) as engine:
         chosen = engine.plan["quantizer"].registered
         if chosen.name != loads.subject.registered.name:
             raise WrongError(f"a live model that it quantized is taken for one of {chosen}")
         computed = watched(engine)
         engine.generate(PROMPTS, max_new_tokens=3)
-    right = Dequantized(loads.original(_whole_blocks(loads, loads.dtype())).model, layers, model.dtype)
+    right = Dequantized(
+        loads.original(_whole_blocks(loads, loads.dtype())).model, layers, model.dtype
+    )
     for prefix, logits in wanted.items():
         bound = right.bound(prefix)
         for found in computed.logits[prefix]:
             off = float((found - logits).abs().max())
             if not off <= bound:
                 raise WrongError(
-                    f"live in an engine, logits behind {len(prefix)} tokens are off by {off:.3g} from "
-                    f"what the model says in plain code, where {bound:.3g} is rounding"
+                    f"live in an engine, logits behind {len(prefix)} tokens are off by {off:.3g} "
+                    f"from what the model says in plain code, where {bound:.3g} is rounding"
                 )
     for layer, kept in zip(layers, before, strict=True):
         if not torch.equal(layer(layer.inputs(5)), kept):

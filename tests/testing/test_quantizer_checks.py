@@ -1,0 +1,97 @@
+"""The checks of quantizers: right ones pass, wrong ones are caught by the fault's name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import quantizer
+import right_quantizer
+from mutation import mutants
+from wrong import Wrong, caught, is_named, judged
+
+from jackfield.contracts import QuantizerCapabilities
+from jackfield.testing.checks import failures, verdict
+from jackfield.testing.subject import subject_of
+from jackfield.testing.suites import checks_of
+
+#: Which are caught by what is cheap, so that the ordinary run can afford them.
+SAMPLE = (
+    "weights twice as large", "rounded down", "last group left out", "bias lost", "changes its inputs",
+    "one buffer for all outputs", "an error that is too small", "declares batch_invariant",
+)  # fmt: skip
+
+OF_LIBRARIES = {
+    "bnb-8bit": "bitsandbytes",
+    "bnb-4bit": "bitsandbytes",
+    "bnb-4bit?type=fp4": "bitsandbytes",
+    "torchao": "torchao",
+    "torchao?type=int8-dynamic": "torchao",
+    "torchao?type=int4-weight-only": "torchao",
+    "gptq": "gptqmodel",
+}
+
+
+def failed(selection: str) -> list[str]:
+    checks = checks_of(subject_of(selection, "quantizer"))
+    return [f"{v.name}: {v.message}" for v in failures(map(verdict, checks))]
+
+
+def test_weights_as_they_are_pass() -> None:
+    assert failed("plugin:none") == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "selection", ["int4-cpu", "int4-cpu?group_size=128", "transformers", *OF_LIBRARIES]
+)
+def test_built_in_quantizers_pass(selection: str) -> None:
+    if (library := OF_LIBRARIES.get(selection)) and importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    assert failed(f"plugin:{selection}") == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_strangers_quantizer_that_is_right_passes() -> None:
+    found = judged(right_quantizer.Nibbles)
+    assert [f"{v.name}: {v.message}" for v in failures(found)] == []
+    assert sum(v.outcome == "passed" for v in found) > 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_one_that_declares_next_to_nothing_passes() -> None:
+    class Few(right_quantizer.Nibbles):
+        name = "few"
+        capabilities = QuantizerCapabilities(
+            dtypes=frozenset({"float32"}), devices=frozenset({"cpu"})
+        )
+
+        def weight_bytes(self, requirements: object, options: object) -> None:
+            return None
+
+    assert [f"{v.name}: {v.message}" for v in failures(judged(Few))] == []
+
+
+def held(wrong: Wrong) -> None:
+    found = caught(wrong)
+    assert is_named(wrong, found), f"{wrong}: {found}"
+
+
+@pytest.mark.parametrize("wrong", [w for w in quantizer.ZOO if w.name in SAMPLE], ids=str)
+def test_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
+    held(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("wrong", [w for w in quantizer.ZOO if w.name not in SAMPLE], ids=str)
+def test_all_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
+    held(wrong)
+
+
+def test_mutants_of_the_right_one_can_be_made() -> None:
+    found = mutants(right_quantizer, 20)
+    assert len({mutant.what for mutant in found}) == 20
