@@ -156,8 +156,8 @@ def _traced(loads: Loads, name: str, dtype: str) -> str:
     """Each layer is one graph for a compiler, and says the same."""
     layers: list[Any] = loads.layers(name, dtype)
     for layer in layers[:7]:
-        torch._dynamo.reset()  # type: ignore[no-untyped-call]
-        compiled = torch.compile(layer.module, backend="eager", fullgraph=True)
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(layer.module, backend="eager", fullgraph=True)
         for rows in (1, 5):
             given = layer.inputs(rows)
             with torch.inference_mode():
@@ -174,6 +174,6 @@ def _traced(loads: Loads, name: str, dtype: str) -> str:
 
 
 def _traced_linear() -> str:
-    compiled = torch.compile(nn.Linear(3, 2), backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(nn.Linear(3, 2), backend="eager", fullgraph=True)
     compiled(torch.ones(1, 3))
     return "whole layers"

@@ -94,7 +94,8 @@ def _unlinear(layer: Layer) -> float:
 def _disturb(module: nn.Module, share: float, drawn: torch.Generator) -> None:
     def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(output.shape, generator=drawn, dtype=output.dtype)
-        return output + share * output.norm() / output.numel() ** 0.5 * noise
+        found: torch.Tensor = output + share * output.norm() / output.numel() ** 0.5 * noise
+        return found
 
     module.register_forward_hook(hook)
 
