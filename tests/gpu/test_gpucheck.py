@@ -50,6 +50,7 @@ RIGHT = {
         "paged, triton, against generate_batch",
     },
     "prefill": {"16 tokens: generate", "16 tokens: paged, triton"},
+    "check": {"kernel cpu-rms-norm", "scheduler fifo"},
 }
 
 

@@ -59,10 +59,11 @@ class Computed:
 def engine_with(
     subject: Subject, model: Any, **arguments: Any
 ) -> Iterator[tuple[Engine, Computed]]:
-    """An engine of a live `model` in which `subject` is chosen, and what it computes.
+    """An engine of a live `model`, on the subject's device, in which `subject` is chosen.
 
     `arguments` are those of `jackfield.load`. Raises what that raises.
     """
+    model.to(subject.device)
     chosen: Any = {ARGUMENTS[subject.kind]: subject.selection, **arguments}
     with load(model, **chosen) as engine:
         yield engine, watched(engine)

@@ -37,7 +37,7 @@ STAGES = (
         "waits a step, compilations after warm-up, pools of later engines, `deterministic`",
     ),
     Stage(
-        "decode-1", "decode_one", 150,
+        "decode-1", "decode_one", 135,
         "8 billion parameters, one sequence: share of the bandwidth, against `generate`, profile",
     ),
     Stage(
@@ -45,5 +45,6 @@ STAGES = (
         "8 billion parameters, 32 sequences: against `generate` and `generate_batch`, profile",
     ),
     Stage("prefill", "prefill", 45, "8 billion parameters, prompts of 2,048 and 32,768 tokens"),
-    Stage("tests", "existing_tests", 50, "the tests of `make test` that only run where a GPU is"),
+    Stage("check", "checking", 45, "`jackfield check` over the backends that are for a GPU"),
+    Stage("tests", "existing_tests", 30, "the tests of `make test` that only run where a GPU is"),
 )  # fmt: skip

@@ -1,0 +1,53 @@
+"""`jackfield check` over the backends that are for a GPU, in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jackfield.errors import JackfieldError
+from jackfield.testing.checks import verdict
+from jackfield.testing.subject import subject_of
+from jackfield.testing.suites import checks_of
+
+if TYPE_CHECKING:
+    from gpucheck.bench import Bench
+
+#: What is checked on a GPU, the most important first; and what stands in for it on a processor.
+ON_A_GPU = (
+    ("attention", "triton"),
+    ("kernel", "triton-rms-norm"),
+    ("attention", "sdpa"),
+    ("cache", "paged"),
+    ("compiler", "cuda_graph"),
+    ("attention", "flash_attention_2"),
+    ("attention", "flash_attention_3"),
+)
+ON_A_PROCESSOR = (("kernel", "cpu-rms-norm"), ("scheduler", "fifo"))
+
+
+def run(bench: Bench) -> None:
+    backends = ON_A_GPU if bench.device.name.startswith("cuda") else ON_A_PROCESSOR
+    for kind, name in backends:
+        with tempfile.TemporaryDirectory() as folder:
+            check_backend(bench, kind, name, Path(folder))
+
+
+def check_backend(bench: Bench, kind: str, name: str, folder: Path) -> None:
+    """Each failure is a result of its own, and so is each backend at its end."""
+    try:
+        subject = subject_of(name, kind, folder, device=bench.device.name)
+        checks = checks_of(subject)
+    except JackfieldError as error:
+        bench.results.note(f"{kind} {name}", False, error=str(error))
+        return
+    counts: Counter[str] = Counter()
+    for check in checks:
+        found = verdict(check)
+        counts[found.outcome] += 1
+        if found.outcome == "failed":
+            told = {"error": found.message, "case": found.case}
+            bench.results.note(f"{kind} {name}: {found.name}", False, **told)
+    bench.results.note(f"{kind} {name}", not counts["failed"], **counts)
