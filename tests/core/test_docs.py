@@ -29,11 +29,11 @@ ROOT = Path(__file__).parents[2]
         "docs/caches.md",
         "docs/coming-from-transformers.md",
         "docs/decoding.md",
+        "docs/first-steps.md",
         "docs/kernels.md",
         "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",
-        "docs/tutorial.md",
     ],
 )
 def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
