@@ -30,6 +30,9 @@ LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "explain --json": (("explain", "demo", "--json"), ""),
     "memory": (("memory", "demo"), ""),
     "doctor": (("doctor",), ""),
+    "new": (("new", "attention", "my-kernel"), ""),
+    "check": (("check", "fifo", "--only", "schedule.again"), ""),
+    "lock": (("lock", "--json"), ""),
     "mistake": (("generate", "hi", "--attention", "nope…"), ""),
 }
 
@@ -100,7 +103,7 @@ def optimized(line: str, done: Done) -> None:
 
 
 def without_docstrings(line: str, done: Done) -> None:
-    if line in ("help", "generate --help", "version", "plugins", "doctor"):
+    if line in ("help", "generate --help", "version", "plugins", "doctor", "new"):
         assert done.code == 0
         assert "Example: jackfield generate" in done.out.decode() or line != "generate --help"
     else:
@@ -141,7 +144,10 @@ def test_every_command_is_swept() -> None:
 
 
 @pytest.mark.parametrize(("line", "name"), CELLS)
-def test_a_command_in_its_surroundings(line: str, name: str) -> None:
+def test_a_command_in_its_surroundings(
+    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where some write what they make
     run, check = SURROUNDINGS[name]
     done = run(line)
     assert "Traceback" not in done.err

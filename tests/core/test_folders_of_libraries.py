@@ -41,6 +41,9 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "explain a kernel of the hub": (("explain", "demo", "--attention", KERNEL), "", "kernel"),
     "memory": (("memory", "demo"), "", None),
     "doctor": (("doctor",), "", None),
+    "new": (("new", "attention", "my-kernel"), "", None),
+    "check": (("check", "fifo", "--only", "schedule.again"), "", None),
+    "lock": (("lock", "--json"), "", None),
 }
 #: What is compiled has to be kept, so these name the variable where it cannot be.
 KEEPING: dict[str, tuple[str, ...]] = {
