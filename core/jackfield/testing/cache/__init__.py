@@ -38,7 +38,8 @@ def _driven(bench: Bench, scene: Scene) -> Check:
     def run(case: object) -> str | None:
         _by_hand(bench)
         drafts = "drafts" in scene.needs.get("decoding", ())
-        name = bench.taking_back if drafts else bench.sharp
+        name = bench.whole if scene.whole else bench.sharp
+        name = bench.taking_back if drafts else name
         with bench.drive(name, what=scene.capability, **scene.needs) as driver:
             scene.run(driver, case)
             driver.judge.check_scale()
@@ -77,7 +78,7 @@ def _storms(bench: Bench) -> Iterator[Check]:
         def run(_: object) -> str:
             _by_hand(bench)
             drafts = "drafts" in needs.get("decoding", ())
-            return storm(bench, bench.taking_back if drafts else bench.sharp, examples, **needs)
+            return storm(bench, bench.taking_back if drafts else bench.whole, examples, **needs)
 
         return run
 
@@ -136,8 +137,8 @@ def _engines(bench: Bench) -> Iterator[Check]:
         sizes = [{"chunk": n} for n in (7, 3, 1)]
         yield Check("engine.chunks", "contract", of(runs.rows), sizes)
         yield Check("engine.long", "contract", of(runs.long), ({}, {"chunk": 13}))
-    yield Check("engine.samples", "contract", of(runs.samples))
-    yield Check("engine.cache_salt", "contract", of(runs.salts))
+    yield Check("engine.samples", "contract", of(runs.samples, bench.whole))
+    yield Check("engine.cache_salt", "contract", of(runs.salts, bench.whole))
     yield Check("engine.cancelled", "contract", of(runs.cancellations))
     yield Check("engine.failed_step", "contract", of(runs.failures))
     if bench.packed:

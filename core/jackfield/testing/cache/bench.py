@@ -111,6 +111,11 @@ class Bench:
         return self._plans[key]
 
     @property
+    def whole(self) -> str:
+        """A model whose layers see everything, so that nothing is let go of; else `sharp`."""
+        return "grouped_query" if "full_attention" in self.layer_types else self.sharp
+
+    @property
     def taking_back(self) -> str:
         """The model with the most kinds of layers whose drafts can be taken back."""
         for name in (self.sharp, "grouped_query", "sliding_window"):

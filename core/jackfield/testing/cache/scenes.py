@@ -19,7 +19,7 @@ BEAMS = {"plain": "sample", "beams": "beam"}
 class Scene:
     """Attributes are those of `Check`; `run` is called with a driver and each of `cases`.
 
-    `needs` are further arguments of `jackfield.plan`.
+    `needs` are further arguments of `jackfield.plan`; `whole`: of a model without windows.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Scene:
     run: Callable[[Driver, Any], None]
     cases: Seq[Any]
     needs: dict[str, Any]
+    whole: bool = False
 
 
 def scenes(bench: Bench) -> Iterator[Scene]:
@@ -35,8 +36,16 @@ def scenes(bench: Bench) -> Iterator[Scene]:
     layers = ", ".join(sorted(declared.layer_types))
     kinds = f"layer_types: {layers}"
 
-    def of(name: str, run: Any, cases: Seq[Any], capability: str = kinds, **needs: Any) -> Scene:
-        return Scene(name, capability, run, cases, needs)
+    def of(
+        name: str,
+        run: Any,
+        cases: Seq[Any],
+        capability: str = kinds,
+        *,
+        whole: bool = False,
+        **needs: Any,
+    ) -> Scene:
+        return Scene(name, capability, run, cases, needs, whole)
 
     yield of("store.prompt", acts.prompt, (1, 2, 3, 5, 9, 17, 33, 40, 70))
     yield of("store.decode", acts.decode, (1, 4, 13))
@@ -50,23 +59,34 @@ def scenes(bench: Bench) -> Iterator[Scene]:
         yield of("continuous.waits", acts.waits, (3, 9), "contract")
         yield of("continuous.preempted", acts.preempted, (3, 9, 33), "contract")
         yield of("continuous.cancelled", acts.preempted_and_released, (9,), "contract")
-        yield of("prefixes.shared", acts.shared, (6, 16, 32, 37, 70), "contract")
-        yield of("prefixes.cache_salt", acts.salted, (9, 33, 70), "contract")
-        yield of("prefixes.forget", acts.forgotten, (9, 33, 70), "contract")
+        yield of("prefixes.windows", acts.shared, (6, 33), "contract")
+        yield of("prefixes.shared", acts.shared, (6, 16, 32, 37, 70), "contract", whole=True)
+        yield of("prefixes.cache_salt", acts.salted, (9, 33, 70), "contract", whole=True)
+        yield of("prefixes.forget", acts.forgotten, (9, 33, 70), "contract", whole=True)
     if declared.static_shapes and not packed:
         yield of("static_shapes.addresses", acts.fixed_addresses, (3, 9), "static_shapes")
     if declared.forks:
         yield of("forks.copies", acts.forked, (1, 4, 9, 16, 31, 33), "forks", decoding=BEAMS)
     back = ", ".join(sorted(declared.rollback))
     if declared.rollback:
-        what, needs = f"rollback: {back}", {"decoding": DRAFTS}
+        what = f"rollback: {back}"
         yield of(
-            "rollback.alone", acts.rejected, ((1, 1), (1, 0), (3, 0), (3, 2), (4, 4)), what, **needs
+            "rollback.alone",
+            acts.rejected,
+            ((1, 1), (1, 0), (3, 0), (3, 2), (4, 4)),
+            what,
+            decoding=DRAFTS,
         )
         yield of(
-            "rollback.rows", acts.rejected_by_row, ((6, 9), (1, 7, 4), (3, 31, 2, 5)), what, **needs
+            "rollback.rows",
+            acts.rejected_by_row,
+            ((6, 9), (1, 7, 4), (3, 31, 2, 5)),
+            what,
+            decoding=DRAFTS,
         )
-        yield of("rollback.truncate", acts.truncated, ((6, 1), (9, 4), (34, 5)), what, **needs)
+        yield of(
+            "rollback.truncate", acts.truncated, ((6, 1), (9, 4), (34, 5)), what, decoding=DRAFTS
+        )
     if declared.rollback and declared.forks and packed:
         both = {**DRAFTS, **BEAMS}
         yield of("forks.with_drafts", acts.forked_with_drafts, (3, 9, 32), "forks", decoding=both)
