@@ -34,7 +34,7 @@ def _changed() -> Iterator[Wrong]:
             words = WORDS.get(method, method)
             yield Wrong(f"{layout}: {name}", partial(_made, make, members), words)
     for name, make_it in wrong_caches.TRANSFORMERS.items():
-        yield Wrong(f"rows: {name}", make_it, r"make|update")
+        yield Wrong(f"of transformers: {name}", make_it, r"make|update")
 
 
 def _made(make: Any, members: dict[str, Any]) -> Any:

@@ -456,6 +456,9 @@ class CloseKeepsAll(RightCache):
         super().__init__(windows, design)
         self.room = torch.zeros(1 << 20)
 
+    def close(self) -> None:
+        self.groups.clear()
+
 
 class HoldsNothing(RightCache):
     def held_bytes(self) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from jackfield.contracts import Cache
+from jackfield.contracts import Cache, KVCache
 from jackfield.testing.cache.bench import Bench, model_of
 from jackfield.testing.cache.driver import Driver
+from jackfield.testing.cache.scenes import BEAMS
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 
 #: Beside keys and values: tables, masks, lengths.
@@ -21,8 +22,9 @@ SMALL = 64 * 1024
 def memory_checks(bench: Bench) -> Iterator[Check]:
     def driven(run: Any) -> Any:
         def check(case: Any) -> str | None:
-            bench.plan(bench.sharp)
-            with counted(), bench.drive() as driver:
+            needs: dict[str, Any] = {"decoding": BEAMS} if bench.declared.forks else {}
+            bench.plan(bench.sharp, **needs)
+            with counted(), bench.drive(**needs) as driver:
                 found: str | None = run(bench, driver, case)
                 return found
 
@@ -209,6 +211,11 @@ def _rounds(bench: Bench, driver: Driver, length: int) -> str:
             driver.admit(own, most=16)
         for _ in range(4):
             driver.step()
+        if (
+            driver.copies and len(driver.running) > 1
+        ):  # who is dropped is gone, and nobody releases it
+            driver.fork([driver.running[0]], dropped=[driver.running[1]])
+            driver.step()
         driver.release_all()
         driver.cache.forget()
         driver.judge.texts.clear()
@@ -232,6 +239,8 @@ def _closed(bench: Bench) -> str:
     model = model_of(bench.sharp, bench.dtype)
     with torch.inference_mode(), counted():
         cache = bench.bind(made, model)
+        if type(cache.inner).close is KVCache.close:  # type: ignore[attr-defined]
+            raise NotTriedError("has no `close`: its memory is free when nobody has it any more")
         driver = Driver(cache, made.requirements, bench.rounding(cache))
         driver.admit(40)
         driver.step()

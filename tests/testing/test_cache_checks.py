@@ -1,0 +1,134 @@
+"""The checks of caches: right ones of many designs pass, and each of the zoo is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import transformers
+from cache import ZOO
+from right_caches import DESIGNS, Design, Right
+from wrong import Wrong, caught, is_named, judged
+
+from jackfield.contracts import BindContext, Cache, CacheCapabilities, TransformersCache
+from jackfield.testing.checks import Verdict, failures, verdict
+from jackfield.testing.subject import subject_of, uninstalled
+from jackfield.testing.suites import checks_of
+
+BY_HAND = ("store.*", "continuous.*", "prefixes.*", "rollback.*", "forks.*", "static_shapes.*")
+BRIEFLY = (*BY_HAND, "recordable.*", "engine.drafts", "transformers.*")
+
+SAMPLE = (
+    "pages: forks without copying", "pages: lets go early", "pages: shares by the last page",
+    "pages: comes back in another order", "pages: keeps the model's tensors",
+    "pages: takes back pages", "rows: keys are values", "rows: crops one less",
+    "rows: static that moves", "packed: one row for all", "padded: prepare with other tokens",
+)  # fmt: skip
+
+
+class LeastRows(TransformersCache):
+    """The least that is right: one layer type, one dtype, nothing else."""
+
+    name = "least"
+    capabilities = CacheCapabilities(
+        layout="padded",
+        layer_types=frozenset({"full_attention"}),
+        dtypes=frozenset({"float32"}),
+    )
+
+    def make(self, context: BindContext, length: int | None) -> Any:
+        return transformers.DynamicCache(config=context.config)
+
+
+class LeastPages(Right):
+    """The same in pages."""
+
+    name = "least"
+    capabilities = CacheCapabilities(
+        layout="packed",
+        layer_types=frozenset({"full_attention"}),
+        dtypes=frozenset({"float32"}),
+    )
+
+
+def told(found: list[Verdict]) -> list[tuple[str, str, str]]:
+    return [(one.name, one.message, one.case) for one in failures(found)]
+
+
+def found_of(subject: Any, patterns: tuple[str, ...]) -> list[Verdict]:
+    chosen = [
+        check for check in checks_of(subject) if any(fnmatchcase(check.name, p) for p in patterns)
+    ]
+    assert len(chosen) > 5
+    return [verdict(check) for check in chosen]
+
+
+@pytest.mark.parametrize("selection", ["paged", "dynamic", "static"])
+def test_the_built_in_caches_pass(selection: str) -> None:
+    found = found_of(subject_of(f"plugin:{selection}", "cache"), BRIEFLY)
+    assert told(found) == []
+    assert sum(one.outcome == "passed" for one in found) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("selection", ["paged", "dynamic", "static", "quantized?backend=fp8"])
+def test_the_built_in_caches_pass_as_a_whole(selection: str) -> None:
+    found = found_of(subject_of(f"plugin:{selection}", "cache"), ("*",))
+    assert told(found) == []
+    assert sum(one.outcome == "passed" for one in found) > 20
+
+
+@pytest.mark.parametrize("selection", ["offloaded", "offloaded_static", "quantized"])
+def test_what_a_machine_cannot_try_is_not_a_failure(selection: str) -> None:
+    found = found_of(subject_of(f"plugin:{selection}", "cache"), BY_HAND)
+    assert {one.outcome for one in found} == {"not tried"}
+    assert all("refuses every model here" in one.message for one in found)
+
+
+@pytest.mark.parametrize(
+    "backend", [LeastRows, lambda: LeastPages(Design())], ids=["rows", "pages"]
+)
+def test_a_right_cache_with_few_capabilities_passes(backend: Callable[[], Cache]) -> None:
+    with uninstalled(backend()) as subject:
+        found = found_of(subject, ("store.*", "refused.*"))
+    assert told(found) == []
+    refused = [one.name for one in found if one.outcome == "refused"]
+    assert {"refused.forks", "refused.compiles", "refused.dtypes.float16"} <= set(refused)
+
+
+@pytest.mark.parametrize("name", ["a cache that swaps and shares"])
+def test_right_pages_of_strangers_pass(name: str) -> None:
+    with uninstalled(Right(DESIGNS[name])) as subject:
+        assert told(found_of(subject, BY_HAND)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DESIGNS)
+def test_all_right_pages_pass_as_a_whole(name: str) -> None:
+    assert told(judged(lambda: Right(DESIGNS[name]))) == []
+
+
+def assert_caught(wrong: Wrong) -> None:
+    found = caught(wrong)
+    assert found is not None, f"{wrong} was not caught"
+    assert is_named(wrong, found), found
+
+
+@pytest.mark.parametrize("wrong", [w for w in ZOO if w.name in SAMPLE], ids=str)
+def test_a_wrong_cache_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", ZOO, ids=str)
+def test_the_whole_zoo_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+def test_the_sample_and_the_names_are_what_they_seem() -> None:
+    names = [wrong.name for wrong in ZOO]
+    assert len(set(names)) == len(names)
+    assert set(SAMPLE) <= set(names)
+    assert len(names) > 150
