@@ -47,11 +47,20 @@ class Int8RowsBackend(Quantizer):
         register()  # in the wake of a yes, transformers looks the classes up
         return True
 
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        """Before weights are read: a model in which there would be nothing to convert."""
+        reasons = super().refuse(requirements, options)
+        if requirements.weights and not any(map(is_linear, requirements.weights)):
+            reasons.append(
+                f"converts nn.Linear, and {requirements.architecture} has none but its head"
+            )
+        return reasons
+
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
         """A byte for each weight, four for each scale. What has another size is `converted`."""
 
         def size(weight: Weight) -> int | None:
-            if weight.linear is None or weight.transposed:
+            if not is_linear(weight):
                 return None  # stays as it is
             outputs, inputs = weight.linear
             return outputs * inputs + 4 * outputs
@@ -66,7 +75,7 @@ class Int8RowsBackend(Quantizer):
         forms = {
             weight.name: Form(("I8",), weight.linear)
             for weight in needs.weights
-            if weight.linear is not None and not weight.transposed
+            if is_linear(weight)
         }
         return replace(bound, misfits=lambda tensors: unlike(tensors, forms) if tensors else [])
 
@@ -80,6 +89,11 @@ class Int8RowsBackend(Quantizer):
         from jackfield_int8_rows.layers import RowwiseLinear
 
         return isinstance(module, RowwiseLinear)
+
+
+def is_linear(weight: Weight) -> bool:
+    """Whether it is the matrix of an nn.Linear other than the head; a Conv1D has it transposed."""
+    return weight.linear is not None and not weight.transposed
 
 
 @hookimpl
