@@ -1,0 +1,209 @@
+"""Checks of compilers in engines: every logit against a recomputation, in float64."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jackfield.contracts.requirements import DTYPES
+from jackfield.errors import PlanError, shown
+from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.engines import engine_with
+from jackfield.testing.models import Reference, build
+from jackfield.testing.subject import Subject
+
+CACHES = ("paged", "static", "dynamic")
+LIMIT = 300.0
+PROMPTS = [[5, 6, 7, 8, 9], [31, 32, 33], [41]]
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """All of them."""
+    known = subject.backend.capabilities.dtypes
+    dtypes = tuple(d for d in DTYPES if d in known and d != "float16")
+    yield Check("engine.dtypes", "dtypes", _of(subject, _dtypes), cases=dtypes, limit=LIMIT)
+    yield Check("engine.caches", "contract", _of(subject, _caches), cases=CACHES, limit=LIMIT)
+    yield Check("engine.batches", "contract", _of(subject, _batches), limit=LIMIT)
+    yield Check("engine.weights", "contract", _of(subject, _weights), limit=LIMIT)
+    yield Check("engine.adapters", "contract", _of(subject, _adapters), limit=LIMIT)
+    yield Check("engine.closed", "contract", _of(subject, _closed), limit=LIMIT)
+    if subject.backend.capabilities.batch_invariant:
+        yield Check("engine.alone", "batch_invariant", _of(subject, _alone), limit=LIMIT)
+
+
+def _of(subject: Subject, check: Callable[[Subject, Any], str | None]) -> Callable[[Any], Any]:
+    def run(case: Any) -> str | None:
+        if reasons := subject.backend.available():
+            raise NotTriedError("; ".join(map(str, reasons)))
+        if subject.device not in subject.backend.capabilities.devices:
+            raise NotTriedError(f"it does not run on {subject.device}")
+        try:
+            return check(subject, case)
+        except PlanError as error:
+            if subject.registered.name in str(error):
+                raise WrongError(f"declares it, and is refused: {shown(error, 400)}") from error
+            raise NotTriedError(shown(error, 400)) from None
+
+    return run
+
+
+def _model(subject: Subject, dtype: str = "float32") -> Any:
+    known = subject.backend.capabilities.dtypes
+    name = dtype if dtype in known else min(known)
+    return build("grouped_query", getattr(torch, name), seed=subject.seed)
+
+
+def _went_through(subject: Subject, engine: Any, most: int) -> str:
+    """Whether compiled steps ran at all, and how many graphs they took."""
+    if not subject.backend.compiles:
+        return "not compiled"
+    used = engine.report()["compiler"]
+    if not used.calls:
+        raise WrongError("no step of the engine went through what it compiled")
+    graphs = used.compiled.graphs
+    if graphs > most:
+        raise WrongError(f"compiled {graphs} graphs, where {most} shapes came")
+    return f"{used.calls} steps, {graphs} graphs"
+
+
+def _dtypes(subject: Subject, dtype: str) -> str:
+    model = _model(subject, dtype)
+    reference = Reference(model)
+    with engine_with(subject, model, cache_implementation="paged") as (engine, computed):
+        engine.generate(PROMPTS[:2], max_new_tokens=5)
+        how = _went_through(subject, engine, 12)
+    return f"{computed.compare(_floored(reference))}; {how}"
+
+
+class _Floored(Reference):
+    """Eager attention has its softmax in float32, always."""
+
+    def __init__(self, known: Reference) -> None:
+        vars(self).update(vars(known))
+
+    def bound(self, tokens: tuple[int, ...]) -> float:
+        """At least what float32 leaves."""
+        return max(super().bound(tokens), 1e-5 * float(self.logits(tokens).std()))
+
+
+def _floored(reference: Reference) -> Reference:
+    return _Floored(reference)
+
+
+def _caches(subject: Subject, cache: str) -> str:
+    model = _model(subject)
+    reference = Reference(model)
+    try:
+        with engine_with(subject, model, cache_implementation=cache) as (engine, computed):
+            engine.generate(PROMPTS, max_new_tokens=7)
+            how = _went_through(subject, engine, 16)
+    except PlanError as error:
+        raise NotTriedError(shown(error, 300)) from None
+    return f"{computed.compare(_floored(reference))}; {how}"
+
+
+def _batches(subject: Subject, _: object) -> str:
+    """One to six sequences, in any order; what came before compiles nothing again."""
+    model = _model(subject)
+    reference = Reference(model)
+    with engine_with(subject, model, cache_implementation="paged") as (engine, computed):
+        for round_ in range(2):
+            before = _graphs(engine)
+            for count in (1, 4, 2, 6, 3):
+                engine.generate([[7 + k, 8, 9 + k] for k in range(count)], max_new_tokens=4)
+            if round_ and _graphs(engine) != before:
+                more = _graphs(engine) - before
+                raise WrongError(f"compiled {more} more graphs for batches that it had before")
+        how = _went_through(subject, engine, 24)
+    return f"{computed.compare(_floored(reference))}; {how}"
+
+
+def _graphs(engine: Any) -> int:
+    compiled = engine.report()["compiler"].compiled
+    return 0 if compiled is None else int(compiled.graphs)
+
+
+def _weights(subject: Subject, _: object) -> str:
+    """Weights that their owner changes in place, and that lie elsewhere."""
+    model = _model(subject)
+    with engine_with(subject, model, cache_implementation="dynamic") as (engine, computed):
+        engine.generate([[5, 6, 7]], max_new_tokens=3)
+        computed.compare(_floored(Reference(model)))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.5)
+            model.model.layers[0].mlp.up_proj.weight.neg_()
+        _again(engine, computed, model, "after weights were changed in place")
+        with torch.no_grad():
+            own = model.model.layers[1].mlp.down_proj.weight
+            own.data = own.data.roll(1, 0).clone()
+        return _again(engine, computed, model, "after a weight was moved to other memory")
+
+
+def _again(engine: Any, computed: Any, model: Any, what: str) -> str:
+    computed.logits.clear()
+    engine.generate([[5, 6, 7]], max_new_tokens=3)
+    try:
+        return str(computed.compare(_floored(Reference(model))))
+    except WrongError as error:
+        raise WrongError(f"{what}: {error}") from None
+
+
+def _adapters(subject: Subject, _: object) -> str:
+    """A LoRA adapter that is switched on and off between requests."""
+    if importlib.util.find_spec("peft") is None:
+        raise NotTriedError("needs PEFT: pip install 'jackfield[peft]'")
+    import peft
+
+    model = _model(subject)
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1)
+        model.add_adapter(config)
+    remark = ""
+    with engine_with(subject, model, cache_implementation="dynamic") as (engine, computed):
+        for switch in (engine.enable_adapter, engine.disable_adapter, engine.enable_adapter):
+            switch()
+            remark = _again(engine, computed, model, f"after {switch.__name__}")
+        _went_through(subject, engine, 16)
+    return remark
+
+
+def _closed(subject: Subject, _: object) -> None:
+    """What was bound is given back, and nobody keeps the engine."""
+    model = _model(subject)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        before = model(ids).logits.clone()
+    with engine_with(subject, model, cache_implementation="paged") as (engine, _computed):
+        engine.generate([[5, 6, 7]], max_new_tokens=3)
+        seen = weakref.ref(engine)
+    del engine, _computed
+    gc.collect()
+    if seen() is not None:
+        raise WrongError("keeps the engine alive once it is closed")
+    with torch.inference_mode():
+        if not torch.equal(model(ids).logits, before):
+            raise WrongError("leaves the model saying something else once it is closed")
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    if kept() is not None:
+        raise WrongError("keeps the model alive once its engine is closed")
+
+
+def _alone(subject: Subject, _: object) -> str:
+    model, found = _model(subject), []
+    for prompts in (PROMPTS[:1], PROMPTS):
+        with engine_with(subject, model, deterministic=True) as (engine, computed):
+            engine.generate(prompts, max_new_tokens=4)
+            found.append(computed.logits)
+    one, many = found
+    for prefix, logits in one.items():
+        if not torch.equal(logits[0], many[prefix][0]):
+            raise WrongError(f"behind {len(prefix)} tokens has other bits alone than among others")
+    return f"{len(one)} logits"

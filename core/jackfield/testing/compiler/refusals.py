@@ -1,0 +1,47 @@
+"""What a compiler cannot, or does not declare, must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from jackfield.api import plan
+from jackfield.contracts.requirements import DEVICES, DTYPES
+from jackfield.errors import shown
+from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.models import config_of
+from jackfield.testing.subject import Subject
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """One for each; the backend itself is asked, with what a model would need."""
+    can = subject.backend.capabilities
+    for dtype in DTYPES:
+        if dtype not in can.dtypes:
+            yield _asked(subject, f"dtypes: {dtype}", f"dtype.{dtype}", dtype=dtype)
+    for device in sorted(DEVICES):
+        if device not in can.devices:
+            yield _asked(subject, f"devices: {device}", f"device.{device}", device=device)
+    if not can.batch_invariant:
+        yield _asked(subject, "batch_invariant", "deterministic", batch_invariant=True)
+    for feature in ("own_attention", "own_mask", "bidirectional_prefix", "position_bias"):
+        needed = {"features": {feature: "a check"}}
+        yield _asked(subject, "contract", f"feature.{feature}", **needed)
+    yield _asked(subject, "contract", "linear_attention", layer_types=("linear_attention",))
+    yield _asked(subject, "contract", "irregular", irregular="layers that share keys")
+    yield _asked(
+        subject, "contract", "several_devices", execution_devices=("cpu",), offloaded=("disk",)
+    )
+    yield _asked(subject, "contract", "single_experts", experts_implementation="eager")
+
+
+def _asked(subject: Subject, capability: str, name: str, **changes: Any) -> Check:
+    def run(_: object) -> str:
+        needs = replace(plan(config_of("grouped_query")).requirements, **changes)
+        reasons = subject.registered.ask("refuse", needs, subject.options)
+        if not reasons:
+            raise WrongError(f"`refuse` has no reasons against {changes}, which it cannot")
+        return shown("; ".join(map(str, reasons)), 300)
+
+    return Check(f"refused.{name}", capability, run, refusal=True)

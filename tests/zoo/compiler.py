@@ -1,0 +1,230 @@
+"""Wrong compilers: a right one that traces steps, with one thing done wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from wrong import Wrong
+
+from jackfield.contracts import BindContext, Compilation, Compiler, CompilerCapabilities
+
+
+class Traced(Compilation):
+    """A right one: each shape is traced once, and what was traced is run."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def compile(self, step: Any) -> Any:
+        def lower(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return self.lowered(graph)
+
+        def own() -> Any:
+            import types
+
+            code = step.__code__.replace()
+            return types.FunctionType(code, step.__globals__, "step", None, step.__closure__)
+
+        shapes: dict[Any, Any] = {}
+
+        def run(ids: Any, positions: Any, keep: Any) -> Any:
+            shape = (*ids.shape, keep if keep is None else len(keep))
+            if shape not in shapes:
+                shapes[shape] = torch.compile(own(), backend=lower, fullgraph=True, dynamic=False)
+            return shapes[shape](ids, positions, keep)
+
+        return self.made(run)
+
+    def lowered(self, graph: Any) -> Any:
+        return graph
+
+    def made(self, run: Any) -> Any:
+        return run
+
+
+def compiler(
+    capabilities: Any = None, refuse: Any = None, **members: Any
+) -> Callable[[], Compiler]:
+    """A compiler whose compilation has these members in place of `Traced`'s."""
+
+    class Made(Compiler):
+        name = "traced"
+
+        def bind(self, context: BindContext) -> Any:
+            return type("Made", (Traced,), members)()
+
+    Made.capabilities = capabilities or CompilerCapabilities(devices=frozenset({"cpu"}))
+    if refuse is not None:
+        Made.refuse = refuse  # type: ignore[method-assign]
+    return Made
+
+
+Change = Callable[..., Any]
+
+
+def step(change: Change) -> Callable[[], Compiler]:
+    """`change(run, kept, ids, positions, keep)`, in which `kept` is a dict of the engine's own."""
+
+    def made(self: Any, run: Any) -> Any:
+        kept: dict[Any, Any] = {}
+        return lambda *given: change(run, kept, *given)
+
+    return compiler(made=made)
+
+
+def process(act: Callable[[], Any]) -> Callable[[], Compiler]:
+    def made(self: Any, run: Any) -> Any:
+        act()
+        return run
+
+    return compiler(made=made)
+
+
+def _first(run: Any, kept: Any, *given: Any) -> Any:
+    return kept.setdefault("logits", run(*given))
+
+
+def _by_shape(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+    return kept.setdefault(ids.shape, run(ids, *rest))
+
+
+def _by_place(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+    return kept.setdefault((ids.data_ptr(), ids.shape), run(ids, *rest))
+
+
+def _first_positions(run: Any, kept: Any, ids: Any, positions: Any, keep: Any) -> Any:
+    return run(ids, kept.setdefault(positions.shape, positions.clone()), keep)
+
+
+def _frozen(self: Any, graph: Any) -> Any:
+    kept: dict[int, Any] = {}
+
+    def run(*given: Any) -> Any:
+        for at, one in enumerate(given):
+            if isinstance(one, torch.nn.Parameter):
+                kept.setdefault(at, one.detach().clone())
+        return graph(*[kept.get(at, one) for at, one in enumerate(given)])
+
+    return run
+
+
+def _at_its_place(self: Any, graph: Any) -> Any:
+    kept: dict[int, Any] = {}
+
+    def run(*given: Any) -> Any:
+        for at, one in enumerate(given):
+            if isinstance(one, torch.nn.Parameter):
+                kept.setdefault(at, one.data)
+        return graph(*[kept.get(at, one) for at, one in enumerate(given)])
+
+    return run
+
+
+def _of_rows(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+    found = run(ids, *rest)
+    found[4:] = 0
+    return found
+
+
+def _in_place(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+    found = run(ids, *rest)
+    ids.zero_()
+    return found
+
+
+def _low(run: Any, kept: Any, *given: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return run(*given).float()
+
+
+def _half(run: Any, kept: Any, *given: Any) -> Any:
+    found = run(*given)
+    return found.half().to(found.dtype)
+
+
+def _anew(self: Any, step_: Any) -> Any:
+    def run(*given: Any) -> Any:
+        torch._dynamo.reset()
+        return Traced.compile(self, step_)(*given)
+
+    return run
+
+
+SHARED: dict[Any, Any] = {}
+
+
+def _shared(self: Any, step_: Any) -> Any:
+    return SHARED.setdefault("step", Traced.compile(self, step_))
+
+
+KEPT: list[Any] = []
+
+
+def _keeps(self: Any, step_: Any) -> Any:
+    KEPT.append(step_)
+    return Traced.compile(self, step_)
+
+
+def _noisy_rows(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+    return run(ids, *rest) * (1 + 1e-7 * len(ids))
+
+
+def _none(self: Any, requirements: Any, options: Any) -> list[str]:
+    return []
+
+
+INVARIANT = CompilerCapabilities(devices=frozenset({"cpu"}), batch_invariant=True)
+ROUND = "other numbers|in the same tensors|off by"
+
+ZOO: tuple[Wrong, ...] = (
+    Wrong("first logits for ever", step(_first), "returns|other numbers|off by"),
+    Wrong("first logits of a shape for ever", step(_by_shape), "other numbers|off by"),
+    Wrong("first logits of a tensor's place", step(_by_place), "other numbers"),
+    Wrong("positions of the first step", step(_first_positions), "other numbers|off by"),
+    Wrong("positions one further", step(lambda run, _, ids, at, keep: run(ids, at + 1, keep)),
+          "one further"),
+    Wrong("positions forgotten", step(lambda run, _, ids, at, keep: run(ids, at * 0, keep)),
+          "taken for zeros"),
+    Wrong("columns one earlier", step(
+        lambda run, _, ids, at, keep: run(ids, at, keep if keep is None else keep - 1)
+    ), "one earlier|raised"),
+    Wrong("all columns", step(lambda run, _, ids, at, keep: run(ids, at, None)), "returns"),
+    Wrong("rows in reverse order", step(lambda run, _, *given: run(*given).flip(0)), "reverse"),
+    Wrong("rows beyond the fourth are zero", step(_of_rows), "5 rows of 3"),
+    Wrong("logits of the first token alone", step(lambda run, _, *given: run(*given)[:, :1]),
+          "returns"),
+    Wrong("logits without rows", step(lambda run, _, *given: run(*given)[0]), "returns"),
+    Wrong("nothing returned", step(lambda run, _, *given: run(*given) and None), "returns|raised"),
+    Wrong("changes the ids", step(_in_place), "changes the ids"),
+    Wrong("computes in bfloat16", step(_low), "off by|returns"),
+    Wrong("rounds logits to float16", step(_half), "off by"),
+    Wrong("weights as they were at first", compiler(lowered=_frozen), "changed in place|off by"),
+    Wrong("weights where they were at first", compiler(lowered=_at_its_place),
+          "moved to other memory"),
+    Wrong("returns the step", compiler(compile=lambda self, step_: step_), "very step"),
+    Wrong("counts no graphs", compiler(
+        compile=lambda self, step_: torch.compile(step_, backend="eager", fullgraph=True)
+    ), "counts none"),
+    Wrong("compiles in every step", compiler(compile=_anew), "more graphs|compiled"),
+    Wrong("one step for all models", compiler(compile=_shared), "model|off by"),
+    Wrong("keeps its models", compiler(compile=_keeps), "alive"),
+    Wrong("fills up to nothing", compiler(fill=lambda self, count: 0), r"fill\(1\)"),
+    Wrong("fills up to a float", compiler(fill=lambda self, count: float(count)), r"fill\(1\)"),
+    Wrong("fills up to a thousand", compiler(fill=lambda self, count: max(count, 1000)), "fill"),
+    Wrong("fills up further each time", compiler(fill=lambda self, count: count + 1), "fill"),
+    Wrong("compiling breaks", compiler(compile=lambda self, step_: self.nothing), "raised"),
+    Wrong("closing breaks the second time", compiler(
+        close=lambda self: setattr(self, "graphs", self.graphs.missing)
+    ), "missing"),
+    Wrong("seeds torch", process(lambda: torch.manual_seed(0)), "random state"),
+    Wrong("switches gradients off", process(lambda: torch.set_grad_enabled(False)), "gradients"),
+    Wrong("declares batch_invariant", compiler(
+        INVARIANT, made=lambda self, run: lambda *given: _noisy_rows(run, None, *given)
+    ), "other bits|deterministic|refuse"),
+    Wrong("refuses nothing", compiler(refuse=_none), "no reasons"),
+    Wrong("attention twice", step(lambda run, _, *given: (run(*given), run(*given))[1]),
+          "called|twice|attention"),
+)  # fmt: skip
