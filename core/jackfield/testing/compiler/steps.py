@@ -138,10 +138,10 @@ def checks(subject: Subject) -> Iterator[Check]:
 
     dtypes = tuple(d for d in DTYPES if d in subject.backend.capabilities.dtypes)
     yield Check("step.fill", "contract", of(_fill))
-    yield Check("step.shapes", "dtypes", of(_shapes), cases=dtypes, limit=LIMIT)
     yield Check("step.other_numbers", "contract", of(_numbers), limit=LIMIT)
     yield Check("step.weights", "contract", of(_weights), limit=LIMIT)
     yield Check("step.two_models", "contract", of(_two), limit=LIMIT)
+    yield Check("step.shapes", "dtypes", of(_shapes), cases=dtypes, limit=LIMIT)
     yield Check("step.close", "contract", of(_close), limit=LIMIT)
 
 
