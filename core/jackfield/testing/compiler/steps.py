@@ -77,7 +77,8 @@ class Compiled:
 
     def check(self, given: tuple[Any, ...], what: str) -> None:
         """Compare what it says with the model itself, in float64."""
-        found, right = self(*given), _exact(self.model, given)
+        found: Any = self(*given)
+        right = _exact(self.model, given)
         if not isinstance(found, torch.Tensor) or found.shape != right.shape:
             got = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise WrongError(f"{what}: returns {got}, where logits {list(right.shape)} are right")
