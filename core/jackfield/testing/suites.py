@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,8 @@ def _all(subject: Subject) -> Iterator[Check]:
         raise PluginError(f"{subject.registered} cannot be checked: {'; '.join(flaws)}")
     yield from everyone.checks(subject)
     missing = _not_here(subject)
-    for check in importlib.import_module(f"jackfield.testing.{subject.kind}").checks(subject):
+    of_its_kind = importlib.import_module(f"jackfield.testing.{subject.kind}").checks(subject)
+    for check in itertools.chain(of_its_kind, everyone.last(subject)):
         yield check if missing is None else replace(check, run=partial(_told, missing), cases=("",))
 
 

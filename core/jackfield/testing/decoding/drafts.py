@@ -20,7 +20,7 @@ from jackfield.testing.subject import Subject
 
 CAPABILITY = "rollback"
 LONG = 3000  # tokens
-SLOW = 0.5  # seconds of processor time, for one call
+SLOW = 0.1  # seconds of processor time, for one call
 EVIDENCE = 5  # drafts of three tokens and more, before their place is judged
 
 

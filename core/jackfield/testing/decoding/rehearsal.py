@@ -92,6 +92,9 @@ class Rehearsal:
                     len(drafts),
                 )
                 grow(sequence, right[: same + 1])
+            for resting in sequences:  # it goes on without drafts for a while
+                if resting not in rows and numbers.random() < 0.5:
+                    grow(resting, truth(resting, numbers.choice((1, 7))))
             if numbers.random() < 0.1:  # its memory is taken, and its text is read again
                 rows[0].preemptions += 1
 

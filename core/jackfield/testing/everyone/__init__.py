@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jackfield.contracts import Backend
 from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.everyone import answers, importing, running
 from jackfield.testing.subject import Subject
 
 
@@ -25,3 +26,10 @@ def checks(subject: Subject) -> Iterator[Check]:
 
     yield Check("everyone.available", "contract", available)
     yield Check("everyone.class", "contract", own_class)
+    yield from importing.checks(subject)
+    yield from answers.checks(subject)
+
+
+def last(subject: Subject) -> Iterator[Check]:
+    """Those that take engines, once it has been shown that these are right."""
+    yield from running.checks(subject)

@@ -1,0 +1,108 @@
+"""Checks of searches in an engine: every beam's logits, and texts that end as they should."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.decoding.asked import ENDS, EVERY, asked
+from jackfield.testing.decoding.beam_reference import Asked, search
+from jackfield.testing.decoding.beams import EXACT
+from jackfield.testing.decoding.plain import exact
+from jackfield.testing.decoding.texts import CACHES, PROMPTS
+from jackfield.testing.engines import engine_with
+from jackfield.testing.models import Reference
+from jackfield.testing.subject import Subject
+
+COUNT = 6
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """Of strategies that declare `forks`."""
+    own = subject.backend.capabilities
+    yield Check("texts.logits", "forks", lambda cache: _logits(subject, cache), CACHES)
+    yield Check("texts.preempted", "forks", lambda _: _preempted(subject))
+    if own.settings >= EXACT:
+        yield Check("texts.exact", "settings: num_beams", lambda c: _exactly(subject, c), CACHES)
+    for name in sorted(own.settings & EVERY):
+        yield Check(
+            f"settings.{name}", f"settings: {name}", functools.partial(_setting, subject, name)
+        )
+
+
+def _logits(subject: Subject, cache: str) -> str:
+    """Of each beam, computed again from its beginning."""
+    model = exact(subject.seed)
+    with engine_with(subject, model, cache_implementation=cache) as (engine, computed):
+        _complete(engine.generate([*PROMPTS], max_new_tokens=COUNT))
+        _complete(engine.generate([*PROMPTS], max_new_tokens=COUNT, eos_token_id=ENDS))
+    return computed.compare(Reference(model))
+
+
+def _complete(found: Any) -> None:
+    for number, one in enumerate(found):
+        if one.error is not None or not one.token_ids:
+            raise WrongError(f"request {number} ended without a text: {one.error}")
+
+
+def _preempted(subject: Subject) -> str:
+    """Pages for some of the requests: groups lose their memory and are read again."""
+    model = exact(subject.seed)
+    cache = "paged?page_size=4&num_tokens=160"
+    with engine_with(subject, model, cache_implementation=cache) as (engine, computed):
+        _complete(engine.generate([*PROMPTS], max_new_tokens=COUNT))
+    return computed.compare(Reference(model))
+
+
+def _exactly(subject: Subject, cache: str) -> None:
+    model = exact(subject.seed)
+    reference = Reference(model)
+    wanted: dict[str, Any] = {"num_beams": 3, "length_penalty": 0.5, "early_stopping": False}
+    with engine_with(subject, model, cache_implementation=cache) as (engine, _):
+        found = engine.generate([*PROMPTS], max_new_tokens=COUNT, eos_token_id=ENDS, **wanted)
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        right = search(
+            Asked(
+                scores=lambda t, p=prompt: (  # type: ignore[misc]
+                    reference.logits((*p, *t))[-1].float().log_softmax(-1).tolist()
+                ),
+                ends=lambda t: len(t) >= COUNT or t[-1] in ENDS,
+                max_new_tokens=COUNT,
+                num_eos=len(ENDS),
+                **wanted,
+            )
+        )
+        if one.token_ids != list(right[0][0]):
+            raise WrongError(
+                f"finds {one.token_ids} behind {len(prompt)} tokens, and beam search "
+                f"{list(right[0][0])}"
+            )
+
+
+def _setting(subject: Subject, name: str, _: object) -> None:
+    """It runs with the setting, and what was asked for is seen in the text."""
+    wanted = asked(name, subject.backend.capabilities.settings, 0)
+    if wanted is None:
+        return
+    with engine_with(subject, exact(subject.seed)) as (engine, _):
+        found = engine.generate([*PROMPTS], **{"max_new_tokens": 10, **wanted})
+    _complete(found)
+    for one in found:
+        for what, is_so in _SEEN.items():
+            if what == name and not is_so(one.token_ids):
+                raise WrongError(
+                    f"the text {one.token_ids} was made with {name}={wanted[name]!r:.60}"
+                )
+
+
+_SEEN: dict[str, Any] = {
+    "bad_words_ids": lambda text: all(token % 2 for token in text),
+    "logits_processor": lambda text: all(token % 2 == 0 for token in text),
+    "min_new_tokens": lambda text: len(text) >= 5,
+    "suppress_tokens": lambda text: min(text) >= 40,
+    "prefix_allowed_tokens_fn": lambda text: all(
+        b in [(a * step + 3) % 97 for step in (1, 2, 5, 7)] for a, b in itertools.pairwise(text)
+    ),
+}

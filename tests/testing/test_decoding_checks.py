@@ -1,0 +1,83 @@
+"""The checks of decodings: right ones pass, and each of the zoo is caught by its fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from decoding import BY_HAND, SEARCHING, ZOO, Lookup, of
+from wrong import Wrong, caught, is_named, judged
+
+from jackfield.contracts import Decoding, DecodingCapabilities, Strategy
+from jackfield.testing.checks import Verdict, failures
+from jackfield_plugins.decoding.assisted import Assisted
+from jackfield_plugins.decoding.beam import Beam
+from jackfield_plugins.decoding.prompt_lookup import PromptLookup
+from jackfield_plugins.decoding.sample import Sample
+
+SAMPLE = (
+    "no bound on drafts", "the last one's drafts for all", "begins with the last token",
+    "keeps sequences after release", "changes an early token of a long text",
+    "does not ask for rollback", "another beam's score", "no length penalty",
+)  # fmt: skip
+
+
+class Again(Strategy):
+    """The last token once more: a guess that is seldom right."""
+
+    def propose(self, sequences: Any, max_drafts: Any) -> Any:
+        return [sequence.tokens[-1:] for sequence in sequences]
+
+
+class Bare(Decoding):
+    """Honours nothing but what the loop does."""
+
+    name = "bare"
+    capabilities = DecodingCapabilities()
+
+    def bind(self, context: Any) -> Strategy:
+        return Again()
+
+
+RIGHT: dict[str, Callable[[], Decoding]] = {
+    "sample": Sample, "assisted": Assisted, "beam": Beam, "prompt_lookup": PromptLookup,
+    "lookup": of(Lookup), "again": of(Again), "bare": Bare,
+}  # fmt: skip
+
+
+def told(found: list[Verdict]) -> list[tuple[str, str]]:
+    return [(one.name, one.message) for one in failures(found)]
+
+
+def test_a_right_decoding_of_few_capabilities_passes() -> None:
+    assert told(judged(Bare)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_decodings_pass(name: str) -> None:
+    assert told(judged(RIGHT[name])) == []
+
+
+def assert_caught(wrong: Wrong) -> None:
+    found = caught(wrong)
+    assert found is not None, f"{wrong} was not caught"
+    assert is_named(wrong, found), found
+
+
+@pytest.mark.parametrize("wrong", [w for w in BY_HAND + SEARCHING if w.name in SAMPLE], ids=str)
+def test_a_wrong_decoding_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", ZOO, ids=str)
+def test_the_whole_zoo_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+def test_the_sample_and_the_names_are_what_they_seem() -> None:
+    names = [wrong.name for wrong in ZOO]
+    assert len(set(names)) == len(names)
+    assert set(SAMPLE) <= set(names)
