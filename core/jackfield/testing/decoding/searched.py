@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +28,8 @@ def checks(subject: Subject) -> Iterator[Check]:
     if own.settings >= EXACT:
         yield Check("texts.exact", "settings: num_beams", lambda c: _exactly(subject, c), CACHES)
     for name in sorted(own.settings & EVERY):
-        yield Check(
-            f"settings.{name}", f"settings: {name}", functools.partial(_setting, subject, name)
-        )
+        run = functools.partial(_setting, subject, name)
+        yield Check(f"settings.{name}", f"settings: {name}", run)
 
 
 def _logits(subject: Subject, cache: str) -> str:
