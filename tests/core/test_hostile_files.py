@@ -227,11 +227,20 @@ def test_a_tokenizer_that_panics_is_named(folder: Path, monkeypatch: pytest.Monk
         jackfield.load(folder)
 
 
-def test_a_tokenizer_without_a_vocabulary(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "error", "said"),
+    [
+        ({}, CheckpointError, "has no vocabulary, so every text would be unknown to it"),
+        ({"q1": 5, "q2": 6}, PromptError, "the prompt cannot be read: WordLevel error"),
+    ],
+)
+def test_a_tokenizer_without_the_words_of_a_text(
+    folder: Path, vocabulary: dict[str, int], error: type[Exception], said: str
+) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] = {}
+    tokenizer["model"]["vocab"] = vocabulary
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(PromptError, match="the prompt cannot be read: WordLevel error"):
+    with pytest.raises(error, match=said):
         run(folder)
 
 
