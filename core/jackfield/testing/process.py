@@ -109,6 +109,7 @@ def _child(
             stderr=subprocess.STDOUT,
             pass_fds=(write,),
             start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # small models: threads wait for others
         )
     os.close(write)
     try:
