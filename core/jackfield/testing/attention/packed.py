@@ -101,7 +101,8 @@ def called(
     job: Job, pieces: Seq[Piece], case: Case, layer: PackedLayer, subject: Subject
 ) -> list[torch.Tensor]:
     """The output of each sequence, `[queries, heads, value_dim]`; raises as for padded calls."""
-    assert job.bound.packed is not None
+    if job.bound.packed is None:
+        raise WrongError("it declares the packed layout, and bind returns no `packed` function")
     given = keywords(job, pieces[0], case, capabilities_of(subject).features)
     with torch.inference_mode():
         query = steps.queries_of(pieces, case.packed)
@@ -169,8 +170,3 @@ def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
             Situation(subject, jobs, sinks),
             cases=[Case(p, Needs(sinks=True, spread=wide)) for p in SOME],
         )  # fmt: skip
-
-
-def bound_without_packed(job: Job) -> None:
-    if job.bound.packed is None:
-        raise WrongError("declares the packed layout, and bind returns no `packed` function")

@@ -1,0 +1,68 @@
+"""The checks of attentions: right ones pass, and each of the zoo is caught by its fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attention import PLAIN, ZOO, of
+from right_attention import Right
+from wrong import Wrong, caught, is_named, judged
+
+from jackfield.testing.checks import failures
+from jackfield_plugins.attention.cpu_decode import CpuDecodeAttention
+from jackfield_plugins.attention.eager import EagerAttention
+from jackfield_plugins.attention.flex import FlexAttention
+from jackfield_plugins.attention.sdpa import SdpaAttention
+
+SAMPLE = (
+    "no scaling", "no softcap", "no sinks", "heads in turn", "not transposed", "ignores the mask",
+    "queries begin at 0", "changes its query", "one piece of memory", "no window in pages",
+    "pages in a row", "keys gathered once a step", "reads what nobody wrote",
+)  # fmt: skip
+
+FEW = of(
+    features=frozenset(), layouts=("padded",), dtypes=frozenset({"float32"}),
+    head_dims=frozenset({12, 16}),
+)  # fmt: skip
+
+
+def test_one_that_can_do_little_passes() -> None:
+    """What it does not declare is refused, and counts as that."""
+    found = judged(FEW)
+    assert [(one.name, one.message) for one in failures(found)] == []
+    assert sum(one.outcome == "refused" for one in found) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "backend",
+    [Right, of(features=PLAIN, layouts=("packed",)), SdpaAttention, EagerAttention, FlexAttention,
+     CpuDecodeAttention],
+    ids=["right", "pages only", "sdpa", "eager", "flex", "cpu_decode"],
+)  # fmt: skip
+def test_right_ones_pass(backend: Any) -> None:
+    assert [(one.name, one.message) for one in failures(judged(backend))] == []
+
+
+def assert_caught(wrong: Wrong) -> None:
+    found = caught(wrong)
+    assert found is not None, f"{wrong} was not caught"
+    assert is_named(wrong, found), found
+
+
+@pytest.mark.parametrize("wrong", [w for w in ZOO if w.name in SAMPLE], ids=str)
+def test_a_wrong_attention_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", ZOO, ids=str)
+def test_the_whole_zoo_is_caught(wrong: Wrong) -> None:
+    assert_caught(wrong)
+
+
+def test_names_are_unique_and_the_sample_is_there() -> None:
+    names = [wrong.name for wrong in ZOO]
+    assert len(set(names)) == len(names)
+    assert set(SAMPLE) <= set(names)

@@ -1,0 +1,225 @@
+"""Wrong kernels: what an honest author gets wrong, and what no author should do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import right_kernel as right
+import torch
+from mutation import mutants
+from wrong import Wrong
+
+from jackfield.contracts import FusedLayer, Kernel, KernelCapabilities
+
+
+def of(make: Any = None, has: Any = None, **more: Any) -> Callable[[], Kernel]:
+    """A right kernel with another `make`; `more` are capabilities, `has` other methods."""
+
+    class Wronged(Kernel):
+        name = "wrong"
+        capabilities = KernelCapabilities(devices=frozenset({"cpu"}), **more)
+
+        def fits(self, module: Any, options: Any) -> bool:
+            return type(module).__name__ == "LlamaRMSNorm"
+
+        def bind(self, context: Any) -> Any:
+            return FusedLayer(make or right.make)
+
+    for name, member in (has or {}).items():
+        setattr(Wronged, name, member)
+    return Wronged
+
+
+def doing(forward: Callable[[Any, Any], Any], **more: Any) -> Callable[[], Kernel]:
+    """`forward(module, rows)`."""
+    return of(lambda module: lambda rows: forward(module, rows), **more)
+
+
+def right_of(module: Any, rows: Any) -> Any:
+    return right.make(module)(rows)
+
+
+def changed(change: Callable[[Any], Any], **more: Any) -> Callable[[], Kernel]:
+    return doing(lambda module, rows: change(right_of(module, rows)), **more)
+
+
+def _in_place(module: Any, rows: Any) -> Any:
+    out = right_of(module, rows)
+    rows.copy_(out)
+    return out
+
+
+def _into_input(module: Any, rows: Any) -> Any:
+    rows *= 1.5
+    return right_of(module, rows)
+
+
+def _first_column_only(module: Any, rows: Any) -> Any:
+    out = right_of(module, rows)
+    return torch.cat([out[..., :128], torch.zeros_like(out[..., 128:])], -1)
+
+
+def _first_rows_only(module: Any, rows: Any) -> Any:
+    out = right_of(module, rows).clone()
+    out.view(-1, out.shape[-1])[64:] = 0
+    return out
+
+
+def _flat(module: Any, rows: Any) -> Any:
+    return right_of(module, rows.reshape(-1, rows.shape[-1]))
+
+
+def _as_if_dense(module: Any, rows: Any) -> Any:
+    dense = rows.as_strided(rows.shape, torch.empty(rows.shape).stride())
+    return right_of(module, dense)
+
+
+def _over_all(module: Any, rows: Any) -> Any:
+    wide = rows.float()
+    scale = torch.rsqrt((wide * wide).mean() + module.variance_epsilon)
+    return module.weight * (wide * scale).to(rows.dtype)
+
+
+def _own_dtype(module: Any, rows: Any) -> Any:
+    return module.weight * rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + 1e-6)
+
+
+def _layer_norm(module: Any, rows: Any) -> Any:
+    return right_of(module, rows - rows.float().mean(-1, keepdim=True).to(rows.dtype))
+
+
+def _half(module: Any, rows: Any) -> Any:
+    return right_of(module, rows.to(torch.bfloat16).to(rows.dtype))
+
+
+def _copies(module: Any) -> Any:
+    weight = module.weight.detach().clone()
+    return lambda rows: weight * right.normed(rows, module.variance_epsilon).to(rows.dtype)
+
+
+class Last:
+    """Each function has the weight of the layer that was made last."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+
+    def __call__(self, module: Any) -> Any:
+        self.module = module
+        return lambda rows: right_of(self.module, rows)
+
+
+def _buffered(module: Any) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def forward(rows: Any) -> Any:
+        out = right_of(module, rows)
+        own = kept.setdefault((out.shape, out.dtype), torch.empty_like(out))
+        own.copy_(out)
+        return own
+
+    return forward
+
+
+def _first(module: Any) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def forward(rows: Any) -> Any:
+        if rows.shape not in kept:
+            kept[rows.shape] = right_of(module, rows)
+        return kept[rows.shape]
+
+    return forward
+
+
+def _scale_kept(module: Any) -> Any:
+    kept: dict[Any, Any] = {}
+
+    def forward(rows: Any) -> Any:
+        wide = rows.float()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.variance_epsilon)
+        scale = kept.setdefault(rows.shape, scale)
+        return module.weight * (wide * scale).to(rows.dtype)
+
+    return forward
+
+
+def _writes_weight(module: Any, rows: Any) -> Any:
+    out = right_of(module, rows)
+    module.weight.data *= 1.001
+    return out
+
+
+def _by_batch(module: Any, rows: Any) -> Any:
+    out = right_of(module, rows)
+    return out * (1 + 2e-7 * (rows.numel() // rows.shape[-1] % 7)) if rows.shape[0] > 1 else out
+
+
+def _with_weights_only(self: Any, module: Any, options: Any) -> bool:
+    name = type(module).__name__ == "LlamaRMSNorm"
+    return name and not module.weight.is_meta
+
+
+BY_HAND: tuple[Wrong, ...] = (
+    Wrong("no weight", doing(lambda m, r: right.normed(r, 1e-6).to(r.dtype)), "weight is left out"),
+    Wrong("one more than the weight", doing(lambda m, r: (1 + m.weight) * right.normed(
+        r, m.variance_epsilon).to(r.dtype)), "1 is added"),
+    Wrong("no epsilon", doing(lambda m, r: m.weight * right.normed(r, 0.0).to(r.dtype)),
+          "finite|times|off by"),
+    Wrong("a large epsilon", doing(lambda m, r: m.weight * right.normed(r, 1e-3).to(r.dtype)),
+          "times|off by"),
+    Wrong("a sum for a mean", doing(lambda m, r: m.weight * right.normed(
+        r, m.variance_epsilon).to(r.dtype) / r.shape[-1] ** 0.5), "times what it should be"),
+    Wrong("one scale for all rows", doing(_over_all), "times what it should be|off by"),
+    Wrong("in its own dtype", doing(_own_dtype), "finite|off by|all 0"),
+    Wrong("in bfloat16", doing(_half), "off by"),
+    Wrong("a layer norm", doing(_layer_norm), "off by"),
+    Wrong("not normalized", doing(lambda m, r: m.weight * r), "off by"),
+    Wrong("the input", doing(lambda m, r: r.clone()), "the input, unchanged"),
+    Wrong("the very input", doing(lambda m, r: r), "memory of its input|unchanged"),
+    Wrong("all 0", changed(torch.zeros_like), "all 0"),
+    Wrong("columns beyond 128 forgotten", doing(_first_column_only), "from column 128 on"),
+    Wrong("rows beyond 64 forgotten", doing(_first_rows_only), "all 0"),
+    Wrong("rows in reverse", changed(lambda out: out.flip(-2)), "what row .* should be|off by"),
+    Wrong("the first row for all", changed(lambda out: out[..., :1, :].expand_as(out).clone()),
+          "what row 0 should be|off by"),
+    Wrong("rows of a batch flattened", doing(_flat), "is due"),
+    Wrong("strides ignored", doing(_as_if_dense), "off by"),
+    Wrong("in float32 always", changed(lambda out: out.float()), "float32"),
+    Wrong("into its input", doing(_in_place), "changes its input"),
+    Wrong("scales its input", doing(_into_input), "changes its input"),
+    Wrong("writes into the weight", doing(_writes_weight), "changes its parameter|off by"),
+    Wrong("a copy of the weight", of(_copies), "copy"),
+    Wrong("the weight of the last layer", of(Last()), "off by"),
+    Wrong("one piece of memory", of(_buffered), "used again"),
+    Wrong("what it gave first", of(_first), "off by|input of"),
+    Wrong("the scale it had first", of(_scale_kept), "off by|times"),
+    Wrong("bits by the batch", doing(_by_batch, batch_invariant=True), "other bits"),
+    Wrong("raises for three dimensions", doing(
+        lambda m, r: right_of(m, r) if r.dim() < 3 else 1 / 0),
+          "ZeroDivision"),
+    Wrong("ends the process", doing(lambda m, r: os._exit(3)), "ended the process"),
+    Wrong("nothing", doing(lambda m, r: None), "must return a tensor"),
+    Wrong("a pair", changed(lambda out: (out, None)), "must return a tensor"),
+    Wrong("makes nothing", of(lambda module: None), "return a function"),
+    Wrong("fits only weights that are there", of(has={"fits": _with_weights_only}),
+          "with weights and not before"),
+    Wrong("fits with a name", of(has={"fits": lambda s, m, o: type(m).__name__}),
+          "True or False"),
+    Wrong("accepts everything", of(dtypes=frozenset({"float32"}), has={
+        "refuse": lambda s, r, o: []}), "not declared"),
+    Wrong("leaves threads", changed(lambda out: (torch.set_num_threads(3), out)[1]), "threads"),
+    Wrong("draws random numbers", changed(lambda out: out + 0 * torch.rand(1).to(out)), "random"),
+)  # fmt: skip
+
+
+def grown(count: int | None = None, seed: int = 0) -> tuple[Wrong, ...]:
+    """Mutants of the right kernel."""
+    return tuple(
+        Wrong(mutant.what, lambda m=mutant: m.module().Right(), "")  # type: ignore[misc]
+        for mutant in mutants(right, count, seed)
+    )
+
+
+ZOO: tuple[Wrong, ...] = BY_HAND
