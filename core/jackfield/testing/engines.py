@@ -59,11 +59,14 @@ class Computed:
 def engine_with(
     subject: Subject, model: Any, **arguments: Any
 ) -> Iterator[tuple[Engine, Computed]]:
-    """An engine of a live `model`, on the subject's device, in which `subject` is chosen.
+    """An engine of a `model`, live or named, on the subject's device, in which `subject` is chosen.
 
     `arguments` are those of `jackfield.load`. Raises what that raises.
     """
-    model.to(subject.device)
+    if isinstance(model, str):  # it is loaded now
+        arguments = {"device_map": subject.device, **arguments}
+    else:
+        model.to(subject.device)
     chosen: Any = {ARGUMENTS[subject.kind]: subject.selection, **arguments}
     with load(model, **chosen) as engine:
         yield engine, watched(engine)
