@@ -77,8 +77,12 @@ class Compiled:
 
     def check(self, given: tuple[Any, ...], what: str) -> None:
         """Compare what it says with the model itself, in float64."""
-        found: Any = self(*given)
         right = _exact(self.model, given)
+        kept = [None if t is None else t.clone() for t in given]
+        found: Any = self(*given)
+        for one, other, name in zip(given, kept, ("ids", "positions", "columns"), strict=True):
+            if one is not None and not torch.equal(one, other):
+                raise WrongError(f"{what}: changes the {name} that it was lent")
         if not isinstance(found, torch.Tensor) or found.shape != right.shape:
             got = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise WrongError(f"{what}: returns {got}, where logits {list(right.shape)} are right")
@@ -171,13 +175,9 @@ def _shapes(subject: Subject, dtype: str) -> str:
         before = compiled.compilation.graphs
         for number, shape in enumerate(SHAPES):
             given = inputs(shape, number)
-            kept = [None if t is None else t.clone() for t in given]
             rows, width, columns = shape
             where = f"{rows} rows of {width}, {'all' if columns is None else len(columns)} columns"
             compiled.check(given, f"{dtype}, {where}")
-            for one, other, name in zip(given, kept, ("ids", "positions", "columns"), strict=True):
-                if one is not None and other is not None and not torch.equal(one, other):
-                    raise WrongError(f"{dtype}, {where}: changes the {name} that it was lent")
         graphs = compiled.compilation.graphs
         if graphs < 1:
             raise WrongError("ran compiled steps, and `graphs` counts none")
