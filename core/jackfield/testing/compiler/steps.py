@@ -81,7 +81,7 @@ class Compiled:
         kept = [None if t is None else t.clone() for t in given]
         found: Any = self(*given)
         for one, other, name in zip(given, kept, ("ids", "positions", "columns"), strict=True):
-            if one is not None and not torch.equal(one, other):
+            if one is not None and other is not None and not torch.equal(one, other):
                 raise WrongError(f"{what}: changes the {name} that it was lent")
         if not isinstance(found, torch.Tensor) or found.shape != right.shape:
             got = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
