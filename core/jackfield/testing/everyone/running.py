@@ -209,11 +209,11 @@ def _memory(subject: Subject, _: object) -> str:
         before = _tensors()
 
         def requests() -> None:
-            for _ in range(4):
+            for _ in range(2):
                 _texts(engine)
 
-        each = growth(requests) / 4 / len(PROMPTS)
-        more = (_tensors() - before) / 20 / len(PROMPTS)
+        each = growth(requests) / 2 / len(PROMPTS)
+        more = (_tensors() - before) / 10 / len(PROMPTS)
     if each > 2000:
         raise WrongError(f"{each:.0f} bytes of memory stay of each request that has ended")
     if more >= 1:
