@@ -211,9 +211,12 @@ def _rounds(bench: Bench, driver: Driver, length: int) -> str:
             driver.admit(own, most=16)
         for _ in range(4):
             driver.step()
-        if (
-            driver.copies and len(driver.running) > 1
-        ):  # who is dropped is gone, and nobody releases it
+        if driver.cache.continuous:  # who comes back has what it had, and no more memory
+            driver.preempt(driver.running[0])
+            driver.resume(driver.aside[0])
+            driver.step()
+        several = len(driver.running) > 1
+        if driver.copies and several:  # who is dropped is gone, and nobody releases it
             driver.fork([driver.running[0]], dropped=[driver.running[1]])
             driver.step()
         driver.release_all()
