@@ -34,7 +34,7 @@ class TiledSoftcapBackend(Attention):
         layouts=frozenset({"padded", "packed"}),
         dtypes=frozenset({"bfloat16", "float16", "float32"}),
         devices=frozenset({"cuda", "cpu"}),  # a CPU in Triton's interpreter only
-        head_dims=frozenset(range(1, 257)),  # a program holds a whole head
+        head_dims=frozenset(range(2, 257, 2)),  # a program holds a whole head
         features=frozenset(
             {"grouped_query", "sliding_window", "softcap"}
         ),  # the window is in the mask

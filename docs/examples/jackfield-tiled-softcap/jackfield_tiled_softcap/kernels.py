@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from jackfield.errors import ExecutionError
 
 BLOCK = 32  # queries and keys of a tile
 
@@ -61,7 +62,9 @@ def attend(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend`."""
+    """As `reference.attend`, without gradients."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise ExecutionError("this kernel computes no gradients; run under torch.no_grad()")
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1:3]
     out = query.new_empty(rows, queries, heads, head_dim)
