@@ -19,7 +19,7 @@ from jackfield.testing.models import VOCAB
 from jackfield.testing.subject import Subject
 
 CAPABILITY = "rollback"
-LONG = 3000  # tokens
+LONG = 6000  # tokens
 SLOW = 0.1  # seconds of processor time, for one call
 EVIDENCE = 5  # drafts of three tokens and more, before their place is judged
 
