@@ -96,7 +96,7 @@ def _dtype(subject: Subject, dtype: str) -> None:
 
 def _head_dim(subject: Subject) -> None:
     sizes = capabilities_of(subject).head_dims or frozenset()
-    odd = next(size for size in (14, 20, 22, 26) if size not in sizes)
+    odd = next(size for size in (14, 20, 22, 26, 258, 514) if size not in sizes)
     _need(subject, head_dims=(odd,))
     config = config_of("plain", head_dim=odd)
     _planned(subject, config, f"heads of {odd}")
