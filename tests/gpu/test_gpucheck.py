@@ -50,7 +50,7 @@ RIGHT = {
         "paged, triton, against generate_batch",
     },
     "prefill": {"16 tokens: generate", "16 tokens: paged, triton"},
-    "check": {"kernel cpu-rms-norm", "scheduler fifo"},
+    "check": {"kernel cpu-rms-norm"},
 }
 
 

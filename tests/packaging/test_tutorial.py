@@ -96,6 +96,7 @@ def held(found: dict[str, Any]) -> None:
     assert found["machine_seconds"] < LIMIT, found["machine_seconds"]
 
 
+@pytest.mark.long
 def test_a_scheduler_is_written_and_proven(environment: Fresh, tmp_path: Path) -> None:
     held(new_to_checked(environment, tmp_path, "scheduler"))
 

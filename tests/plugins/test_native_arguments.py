@@ -52,7 +52,13 @@ def takes_addresses(source: Path) -> bool:
 
 def test_nobody_who_hands_over_addresses_is_left_out() -> None:
     sources = [*ROOT.glob("plugins/**/*.py"), *ROOT.glob("core/**/*.py")]
-    found = {str(path.relative_to(ROOT)) for path in sources if takes_addresses(path)}
+    kit = ROOT / "core/jackfield/testing"  # which compares addresses, and hands none to anybody
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if takes_addresses(path)
+        and (kit not in path.parents or "ctypes" in path.read_text("utf-8"))
+    }
     assert found == set(READERS)
     kinds = [kind for kinds in READERS.values() if isinstance(kinds, tuple) for kind in kinds]
     assert all(any(kind in title for title in ENTRIES) for kind in kinds)

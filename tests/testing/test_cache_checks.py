@@ -69,7 +69,7 @@ def found_of(subject: Any, patterns: tuple[str, ...]) -> list[Verdict]:
 def test_the_built_in_caches_pass(selection: str) -> None:
     found = found_of(subject_of(f"plugin:{selection}", "cache"), BRIEFLY)
     assert told(found) == []
-    assert sum(one.outcome == "passed" for one in found) > 10
+    assert sum(one.outcome == "passed" for one in found) > 5
 
 
 @pytest.mark.long

@@ -28,7 +28,10 @@ def test_a_right_one_of_few_dtypes_passes() -> None:
 
 def test_one_that_fits_no_layer_here_is_not_tried() -> None:
     found = judged(of(has={"fits": lambda self, module, options: False}))
-    assert [one.name for one in found if one.outcome == "not tried"] == ["layers"]
+    untried = [one.name for one in found if one.outcome == "not tried"]
+    assert [name for name in untried if not name.startswith(("everyone.", "running."))] == [
+        "layers"
+    ]
 
 
 @pytest.mark.long

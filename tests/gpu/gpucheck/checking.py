@@ -25,7 +25,7 @@ ON_A_GPU = (
     ("attention", "flash_attention_2"),
     ("attention", "flash_attention_3"),
 )
-ON_A_PROCESSOR = (("kernel", "cpu-rms-norm"), ("scheduler", "fifo"))
+ON_A_PROCESSOR = (("kernel", "cpu-rms-norm"),)
 
 
 def run(bench: Bench) -> None:

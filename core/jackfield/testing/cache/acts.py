@@ -198,6 +198,7 @@ def shared(driver: Driver, length: int) -> None:
     _alike(driver, [*same, 1, 2, 3])
     driver.step()
     driver.release(first)
+    _alike(driver, [same[0] + 1, *same[1:], 4])  # the same pages behind another beginning
     _alike(driver, same)
     _alike(driver, [*same[: length // 2], *driver.tokens(length)])
     for _ in range(4):
