@@ -117,7 +117,8 @@ def _saved(loads: Loads, name: str, dtype: str) -> str:
                     f"what it saved is read by {choice.registered} where nobody names a quantizer"
                 )
             planned = again.plan.requirements.weight_bytes
-            if (held := loaded_bytes(again.model)) != planned and _promises(loads, again):
+            held = loaded_bytes(again.model, loads.subject.registered)
+            if held != planned and _promises(loads, again):
                 raise WrongError(
                     f"read again it holds {held:,} bytes, where weight_bytes promised {planned:,}"
                 )

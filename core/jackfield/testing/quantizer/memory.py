@@ -55,24 +55,25 @@ def _bytes(loads: Loads, name: str, dtype: str) -> str:
         raise NotTriedError("weight_bytes promises nothing, so plans take the model for whole")
     with loads.another(loads.original(name).folder, **loads.arguments(dtype)) as engine:
         for when, more in (("once it is loaded", 0), ("after its first step", planned // 100)):
-            held = loaded_bytes(engine.model)
+            held = loaded_bytes(engine.model, loads.subject.registered)
             if not planned <= held <= planned + more:
                 raise WrongError(
                     f"weight_bytes promised {planned:,} bytes in {dtype}, and {held:,} are held "
-                    f"{when} ({_largest(engine.model)})"
+                    f"{when} ({_largest(loads, engine.model)})"
                 )
             engine.generate(PROMPTS, max_new_tokens=2)
     return f"{planned:,} bytes"
 
 
-def _largest(model: nn.Module) -> str:
+def _largest(loads: Loads, model: nn.Module) -> str:
     """The layer that holds most, and of what."""
     sizes = {
-        path: sum(t.nbytes for t in tensors_of(module)) for path, module in model.named_modules()
+        path: sum(t.nbytes for t in tensors_of(module, loads.subject.registered))
+        for path, module in model.named_modules()
     }
     path = max(sizes, key=lambda key: sizes[key] if ".layers." in key else 0)
     parts = [f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in
-             tensors_of(model.get_submodule(path))]  # fmt: skip
+             tensors_of(model.get_submodule(path), loads.subject.registered)]  # fmt: skip
     return f"{path}: {', '.join(parts)}"
 
 
@@ -90,7 +91,8 @@ def _what_is_new(loads: Loads, name: str, dtype: str) -> str:
     with loads.another(loads.original(name).folder, **loads.arguments(dtype)) as engine:
         engine.generate(PROMPTS, max_new_tokens=2)
         gc.collect()
-        own = {_place(t) for module in engine.model.modules() for t in tensors_of(module)}
+        whose = loads.subject.registered
+        own = {_place(t) for module in engine.model.modules() for t in tensors_of(module, whose)}
         own |= {_place(t) for t in (*engine.model.parameters(), *engine.model.buffers())}
         stray = [t for t in _alive() if _place(t) not in own]
         smallest = min(m.numel() for m in loads.original(name).matrices.values())
