@@ -484,3 +484,14 @@ def test_ten_engines_with_the_compiler_of_the_guide(
         assert [found.token_ids] == expected
         assert compiled is not None
         assert compiled.graphs >= 1
+
+
+def test_what_another_engine_compiles_is_not_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's word for it is one of the whole process."""
+    model = build("llama", torch.float32)
+    arguments: Any = {"compile": "inductor?backend=eager", "cache_implementation": "paged"}
+    with jackfield.load(model, **arguments) as engine:
+        expected = [c.token_ids for c in engine.generate(prompts((5, 9)), max_new_tokens=5)]
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        found = [c.token_ids for c in engine.generate(prompts((5, 9)), max_new_tokens=5)]
+    assert found == expected

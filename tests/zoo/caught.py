@@ -28,7 +28,7 @@ def row(kind: str, zoo: tuple[Wrong, ...]) -> str:
         print(f"{kind}: caught, and its fault not named: {wrong}", file=sys.stderr)
     share = 1 - len(missed) / len(zoo)
     named = len(zoo) - len(missed) - len(unnamed)
-    return f"| {kind} | {len(zoo)} | {len(zoo) - len(missed)} | {share:.0%} | {named} |"
+    return f"| {kind} | {len(zoo)} | {len(zoo) - len(missed)} | {share:.1%} | {named} |"
 
 
 def main(kinds: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.opaque import Comparison, OpaqueStep, within
+from jackfield.bridge.opaque import Comparison, OpaqueStep, tracing, within
 from jackfield.bridge.recorded import RecordedSteps
 from jackfield.bridge.requirements import attention_modules, layer_types
 from jackfield.bridge.step_trial import StepTrial
@@ -58,7 +58,7 @@ class CompiledForward:
         self._kinds = layer_types(model.config)
         self._uncompiled = forward_of(model)
         self._step = step = _step_of(model, "logits_to_keep" in parameters)
-        with guarded(registered, "compile"):
+        with guarded(registered, "compile"), tracing():
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):
             what = "the very step" if self._compiled is step else quoted(self._compiled)

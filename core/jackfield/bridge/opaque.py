@@ -8,8 +8,9 @@ part of what is compiled. Which step a call belongs to is known by the thread th
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,7 @@ def cut_to(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
 
 class _Now(threading.local):
     step: OpaqueStep | Comparison | None = None
+    tracing = False
 
 
 _now = _Now()
@@ -114,13 +116,33 @@ class within:  # noqa: N801 - reads as a word of the language
         _now.step = self._before
 
 
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """While it is open, this thread's compiler may read a step."""
+    before, _now.tracing = _now.tracing, True
+    try:
+        yield
+    finally:
+        _now.tracing = before
+
+
+def _is_read() -> bool:
+    """Whether a compiler reads this call.
+
+    What torch says outside of Dynamo is of the whole process: of another engine's compiler, too.
+    """
+    return torch.compiler.is_dynamo_compiling() or (
+        torch.compiler.is_compiling() and (_now.tracing or isinstance(_now.step, OpaqueStep))
+    )
+
+
 def opaque(attend: Attend) -> Attend:
     """`attend`, which becomes one operator where a compiler reads it."""
 
     def forward(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_read():
             return _operator(query, key, value, module.layer_idx, *_travelling(kwargs)), None
         step = _now.step
         if isinstance(step, OpaqueStep):
@@ -139,7 +161,7 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
     """`mask`, which makes none where a compiler reads it; see `OpaqueStep.masks`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        return None if torch.compiler.is_compiling() else mask(*args, **kwargs)
+        return None if _is_read() else mask(*args, **kwargs)
 
     return made
 
