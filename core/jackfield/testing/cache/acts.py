@@ -259,15 +259,20 @@ def failed_step(driver: Driver, length: int) -> None:
         driver.admit(length + 3)
         if layers:
             driver.step()
-        items = [
-            ScheduledSequence(s, s.num_cached, len(s.tokens) - s.num_cached) for s in driver.running
-        ]
-        driver.done.append(f"fail in a step after {layers} layers")
-        step = Step(items)
-        driver.cache.fits(step)
-        driver.run(step, layers)
+        fail(driver, layers)
         driver.release_all()
     again(driver, length)
+
+
+def fail(driver: Driver, layers: int) -> None:
+    """A step of all that run, without `commit`; whoever calls it releases them."""
+    items = [
+        ScheduledSequence(s, s.num_cached, len(s.tokens) - s.num_cached) for s in driver.running
+    ]
+    driver.done.append(f"fail in a step after {layers} layers")
+    step = Step(items)
+    driver.cache.fits(step)
+    driver.run(step, layers)
 
 
 def never_admitted(driver: Driver, length: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jackfield.contracts import Cache, KVCache
+from jackfield.testing.cache import acts
 from jackfield.testing.cache.bench import Bench, model_of
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.scenes import BEAMS
@@ -219,6 +220,7 @@ def _rounds(bench: Bench, driver: Driver, length: int) -> str:
         if driver.copies and several:  # who is dropped is gone, and nobody releases it
             driver.fork([driver.running[0]], dropped=[driver.running[1]])
             driver.step()
+        acts.fail(driver, 1)
         driver.release_all()
         driver.cache.forget()
         driver.judge.texts.clear()
