@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from jackfield.errors import SelectionError
@@ -43,3 +46,11 @@ def test_a_name_of_several_kinds_wants_its_kind() -> None:
         subject_of("plugin:sdpaa")
     with pytest.raises(SelectionError, match="there is no kind 'tension'"):
         subject_of("plugin:sdpa", "tension")
+
+
+def test_files_of_checks_are_in_a_temporary_folder(tmp_path: Path) -> None:
+    subject = subject_of("plugin:fifo")
+    assert subject.folder.is_relative_to(tempfile.gettempdir())
+    assert subject.folder != subject_of("plugin:fifo").folder
+    assert [*subject.folder.iterdir()] == []
+    assert subject_of("plugin:fifo", folder=tmp_path).folder == tmp_path

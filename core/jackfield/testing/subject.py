@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import random
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +24,13 @@ from jackfield.spelling import Selection, parse
 UNINSTALLED = "under-test"
 
 
+def _temporary() -> Path:
+    """A folder that is gone when the process ends."""
+    folder = tempfile.mkdtemp(prefix="jackfield-check-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A backend under test.
@@ -29,7 +39,7 @@ class Subject:
         registered: The backend, and whose it is.
         options: An instance of its own options.
         selection: What selects it in `jackfield.load`: ``plugin:distribution/name?option=value``.
-        folder: For files of the checks; empty.
+        folder: For files of the checks; empty. By default a temporary one.
         seed: All random numbers of the checks come from it.
         device: A torch device type.
     """
@@ -37,7 +47,7 @@ class Subject:
     registered: Registered
     options: Any
     selection: str
-    folder: Path = field(default_factory=Path)
+    folder: Path = field(default_factory=_temporary)
     seed: int = 0
     device: str = "cpu"
 
@@ -55,7 +65,11 @@ class Subject:
 
 
 def subject_of(
-    selection: str, kind: str | None = None, folder: Path = Path(), seed: int = 0, device: str = ""
+    selection: str,
+    kind: str | None = None,
+    folder: Path | None = None,
+    seed: int = 0,
+    device: str = "",
 ) -> Subject:
     """The installed backend that `selection` names.
 
@@ -66,9 +80,8 @@ def subject_of(
     parsed = parse(selection)
     found = _found(parsed, kind)
     where = Selection(found.name, found.distribution, parsed.arguments)
-    return Subject(
-        found, found.options(parsed.arguments), str(where), folder, seed, device or "cpu"
-    )
+    options, folder = found.options(parsed.arguments), folder or _temporary()
+    return Subject(found, options, str(where), folder, seed, device or "cpu")
 
 
 def _found(parsed: Selection, kind: str | None) -> Registered:
