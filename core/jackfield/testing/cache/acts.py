@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.checks import WrongError
+
+
+def _admitted(driver: Driver, tokens: Seq[int] | int, *, salt: str = "") -> Sequence:
+    """A sequence that enters: there is room for the few of these acts."""
+    if (sequence := driver.admit(tokens, salt=salt)) is None:
+        raise WrongError(f"admit says no beside {len(driver.running)} short sequences")
+    return sequence
 
 
 def prompt(driver: Driver, length: int) -> None:
@@ -38,7 +46,7 @@ def chunks(driver: Driver, size: int) -> None:
 
 def ragged(driver: Driver, lengths: tuple[int, ...]) -> None:
     """Rows of several lengths, which leave one after the other."""
-    made = [driver.admit(length) for length in lengths]
+    made = [_admitted(driver, length) for length in lengths]
     driver.step()
     for sequence in [*made[1::2], *made[:1]]:
         driver.step()
@@ -70,9 +78,7 @@ def joins(driver: Driver, length: int) -> None:
 
 def waits(driver: Driver, length: int) -> None:
     """A sequence that takes no part in some steps."""
-    first, second = driver.admit(length), driver.admit(length + 4)
-    assert first is not None
-    assert second is not None
+    first, second = _admitted(driver, length), _admitted(driver, length + 4)
     driver.step()
     for number in range(8):
         waiting = (first, second)[number // 3 % 2]
@@ -83,8 +89,7 @@ def waits(driver: Driver, length: int) -> None:
 def rejected(driver: Driver, case: tuple[int, int]) -> None:
     """Drafts of which a number is right, again and again, by itself."""
     drafts, kept = case
-    sequence = driver.admit(6)
-    assert sequence is not None
+    sequence = _admitted(driver, 6)
     driver.step()
     for _ in range(9):
         driver.step(drafts={sequence.id: drafts}, kept={sequence.id: kept})
@@ -93,7 +98,7 @@ def rejected(driver: Driver, case: tuple[int, int]) -> None:
 
 def rejected_by_row(driver: Driver, lengths: tuple[int, ...]) -> None:
     """Rows that keep different numbers of their drafts; one leaves, the others go on."""
-    made = [driver.admit(length) for length in lengths]
+    made = [_admitted(driver, length) for length in lengths]
     driver.step()
     for number in range(6):
         here = driver.running
@@ -101,19 +106,17 @@ def rejected_by_row(driver: Driver, lengths: tuple[int, ...]) -> None:
         driver.step(drafts=drafts, kept={s.id: (s.id * 2 + number) % 3 for s in here})
         driver.step()
         if number == 3:
-            assert made[1] is not None
             driver.release(made[1])
 
 
 def truncated(driver: Driver, case: tuple[int, int]) -> None:
     """As of a draft model: the last tokens become others, whatever step they came in."""
     length, back = case
-    made = [driver.admit(length), driver.admit(length + 3)]
+    made = [_admitted(driver, length), _admitted(driver, length + 3)]
     driver.step()
     for number in range(5):
         driver.step()
         sequence = made[number % 2]
-        assert sequence is not None
         if sequence.num_cached > back:
             driver.truncate(sequence, sequence.num_cached - back)
     driver.step()
@@ -122,9 +125,7 @@ def truncated(driver: Driver, case: tuple[int, int]) -> None:
 
 def forked(driver: Driver, length: int) -> None:
     """Copies write behind what they share, and stay apart."""
-    first, second = driver.admit(length), driver.admit(length + 2)
-    assert first is not None
-    assert second is not None
+    first, second = _admitted(driver, length), _admitted(driver, length + 2)
     driver.step()
     (copy,) = driver.fork([first])
     driver.step()
@@ -141,8 +142,7 @@ def forked(driver: Driver, length: int) -> None:
 
 def forked_with_drafts(driver: Driver, length: int) -> None:
     """A copy's drafts are taken back, and the other still has what they share."""
-    first = driver.admit(length)
-    assert first is not None
+    first = _admitted(driver, length)
     driver.step()
     (copy,) = driver.fork([first])
     for kept in (0, 1, 2, 0):
@@ -152,9 +152,7 @@ def forked_with_drafts(driver: Driver, length: int) -> None:
 
 def preempted(driver: Driver, length: int) -> None:
     """One gives its memory up for another, and comes back with what it had generated."""
-    first, second = driver.admit(length), driver.admit(length + 4)
-    assert first is not None
-    assert second is not None
+    first, second = _admitted(driver, length), _admitted(driver, length + 4)
     driver.step()
     driver.step()
     for sequence in (second, first, second):
@@ -177,9 +175,7 @@ def _check_gone(sequence: Any) -> None:
 
 def preempted_and_released(driver: Driver, length: int) -> None:
     """Requests that are cancelled while they wait for their memory."""
-    first, second = driver.admit(length), driver.admit(length + 4)
-    assert first is not None
-    assert second is not None
+    first, second = _admitted(driver, length), _admitted(driver, length + 4)
     driver.step()
     driver.preempt(second)
     driver.release(second)
@@ -190,8 +186,7 @@ def preempted_and_released(driver: Driver, length: int) -> None:
 
 def shared(driver: Driver, length: int) -> None:
     """Prompts that begin alike: of one that runs, and of one that has left."""
-    first = driver.admit(length)
-    assert first is not None
+    first = _admitted(driver, length)
     driver.step()
     same = list(first.tokens[:length])
     _alike(driver, [*same[:-1], same[-1] + 1])
@@ -216,14 +211,12 @@ def _alike(driver: Driver, tokens: list[int]) -> None:
 
 def salted(driver: Driver, length: int) -> None:
     """The same prompt with another salt has nothing in common with the first."""
-    first = driver.admit(length, salt="one")
-    assert first is not None
+    first = _admitted(driver, length, salt="one")
     driver.step()
     for number, salt in enumerate(("two", "", "one", "two", "three")):
         if number == 3:
             driver.release_all()
-        other = driver.admit(first.tokens[:length], salt=salt)
-        assert other is not None
+        other = _admitted(driver, first.tokens[:length], salt=salt)
         if other.num_cached and (salt == "three" or (number < 3 and salt != "one")):
             raise WrongError(
                 f"admit says that {other.num_cached} tokens are there, which a request with "
@@ -235,15 +228,13 @@ def salted(driver: Driver, length: int) -> None:
 
 def forgotten(driver: Driver, length: int) -> None:
     """After `forget` the model computes something else: nothing is found again."""
-    first = driver.admit(length)
-    assert first is not None
+    first = _admitted(driver, length)
     driver.step()
     tokens = list(first.tokens[:length])
     driver.release_all()
     driver.cache.forget()
     driver.done.append("forget")
-    again_here = driver.admit(tokens)
-    assert again_here is not None
+    again_here = _admitted(driver, tokens)
     if again_here.num_cached:
         raise WrongError(
             f"admit says that {again_here.num_cached} tokens are there, and forget was called: "
@@ -279,8 +270,7 @@ def never_admitted(driver: Driver, length: int) -> None:
     """`release` of sequences that it does not know, or twice: ignored."""
     stranger = Sequence(10**6, [1, 2, 3], Settings(max_new_tokens=3))
     driver.cache.release([stranger])
-    first = driver.admit(length)
-    assert first is not None
+    first = _admitted(driver, length)
     driver.step()
     driver.cache.release([stranger])
     driver.step()

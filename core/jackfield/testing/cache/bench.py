@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 #: length. Nobody declares it there; other keys than those that were written are 1 or more off.
 PADDED_ROUNDING = 0.7
 
+#: layer type -> the model that has only such layers, as far as there is one
+BASES = {
+    "full_attention": "grouped_query",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+}
+
 
 @functools.cache
 def model_of(name: str, dtype: str = "float32", seed: int = 0) -> PreTrainedModel:
@@ -65,7 +73,7 @@ class Bench:
         self.subject = subject
         self.declared: CacheCapabilities = subject.backend.capabilities
         self.layer_types = self.declared.layer_types
-        self.base = next(name for kind, name in _BASES if kind in self.layer_types)
+        self.base = next(name for kind, name in BASES.items() if kind in self.layer_types)
         self.dtype = "float32" if "float32" in self.declared.dtypes else min(self.declared.dtypes)
         self._plans: dict[Any, Plan | PlanError] = {}
         self._rounds: dict[str, float] = {}
@@ -178,12 +186,3 @@ class Bench:
         backend = self.subject.backend
         plain = isinstance(backend, TransformersCache) and backend.plain_tensors
         return 0.0 if plain else PADDED_ROUNDING
-
-
-#: layer type -> the model that has only such layers, as far as there is one
-_BASES = (
-    ("full_attention", "grouped_query"),
-    ("sliding_attention", "sliding_window"),
-    ("chunked_attention", "chunked"),
-    ("linear_attention", "linear"),
-)

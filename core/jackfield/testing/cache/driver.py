@@ -46,11 +46,10 @@ class Driver:
         self.takes_back, self.copies = requirements.rollback, requirements.forks
         self._made = 0
 
-    def tokens(self, count: int, like: Sequence | None = None, first: int = 0) -> list[int]:
-        """`count` tokens that nobody had, behind the first ones of another sequence."""
-        own = list(like.tokens[:first]) if like is not None else []
+    def tokens(self, count: int) -> list[int]:
+        """`count` tokens that nobody had."""
         step = 7 * (self._made + 1)
-        return own + [(step + 11 * i + i * i) % VOCAB for i in range(count - len(own))]
+        return [(step + 11 * i + i * i) % VOCAB for i in range(count)]
 
     def admit(self, tokens: Seq[int] | int, *, salt: str = "", most: int = MOST) -> Sequence | None:
         """Have a new sequence enter. None: it is full, or its rows run already."""
@@ -172,6 +171,17 @@ class Driver:
 
     def release_all(self) -> None:
         self.release(*self.running, *self.aside)
+
+    def check_empty(self) -> None:
+        """Raise WrongError where memory is held though all have left."""
+        held, usage = self.cache.held_bytes(), self.cache.usage()
+        if held:
+            raise WrongError(f"holds {held} bytes, and nobody runs")
+        if usage is not None and (usage.pages_used or usage.swapped):
+            raise WrongError(
+                f"{usage.pages_used} pages are used and {usage.swapped} sequences swapped out, and "
+                "nobody is there"
+            )
 
     def preempt(self, sequence: Sequence) -> None:
         self.done.append(f"preempt {_named([sequence])}")

@@ -135,9 +135,7 @@ class Machine(RuleBasedStateMachine):
             if sys.exc_info()[0] is not None:  # which is what went wrong
                 return
             self.driver.release_all()
-            held, usage = self.driver.cache.held_bytes(), self.driver.cache.usage()
-            assert not held, f"holds {held} bytes, and nobody runs"
-            assert usage is None or not usage.pages_used, f"{usage.pages_used} pages are still used"
+            self.driver.check_empty()
 
 
 def machine_of(bench: Bench, name: str, needs: dict[str, Any]) -> type[Machine]:

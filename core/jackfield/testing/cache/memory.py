@@ -15,6 +15,7 @@ from jackfield.testing.cache.bench import Bench, model_of
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.scenes import BEAMS
 from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.memory import quick_collection
 
 #: Beside keys and values: tables, masks, lengths.
 SMALL = 64 * 1024
@@ -46,11 +47,8 @@ def memory_checks(bench: Bench) -> Iterator[Check]:
 def counted() -> Iterator[None]:
     """What is there already is not counted by `living` within, nor looked at."""
     gc.collect()
-    gc.freeze()
-    try:
+    with quick_collection():
         yield
-    finally:
-        gc.unfreeze()
 
 
 def living() -> int:
@@ -183,7 +181,7 @@ def _held(bench: Bench, driver: Driver, length: int) -> str:
     return f"{held} bytes of {3 * (length + 3)} tokens"
 
 
-def _released(bench: Bench, driver: Driver, length: int) -> str | None:
+def _released(bench: Bench, driver: Driver, length: int) -> None:
     for number in range(3):
         driver.admit(length + number)
     driver.step()
@@ -192,15 +190,7 @@ def _released(bench: Bench, driver: Driver, length: int) -> str | None:
         driver.preempt(driver.running[1])
         driver.step()
     driver.release_all()
-    held, usage = driver.cache.held_bytes(), driver.cache.usage()
-    if held:
-        raise WrongError(f"holds {held} bytes, and nobody runs")
-    if usage is not None and (usage.pages_used or usage.swapped):
-        raise WrongError(
-            f"{usage.pages_used} pages are used and {usage.swapped} sequences swapped out, and "
-            "nobody is there"
-        )
-    return None
+    driver.check_empty()
 
 
 def _rounds(bench: Bench, driver: Driver, length: int) -> str:

@@ -12,7 +12,7 @@ from jackfield.in_transformers.cache import cache
 from jackfield.testing.cache.bench import Bench, model_of
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.reading import strided
-from jackfield.testing.cache.runs import prompts, right_for
+from jackfield.testing.cache.runs import engine_of, prompts, right_for
 from jackfield.testing.checks import NotTriedError, WrongError
 
 NEW = 8
@@ -23,7 +23,7 @@ def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
     """`generate(past_key_values=…)` of rows padded at the left."""
     bench.plan(name)
     model: Any = model_of(name, bench.dtype)
-    selection = _long_enough(bench, max(lengths) + NEW)
+    selection = _sized(bench, "max_cache_len", max(lengths) + NEW)
     try:
         past = cache(selection, model)
     except UsageError as error:
@@ -58,29 +58,27 @@ def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
     return f"{len(texts) * NEW} logits, at most {worst:.2g} off"
 
 
-def _long_enough(bench: Bench, columns: int) -> str:
-    """The selection, with room where it takes that as an option, by transformers' own name."""
-    selection, options = bench.subject.selection, bench.subject.options
-    if not hasattr(options, "max_cache_len") or options.max_cache_len is not None:
+def _sized(bench: Bench, option: str, size: int) -> str:
+    """The selection, with a size where it takes that as an option and none is chosen."""
+    selection = bench.subject.selection
+    if getattr(bench.subject.options, option, size) is not None:
         return selection
-    return f"{selection}{'&' if '?' in selection else '?'}max_cache_len={columns}"
+    return f"{selection}{'&' if '?' in selection else '?'}{option}={size}"
 
 
 def compiled(bench: Bench, name: str) -> str:
     """Steps that are traced, with keys and values handed over from outside of the model's code."""
-    from jackfield.testing.cache.runs import engine_of
-
     found = bench.planned(name, None, **_COMPILED)
     if isinstance(found, Exception) and "inductor (" in str(found):
         raise NotTriedError(str(found))
     with engine_of(bench, name, what="compiles", **_COMPILED) as (engine, computed):
         engine.generate(prompts((6, 3)), settings=[{"max_new_tokens": n} for n in (8, 5)])
-    return f"{sum(map(len, computed.logits.values()))} logits of compiled steps"
+    return computed.compare(right_for(bench, name, bench.dtype))
 
 
 def recordable(bench: Bench, rows: int) -> str:
     """Decode steps at one place: same addresses, numbers of the step, keys in their pages."""
-    selection = _of_fixed_size(bench)
+    selection = _sized(bench, "num_tokens", 640)
     made = bench.plan(bench.sharp, cache_implementation=selection, **_COMPILED)
     own, options = made["cache"].registered, made["cache"].options
     if reasons := own.ask("unrecordable", made.requirements, options):
@@ -91,14 +89,6 @@ def recordable(bench: Bench, rows: int) -> str:
             return _recorded(Driver(cache, made.requirements, bench.rounding(cache)), rows)
         finally:
             cache.close()
-
-
-def _of_fixed_size(bench: Bench) -> str:
-    """The selection, with a pool of fixed size where it takes that as an option."""
-    selection, options = bench.subject.selection, bench.subject.options
-    if not hasattr(options, "num_tokens") or options.num_tokens is not None:
-        return selection
-    return f"{selection}{'&' if '?' in selection else '?'}num_tokens=640"
 
 
 def _recorded(driver: Driver, rows: int) -> str:

@@ -10,16 +10,8 @@ from jackfield.contracts.cache import LAYER_TYPES
 from jackfield.contracts.requirements import DTYPES
 from jackfield.errors import JackfieldError
 from jackfield.planning.solving import reasons_against
-from jackfield.testing.cache.bench import Bench
+from jackfield.testing.cache.bench import BASES, Bench
 from jackfield.testing.checks import Check, WrongError
-
-#: layer type -> a model that has such layers
-WITH = {
-    "full_attention": "grouped_query",
-    "sliding_attention": "sliding_window",
-    "chunked_attention": "chunked",
-    "linear_attention": "linear",
-}
 
 
 def refusals(bench: Bench) -> Iterator[Check]:
@@ -58,7 +50,7 @@ def _model(bench: Bench, kind: str, **more: Any) -> Callable[[], str]:
 
     def run() -> str:
         bench.plan(bench.base)
-        name = WITH[kind] if kind else bench.base
+        name = BASES[kind] if kind else bench.base
         return _why(bench, name, None, f"{kind} {more or ''}".strip(), more)
 
     return run

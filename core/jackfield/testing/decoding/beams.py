@@ -32,7 +32,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         "eos": ("forks", _eos, ((1, 0), (3, 0), (3, 4), (9, 2))),
         "stop_strings": ("forks", _stops, (2, 4)),
         "together": ("forks", _together, (2, 3, 5)),
-        "repeatable": ("forks", _repeatable, (False, True)),
+        "repeatable": ("forks", _repeatable, (False, True) if "do_sample" in own else (False,)),
         "release": ("forks", _release, (1, 4)),
         "release_unknown": ("forks", _release_unknown, ("",)),
         "forgets": ("forks", _forgets, ("",)),
@@ -165,8 +165,6 @@ def _together(subject: Subject, count: int) -> None:
 
 
 def _repeatable(subject: Subject, draws: bool) -> None:
-    if draws and "do_sample" not in subject.backend.capabilities.settings:
-        return
     found = []
     for _ in range(2):
         strategy = bound(subject)
@@ -318,6 +316,3 @@ def _forgets(subject: Subject, _: object) -> str:
     if each > 100:
         raise WrongError(f"keeps {each:.0f} bytes of each request after release: memory grows")
     return f"{max(0.0, each):.0f} bytes a request stay"
-
-
-__all__ = ["bound", "checks", "group_of"]

@@ -61,9 +61,9 @@ def _imply(subject: Subject) -> None:
                 f"declares {name}, and imply does not ask the cache for it; extend what "
                 "super().imply returns"
             )
-    other = subject.backend.imply(needs_, subject.options)
+    other = subject.backend.imply(replace(bare, rollback=True, forks=True), subject.options)
     for name in ("rollback", "forks"):
-        if getattr(needs_, name) and not getattr(other, name):
+        if not getattr(other, name):
             raise WrongError(f"imply takes back what others asked for: {name}")
 
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.decoding.beams import bound, group_of
 from jackfield.testing.decoding.groups import Language, run, step, texts_of
 from jackfield.testing.subject import Subject
@@ -64,7 +64,7 @@ def _batch(subject: Subject, _: object) -> None:
 def _chances(subject: Subject, _: object) -> str:
     """Which beams the first step goes on with, over many seeds (Pearson's chi-square)."""
     if "num_beams" not in subject.backend.capabilities.settings:
-        return "its width cannot be chosen"
+        raise NotTriedError("its width cannot be chosen")
     language, strategy = Language(VOCAB, 4), bound(subject)
     counts: Counter[Pair] = Counter()
     for seed in range(DRAWS):

@@ -109,15 +109,15 @@ _KNOWN: dict[str, list[Completion]] = {}
 def _logits(subject: Subject, cache: str) -> str:
     """All logits that are computed, those behind drafts too, against a recomputation alone."""
     model = exact(subject.seed)
-    remarks = []
+    reference, remark = Reference(model), ""
     for kind in ("right", "shaken") if needs(subject) else ("right",):
         chosen = {"cache_implementation": cache, **needs(subject, kind)}
         with engine_with(subject, model, **chosen) as (engine, computed):
             found = engine.generate([*PROMPTS], max_new_tokens=COUNT)
-        remarks.append(computed.compare(Reference(model)))
+        remark = computed.compare(reference)
         for prompt, one in zip(PROMPTS, found, strict=True):
-            _greedy_of(Reference(model), prompt, one)
-    return remarks[-1]
+            _greedy_of(reference, prompt, one)
+    return remark
 
 
 def _greedy_of(reference: Reference, prompt: list[int], one: Completion) -> None:

@@ -118,7 +118,6 @@ class Simulated:
         self.running: list[Lent] = []
         self.ended: list[Lent] = []
         self.entered: list[int] = []
-        self.counts: list[list[int]] = []
         self.idle: dict[int, int] = {}  # how often in a row one that runs got nothing
         self.steps = 0
         self._numbers = 0

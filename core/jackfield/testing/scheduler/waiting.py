@@ -58,11 +58,11 @@ def _requests(subject: Subject, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _traffic(subject: Subject, count: int, *, shift: int = 0) -> Simulated:
-    """Requests that come by and by, two places, some preempted, until all have ended."""
+def _traffic(subject: Subject, count: int) -> Simulated:
+    """Requests that come by and by, three places, some preempted, until all have ended."""
     numbers = subject.random(f"traffic {count}")
     loop = Simulated(bind(subject), places=3, budget=16, chunk=8, watches=count < 20)
-    coming = _requests(subject, count)[shift:]
+    coming = _requests(subject, count)
     work = sum(3 * (r["prompt"] + r["new"]) for r in coming) + 10 * count
     while coming or loop.waiting or loop.running:
         if coming and (numbers.random() < 0.4 or not (loop.waiting or loop.running)):
