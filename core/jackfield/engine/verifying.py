@@ -84,7 +84,8 @@ class Verification:
 
     def _note(self, layer: int, *call: Any) -> None:
         query, key, value, output, pages = call
-        self._calls[layer] = Call(query, key, value, output.clone(), pages)
+        # What a compiled step has in these is over when the attention has returned.
+        self._calls[layer] = Call(query.clone(), key, value, output.clone(), pages)
 
     def check(self, step: RunningStep, inputs: ModelInputs, logits: torch.Tensor) -> None:
         """Compare a step that has just been computed."""
