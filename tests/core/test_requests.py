@@ -727,3 +727,28 @@ def test_an_engine_lives_as_long_as_its_requests() -> None:
     request = jackfield.load(build("llama")).submit(PROMPTS[0], max_new_tokens=30)
     gc.collect()
     assert len(request.result(60).token_ids) == 30
+
+
+def test_samples_have_a_reader_each(engine: Engine) -> None:
+    asked = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 2}
+    together = engine.generate(["One day"], num_return_sequences=3, **asked)
+    requests = engine.submit_samples("One day", num_return_sequences=3, **asked)
+    for request, right in zip(requests, together, strict=True):
+        deltas = list(request)
+        assert [t for d in deltas for t in d.token_ids] == right.token_ids
+        assert [p for d in deltas for p in d.logprobs] == right.logprobs
+        assert "".join(d.text for d in deltas) == right.text
+    with pytest.raises(UsageError, match="one prompt"):
+        engine.submit_samples(["One", "two"])
+
+
+def test_samples_start_all_or_none(load: Load) -> None:
+    with load(max_waiting=2, max_batch_size=1) as engine:
+        hold = engine.submit("One", max_new_tokens=120)
+        next(iter(hold))
+        waits = engine.submit("Two", max_new_tokens=2)
+        with pytest.raises(QueueFullError):
+            engine.submit_samples("Three", num_return_sequences=2, temperature=1.0)
+        assert engine.statistics().waiting == 1
+        hold.cancel()
+        assert waits.result().finish_reason == "length"

@@ -66,12 +66,14 @@ class Completion:
 class Delta:
     """What one step added to a streamed request; the last one carries the completion.
 
-    `text` is empty while characters or a possible stop string are incomplete.
+    `text` is empty while characters or a possible stop string are incomplete. `logprobs` are those
+    of `token_ids`, where they were asked for.
     """
 
     text: str
     token_ids: list[int]
     completion: Completion | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -180,6 +180,17 @@ class Engine:
         )
         return self._start(self._sequence(prompt, settings))
 
+    def submit_samples(self, prompt: Prompt | None = None, **settings: Any) -> list[Request]:
+        """`submit` for `num_return_sequences` texts of one prompt, a request for each.
+
+        The first one reads the prompt for all. Raises what `submit` raises; all start, or none.
+        """
+        prompt = _one(
+            taken(prompt, settings), "submit_samples takes one prompt; call it once for each prompt"
+        )
+        self._check_open()
+        return self._start_all(self._intake.sequences(prompt, settings, streams=True))
+
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
 
@@ -223,10 +234,16 @@ class Engine:
         return self._intake.sequence(prompt, settings)
 
     def _start(self, sequence: RunningSequence) -> Request:
-        sequence.started = time.perf_counter()
-        request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
-        self._hand_over([(sequence, request)], wait=False)
-        return request
+        return self._start_all([sequence])[0]
+
+    def _start_all(self, sequences: Sequence[RunningSequence]) -> list[Request]:
+        pairs = []
+        for sequence in sequences:
+            sequence.started = time.perf_counter()
+            request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
+            pairs.append((sequence, request))
+        self._hand_over(pairs, wait=False)
+        return [request for _, request in pairs]
 
     def _hand_over(self, pairs: Sequence[tuple[RunningSequence, Request]], *, wait: bool) -> None:
         before = self.report()

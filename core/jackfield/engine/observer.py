@@ -90,7 +90,10 @@ class Observer:
     def delta(self, event: Event) -> Delta:
         sequence = event.sequence
         done = sequence.finish_reason is not None
-        return Delta(event.text, event.tokens, self._completion(sequence) if done else None)
+        completion = self._completion(sequence) if done else None
+        count = len(event.tokens) if sequence.settings.logprobs is not None else 0
+        own = sequence.logprobs[len(sequence.logprobs) - count :]
+        return Delta(event.text, event.tokens, completion, own)
 
     def _completion(self, sequence: RunningSequence) -> Completion:
         text = self._text_of(sequence)
