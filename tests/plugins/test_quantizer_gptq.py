@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.estimates.evaluation import evaluate
+from jackfield_plugins.quantizer.gptq import ERRORS
+from jackfield_plugins.quantizer.gptqmodel import import_gptqmodel, reading
 
 missing = [name for name in ("gptqmodel", "optimum") if not importlib.util.find_spec(name)]
 pytestmark = [
@@ -166,6 +169,48 @@ def test_shapes_that_do_not_fit_are_refused(selection: str, family: str, says: s
     model: Any = "demo" if family == "demo" else config_of(family)
     with pytest.raises(PlanError, match=says):
         jackfield.plan(model, quantization=selection)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_grid_holds_the_weights_of_its_group(bits: int, symmetric: bool) -> None:
+    """Whatever their signs, none is further off than a step of the grid that both signs need."""
+    import_gptqmodel()
+    from gptqmodel.quantization.quantizer import Quantizer
+
+    drawn = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    weights = torch.cat(
+        [drawn, drawn.abs(), -drawn.abs(), drawn[:, :1].expand(40, 32), 0 * drawn[:1]]
+    )
+    own = Quantizer.find_params
+    with reading():
+        grid = Quantizer(SimpleNamespace(bits=bits, sym=symmetric, mse=0.0))
+        grid.configure(perchannel=True)
+        grid.find_params(weights, weight=True)
+    assert Quantizer.find_params is own
+    off = (grid.quantize(weights) - weights).abs().amax(1)
+    assert grid.maxq == 2**bits - 1
+    step = 2 * weights.abs().amax(1) / (2**bits - 1)
+    assert (off <= 1.01 * step).all()
+
+
+def test_weights_of_one_sign_are_within_what_is_declared(tmp_path: Path, tiny: Any) -> None:
+    model: Any = tiny("qwen2", **WIDE)
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    for name, weight in model.named_parameters():
+        if name.endswith("proj.weight"):
+            weight.data.abs_()
+    model.save_pretrained(folder)
+    text.write_text("abc abd\nhello there, who is that\n" * 20)
+    selection = f"gptq?calibration={text}&bits=8&samples=2"
+    given: dict[str, Any] = {"quantization": selection, "tokenizer": character_tokenizer()}
+    with jackfield.load(folder, dtype="float32", **given) as engine:
+        units = torch.eye(WIDE["hidden_size"])
+        for path, module in engine.model.named_modules():
+            if hasattr(module, "qweight"):
+                right = model.get_submodule(path).weight.data
+                found = module(units) - module(0 * units)
+                assert (found.T - right).norm() <= ERRORS[8] * right.norm(), path
 
 
 def test_plain_transformers_code_reads_its_config() -> None:

@@ -75,6 +75,12 @@ ZOO: tuple[Wrong, ...] = (
 -    scales = (groups.abs().amax(2) / 7).bfloat16().float()
 +    scales = (groups.amax(2) / 7).bfloat16().float()
 """),
+    wrong("half of the range for a group without a negative number", r"zero or constant|one sign",
+          """
+-    scales = (groups.abs().amax(2) / 7).bfloat16().float()
++    half = 7 + 7 * (groups >= 0).all(2).float()
++    scales = (groups.abs().amax(2) / half).bfloat16().float()
+"""),
     wrong("last group left out", r"inputs .* are zero", """
 -    packed = flat[:, ::2] + 16 * flat[:, 1::2]
 +    packed = flat[:, ::2] + 16 * flat[:, 1::2]

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,15 @@ from jackfield_plugins.quantizer.gptq_files import check_groups
 from jackfield_plugins.quantizer.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 #: It imports what builds extensions, where torch's CUDA build notes that there is no GPU.
 _BUILDER = ("torch.utils.cpp_extension",)
 #: What tells gptqmodel not to compile.
 EXTENSION = "GPTQMODEL_DISABLE_PACK_EXT"
+#: What is changed of the libraries while weights are read is changed for all threads.
+_ONE_AT_A_TIME = threading.RLock()
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
 
 
@@ -58,20 +62,45 @@ def _own_folders() -> Iterator[None]:
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
     """Pack in Python, where gptqmodel would compile an extension for 45 seconds to save a few, and
-    show one bar, on a terminal only.
+    show one bar, on a terminal only; and give weights of one sign a grid that holds them.
     """
     from optimum.gptq import quantizer
 
-    bar, extension = quantizer.tqdm, os.environ.get(EXTENSION)
-    quantizer.tqdm, os.environ[EXTENSION] = _bar, "1"
+    with _ONE_AT_A_TIME:
+        bar, extension = quantizer.tqdm, os.environ.get(EXTENSION)
+        quantizer.tqdm, os.environ[EXTENSION] = _bar, "1"
+        try:
+            with _contained(), _grids_of_one_sign():
+                yield
+        finally:
+            quantizer.tqdm = bar
+            os.environ.pop(EXTENSION)
+            if extension is not None:
+                os.environ[EXTENSION] = extension
+
+
+@contextlib.contextmanager
+def _grids_of_one_sign() -> Iterator[None]:
+    """A symmetric grid holds weights that are all positive, as it holds those that are negative.
+
+    gptqmodel makes that of a group without a negative number half as wide, with its zero in the
+    middle all the same: what is above half of the largest would be cut off.
+    """
+    import torch
+    from gptqmodel.quantization.quantizer import Quantizer
+
+    find = Quantizer.find_params
+
+    def find_params(self: Any, x: torch.Tensor, weight: bool = False) -> None:
+        if weight and self.qcfg.sym:
+            x = torch.where((x >= 0).all(1, keepdim=True), -x, x)
+        find(self, x, weight=weight)
+
+    Quantizer.find_params = find_params
     try:
-        with _contained():
-            yield
+        yield
     finally:
-        quantizer.tqdm = bar
-        os.environ.pop(EXTENSION)
-        if extension is not None:
-            os.environ[EXTENSION] = extension
+        Quantizer.find_params = find
 
 
 def finish(model: PreTrainedModel) -> None:

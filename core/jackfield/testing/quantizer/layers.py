@@ -14,6 +14,7 @@ from jackfield.testing.quantizer.loads import Layer, Loads
 #: How many rows a layer is given at once: one token, few, more than a tile, a long prompt.
 ROWS = (1, 2, 65, 1000)
 
+#: Few numbers, and odd ones, may be so many times further off than what is declared.
 FEW = 1.5
 
 #: A single output or input may be so many times further off than the whole layer.
@@ -254,7 +255,7 @@ def _odd(layer: Layer, _: object, loads: Loads) -> None:
     if right.abs().max() > 20:  # the outlier spoils its group, and nothing beyond its row
         right, found, slack = right[8:], found[8:], slack[8:]
     off = float((found - right).norm() / right.norm())
-    bound = SINGLE * layer.error + float(slack.norm() / right.norm()) * right.shape[1] ** 0.5 + eps
+    bound = FEW * layer.error + float(slack.norm() / right.norm()) * right.shape[1] ** 0.5 + eps
     if not off <= bound:
         kind = "of one sign" if (right >= 0).all() or (right <= 0).all() else "zero or constant"
         raise told(layer, f"is off by {off:.3g} with rows that are {kind}, where {bound:.3g} is "
