@@ -29,6 +29,7 @@ class Stepped(RuleBasedStateMachine):
     def drive(self, engine: Engine) -> None:
         self.engine = engine
         self.loop = engine._loop
+        self.loop.clock = lambda: float(self.loop.steps)  # schedulers are told the same again
         self.patch = pytest.MonkeyPatch()
         self.steps: list[Step] = recorded(self.loop.cache, self.patch)
         self.open: dict[int, Any] = {}

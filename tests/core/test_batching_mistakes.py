@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
             "max_batch_tokens=9 .* needs 10",
         ),
         ({"scheduler": "lifo"}, "no scheduler 'lifo'"),
-        ({"scheduler": "fifo?patience=0"}, "patience must be at least 1 step"),
+        ({"scheduler": "fifo?patience=0"}, "patience must be more than 0 seconds, not 0"),
         ({"scheduler": "short-first?patience=soon"}, "patience"),
         ({"cache_implementation": "paged?num_tokens=3"}, "num_tokens=3 is less than one page"),
     ],

@@ -22,8 +22,8 @@ Serving = Callable[..., Engine]
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """An engine with a scheduler of a stranger; who waits for 2 steps has waited long."""
-    monkeypatch.setattr(checked_schedule, "LONG", 2)
+    """An engine with a scheduler of a stranger; who waits has waited long."""
+    monkeypatch.setattr(checked_schedule, "LONG", 0.0)
     monkeypatch.setattr(checked_schedule, "FOR_EVER", 3)
     made: list[Engine] = []
 
@@ -64,14 +64,14 @@ def flood(engine: Engine, victim: Sequence, steps: int = 60, **settings: Any) ->
 
 
 class NewestFirst(FifoSchedule):
-    def order(self, waiting: Any, step: int) -> list[Sequence]:
+    def order(self, waiting: Any, now: float) -> list[Sequence]:
         return sorted(waiting, key=lambda s: -s.id)
 
 
 class OneOnly(FifoSchedule):
     """Feeds the newest of those that run."""
 
-    def schedule(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
+    def schedule(self, running: Any, pending: Any, budget: int, now: float) -> list[int]:
         newest = max(s.id for s in running)
         return [int(s.id == newest) * n for s, n in zip(running, pending, strict=True)]
 

@@ -369,11 +369,14 @@ def test_a_group_waits_for_all_of_its_places() -> None:
 class Stingy(Schedule):
     """Gives one sequence a token, in turn."""
 
-    def order(self, waiting: Any, step: int) -> list[Sequence]:
+    turn = 0
+
+    def order(self, waiting: Any, now: float) -> list[Sequence]:
         return list(waiting)
 
-    def schedule(self, running: Any, pending: Any, budget: int, step: int) -> list[int]:
-        return [n if i == step % len(pending) else 0 for i, n in enumerate(pending)]
+    def schedule(self, running: Any, pending: Any, budget: int, now: float) -> list[int]:
+        self.turn += 1
+        return [n if i == self.turn % len(pending) else 0 for i, n in enumerate(pending)]
 
 
 def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:

@@ -23,7 +23,7 @@ SAMPLE = (
 class Least(Right):
     """The least that is right: one whole prompt or everybody's next token."""
 
-    def schedule(self, running: Any, uncached: Any, budget: int, step: int) -> Any:
+    def schedule(self, running: Any, uncached: Any, budget: int, now: float) -> Any:
         first = next((i for i, n in enumerate(uncached) if n > 1), None)
         if first is None:
             return [1] * len(uncached)

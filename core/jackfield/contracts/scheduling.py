@@ -13,17 +13,18 @@ from jackfield.contracts.sequences import Sequence
 class Schedule(ABC):
     """A bound scheduler. The loop calls `order` when a request may enter, `schedule` every step.
 
-    `step` counts the steps of the loop; `sequence.arrival` is the step before which a request came.
+    Times, `now` and the `arrival` of a sequence, are in seconds of one clock, whose zero means
+    nothing.
 
     Changes: nothing. Sequences are for reading; `sequence.settings.priority` is what was asked for.
 
     Violations: what breaks the contract fails every request with a PluginError that names the
     scheduler. A request that it passes over for ever (10,000 turns of others, after it has waited
-    10,000 steps or while it runs) ends by itself, with an error that names the scheduler.
+    ten minutes or while it runs) ends by itself, with an error that names the scheduler.
     """
 
     @abstractmethod
-    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
+    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
         """Say who enters first. No request may be overtaken for ever.
 
         Of those that came together and differ in nothing else, a higher priority goes first.
@@ -32,7 +33,7 @@ class Schedule(ABC):
 
         Args:
             waiting: Those that may enter; of a group the first member, for all of it.
-            step: The number of the loop's steps so far.
+            now: What the clock says.
 
         Returns:
             All of `waiting`, each once, the one that enters first at the front.
@@ -40,7 +41,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def schedule(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, now: float
     ) -> list[int]:
         """Say how many tokens each feeds in this step; asked again after a preemption.
 
@@ -53,7 +54,7 @@ class Schedule(ABC):
                 `prefill_chunk_size`; 1 for a sequence that decodes.
             token_budget: How many all of them may feed together; at least the number of those that
                 decode.
-            step: The number of the loop's steps so far.
+            now: What the clock says.
 
         Returns:
             One int each, 0 to `num_uncached_tokens[i]`; in sum 1 to `token_budget`. Drafts are not

@@ -49,7 +49,7 @@ class Sequence:
         sample: Tells apart the sequences that continue one prompt, from 0 on.
         leader: The first of those, for all others; None: it is the first.
         group: The beams of a request that is searched; None: it is not.
-        arrival: The loop's step before which it came.
+        arrival: When it came, in seconds of the clock that schedulers are told.
         preemptions: How often its memory was taken from it.
     """
 
@@ -83,7 +83,7 @@ class Sequence:
         self.leader = leader
         self.sample = sample
         self.group: BeamGroup | None = None
-        self.arrival = 0
+        self.arrival = 0.0
         self.preemptions = 0
 
     @property

@@ -16,7 +16,7 @@ from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
 WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
-LONG = 10_000  # steps after which a request that waits has waited long
+LONG = 600.0  # seconds after which a request that waits has waited long
 FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
 
 
@@ -41,10 +41,10 @@ class CheckedSchedule:
     def __str__(self) -> str:
         return self._name
 
-    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
+    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
         waiting = tuple(waiting)
         with self._guards["order"], self._unchanged("order", waiting[:WATCHED]):
-            found = list(islice(self._inner.order(waiting, step), len(waiting) + 1))
+            found = list(islice(self._inner.order(waiting, now), len(waiting) + 1))
             whole = len(found) == len(waiting) and set(found) == set(waiting)
         if not whole:
             raise fault(
@@ -55,11 +55,11 @@ class CheckedSchedule:
         return found
 
     def schedule(
-        self, running: Seq[RunningSequence], uncached: Seq[int], token_budget: int, step: int
+        self, running: Seq[RunningSequence], uncached: Seq[int], token_budget: int, now: float
     ) -> list[int]:
         running, uncached = tuple(running), tuple(uncached)
         with self._guards["schedule"], self._unchanged("schedule", running):
-            said = self._inner.schedule(running, uncached, token_budget, step)
+            said = self._inner.schedule(running, uncached, token_budget, now)
             found = list(islice(said, len(running) + 1))
             right = (
                 len(found) == len(uncached)
@@ -82,11 +82,11 @@ class CheckedSchedule:
         return found
 
     def count_passed(
-        self, waiting: Iterable[RunningSequence], entered: Seq[RunningSequence], step: int
+        self, waiting: Iterable[RunningSequence], entered: Seq[RunningSequence], now: float
     ) -> None:
         """Count, for those that have waited long, who came later, with no right to be first."""
         for sequence in waiting if entered else ():
-            if step - sequence.arrival > LONG and any(
+            if now - sequence.arrival > LONG and any(
                 other.arrival > sequence.arrival
                 and other.settings.priority <= sequence.settings.priority
                 for other in entered

@@ -27,7 +27,10 @@ from jackfield.sampling.fenced import OwnFailure, fenced
 
 
 class Loop:
-    """Runs sequences to their end. Not thread-safe: one caller steps. `steps` counts them."""
+    """Runs sequences to their end. Not thread-safe: one caller steps. `steps` counts them.
+
+    `clock` is the one that schedulers are told, in seconds.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,9 @@ class Loop:
         decoding: Decoder,
         scheduler: CheckedSchedule,
         limits: BatchLimits,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock = clock
         self.forward = forward
         self.cache = cache
         self.decoding = decoding
@@ -58,7 +63,7 @@ class Loop:
             self._timed[sequence.id] = sequence
         if sequence is not sequence.members[0]:
             return
-        sequence.arrival = self.steps
+        sequence.arrival = self.clock()
         self.waiting[sequence.id] = sequence
         self._full = False
         self.metrics.tokens_in += sequence.prompt_length
@@ -125,8 +130,8 @@ class Loop:
         ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
-        entered = []
-        for first in self.scheduler.order(ready, self.steps):
+        entered, now = [], self.clock()
+        for first in self.scheduler.order(ready, now):
             sequence = self.waiting[first.id]
             free -= len(sequence.members)
             if free < 0:
@@ -138,7 +143,7 @@ class Loop:
                 break
             del self.waiting[sequence.id]
             entered.append(sequence)
-        self.scheduler.count_passed(self.waiting.values(), entered, self.steps)
+        self.scheduler.count_passed(self.waiting.values(), entered, now)
 
     def _enters(self, sequence: RunningSequence) -> bool:
         """Whether the cache takes in a sequence, and the other beams of its group with it."""
@@ -182,7 +187,7 @@ class Loop:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
         uncached = [self._num_uncached(sequence) for sequence in self.running]
         budget = self.limits.max_batch_tokens or UNLIMITED
-        wanted = self.scheduler.schedule(self.running, uncached, budget, self.steps)
+        wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
         if self.limits.whole_chunks:
             wanted = [
                 n if n == all_of_it else 0 for n, all_of_it in zip(wanted, uncached, strict=True)

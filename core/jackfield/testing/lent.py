@@ -20,7 +20,7 @@ class Lent(Sequence):
 
 
 def lend(
-    number: int, prompt: Seq[int], *, num_cached: int = 0, arrival: int = 0, **settings: Any
+    number: int, prompt: Seq[int], *, num_cached: int = 0, arrival: float = 0.0, **settings: Any
 ) -> Lent:
     """A new sequence; `settings` are fields of `Settings`."""
     asked = Settings(**{"max_new_tokens": 64, **settings})

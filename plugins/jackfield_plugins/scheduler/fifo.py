@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatienceOptions:
-    """`patience`: a request that has waited for so many steps goes before all that have not."""
+    """`patience`: a request that has waited for so many seconds goes before all that have not."""
 
-    patience: int = 1000
+    patience: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1 step, not {self.patience}")
+        if not self.patience > 0:
+            raise ValueError(f"patience must be more than 0 seconds, not {self.patience:g}")
 
 
 class Fifo(Scheduler):
@@ -38,39 +38,39 @@ class Fifo(Scheduler):
 class FifoSchedule(Schedule):
     """Tokens that decode first, then prompts, in the order in which they entered."""
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: float) -> None:
         self._patience = patience
 
-    def order(self, waiting: Seq[Sequence], step: int) -> list[Sequence]:
-        return sorted(waiting, key=lambda s: self.place(s, step))
+    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
+        return sorted(waiting, key=lambda s: self.place(s, now))
 
-    def place(self, sequence: Sequence, step: int) -> tuple[int, ...]:
+    def place(self, sequence: Sequence, now: float) -> tuple[float, ...]:
         """Who is overdue goes first, by arrival alone: else they could overtake each other."""
-        if step - sequence.arrival >= self._patience:
+        if now - sequence.arrival >= self._patience:
             return (0, sequence.arrival, sequence.id)
         return (1, *self.rank(sequence))
 
-    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
         """What orders the requests that are not overdue; smaller goes first."""
         return (-sequence.settings.priority, sequence.id)
 
     def schedule(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, step: int
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], token_budget: int, now: float
     ) -> list[int]:
         found = [
             int(count == 1) for count in num_uncached_tokens
         ]  # decode never waits for a prompt
         left = token_budget - sum(found)
-        for row in self.prompts(running, num_uncached_tokens, step):
+        for row in self.prompts(running, num_uncached_tokens, now):
             found[row] = min(num_uncached_tokens[row], left)
             left -= found[row]
         return found
 
     def prompts(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], step: int
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], now: float
     ) -> list[int]:
         """The rows that feed more than one token, the one that is served first at the front."""
-        del running, step
+        del running, now
         return [row for row, count in enumerate(num_uncached_tokens) if count > 1]
 
 

@@ -29,15 +29,15 @@ class ShortFirst(Scheduler):
 class ShortFirstSchedule(FifoSchedule):
     """As `fifo`, with the length of what is not cached yet between priority and arrival."""
 
-    def rank(self, sequence: Sequence) -> tuple[int, ...]:
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
         left = len(sequence.tokens) - sequence.num_cached
         return (-sequence.settings.priority, left, sequence.id)
 
     def prompts(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], step: int
+        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], now: float
     ) -> list[int]:
-        rows = super().prompts(running, num_uncached_tokens, step)
-        return sorted(rows, key=lambda row: self.place(running[row], step))
+        rows = super().prompts(running, num_uncached_tokens, now)
+        return sorted(rows, key=lambda row: self.place(running[row], now))
 
 
 @hookimpl

@@ -49,13 +49,13 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield Check(name, "contract", functools.partial(run, subject), cases)
 
 
-def _drawn_request(number: int, numbers: random.Random, step: int) -> Lent:
+def _drawn_request(number: int, numbers: random.Random, now: int) -> Lent:
     prompt = numbers.choice((1, 2, 5, 17, 300))
     sequence = lend(
         number,
         [5] * prompt,
         max_new_tokens=numbers.choice((1, 4, 100)),
-        arrival=numbers.randint(0, step),
+        arrival=numbers.randint(0, now),
         priority=numbers.choice((-3, 0, 0, 0, 7)),
         cache_salt=numbers.choice(("", "a")),
         deadline=numbers.choice((None, 5.0)),
@@ -69,19 +69,19 @@ def _drawn_request(number: int, numbers: random.Random, step: int) -> Lent:
 def _everybody(subject: Subject, count: int) -> None:
     numbers = subject.random(f"everybody {count}")
     held = Held(bind(subject))
-    for step in (0, 1, 5, 1_000, 100_000):
-        waiting = [_drawn_request(n, numbers, step) for n in range(count)]
+    for now in (0, 1, 5, 1_000, 100_000):
+        waiting = [_drawn_request(n, numbers, now) for n in range(count)]
         numbers.shuffle(waiting)
-        held.order(waiting, step)
-        held.order(waiting[1:], step)
-        held.order(waiting, step + 1)
+        held.order(waiting, now)
+        held.order(waiting[1:], now)
+        held.order(waiting, now + 1)
 
 
 def _order_unchanged(subject: Subject, count: int) -> None:
     numbers = subject.random("order unchanged")
     held = Held(bind(subject), lists=True)
-    for step in range(8):
-        held.order([_drawn_request(n, numbers, step) for n in range(count)][::-1], step)
+    for now in range(8):
+        held.order([_drawn_request(n, numbers, now) for n in range(count)][::-1], now)
 
 
 def _presented(subject: Subject, count: int) -> None:
@@ -101,7 +101,7 @@ _PRIORITIES = {"two": (0, 1), "in another order": (1, 0), "negative": (-1, 0, -5
 
 
 def _priorities(subject: Subject, case: str) -> None:
-    """Of those that came in the same step, and differ in nothing else."""
+    """Of those that came together, and differ in nothing else."""
     held = Held(bind(subject))
     waiting = [lend(n, [5] * 4, arrival=3, priority=p) for n, p in enumerate(_PRIORITIES[case])]
     for presented in (waiting, waiting[::-1]):
@@ -110,7 +110,7 @@ def _priorities(subject: Subject, case: str) -> None:
             if first < second:
                 raise WrongError(
                     f"a request of priority {first} goes before one of priority {second} that came "
-                    "in the same step"
+                    "together with it"
                 )
 
 
@@ -157,8 +157,8 @@ def _bounds(subject: Subject, case: tuple[tuple[int, ...], int]) -> None:
     counts, budget = case
     held = Held(bind(subject))
     running, uncached = _running(counts)
-    for step in (0, 1, 2, 3, 1_000, 100_000):
-        held.schedule(running, uncached, budget, step)
+    for now in (0, 1, 2, 3, 1_000, 100_000):
+        held.schedule(running, uncached, budget, now)
 
 
 def _rows(subject: Subject, count: int) -> None:
@@ -166,25 +166,25 @@ def _rows(subject: Subject, count: int) -> None:
     running, uncached = _running([1, 6, 1, 9][:count])
     held = Held(bind(subject))
     pairs = list(zip(running, uncached, strict=True))
-    for step, rows in enumerate(itertools.permutations(pairs)):
-        held.schedule([s for s, _ in rows], [n for _, n in rows], 1 + count, step)
+    for now, rows in enumerate(itertools.permutations(pairs)):
+        held.schedule([s for s, _ in rows], [n for _, n in rows], 1 + count, now)
 
 
 def _drawn(subject: Subject, times: int) -> None:
     numbers = subject.random(f"drawn {times}")
     held = Held(bind(subject), watches=times < 500)
-    for step in range(times):
+    for now in range(times):
         counts = [numbers.choice((1, 1, 1, 2, 5, 33)) for _ in range(numbers.randint(1, 9))]
-        running, uncached = _running(counts, first=step)
+        running, uncached = _running(counts, first=now)
         least = max(1, counts.count(1))
-        held.schedule(running, uncached, numbers.choice((least, least + 1, 16 + least, 500)), step)
+        held.schedule(running, uncached, numbers.choice((least, least + 1, 16 + least, 500)), now)
 
 
 def _schedule_unchanged(subject: Subject, count: int) -> None:
     held = Held(bind(subject), lists=True)
     running, uncached = _running([1, 8, 1, 3][:count])
-    for step in range(5):
-        held.schedule(running, uncached, 6, step)
+    for now in range(5):
+        held.schedule(running, uncached, 6, now)
 
 
 def _again(subject: Subject, count: int) -> None:
@@ -207,10 +207,10 @@ def _whole_chunks(subject: Subject, count: int) -> None:
     except JackfieldError as error:
         raise NotTriedError(f"is refused with deterministic=True: {error}") from None
     numbers = subject.random("whole chunks")
-    for step in range(60):
+    for now in range(60):
         counts = [numbers.choice((1, 1, 3, chunk)) for _ in range(count)]
         running, uncached = _running(counts)
-        found = held.schedule(running, uncached, numbers.choice((count + chunk, 500)), step)
+        found = held.schedule(running, uncached, numbers.choice((count + chunk, 500)), now)
         if not any(got == most for got, most in zip(found, uncached, strict=True)):
             raise WrongError(
                 f"schedule gives {found} of {uncached} uncached tokens: with deterministic=True "

@@ -15,6 +15,8 @@ from jackfield.testing.lent import Lent, Watch, grow, lend
 from jackfield.testing.models import build
 from jackfield.testing.subject import Subject
 
+STEP = 0.1  # seconds that a simulated step takes
+
 
 def bind(subject: Subject, *, deterministic: bool = False) -> Schedule:
     """The schedule of `subject`, bound as an engine binds it."""
@@ -42,11 +44,11 @@ class Held:
         self._kind: Any = list if lists else tuple
         self._watches = watches
 
-    def order(self, waiting: Seq[Sequence], step: int) -> list[Any]:
+    def order(self, waiting: Seq[Sequence], now: float) -> list[Any]:
         """Who enters first."""
         given = self._kind(waiting)
         watch = Watch(waiting if self._watches else ())
-        said = self._schedule.order(given, step)
+        said = self._schedule.order(given, now)
         found = _listed(said, len(waiting) + 1, "order")
         watch.check("order")
         if list(given) != list(waiting):
@@ -61,12 +63,12 @@ class Held:
         return found
 
     def schedule(
-        self, running: Seq[Sequence], uncached: Seq[int], budget: int, step: int
+        self, running: Seq[Sequence], uncached: Seq[int], budget: int, now: float
     ) -> list[int]:
         """How many tokens each feeds."""
         rows, counts = self._kind(running), self._kind(uncached)
         watch = Watch(running if self._watches else ())
-        said = self._schedule.schedule(rows, counts, budget, step)
+        said = self._schedule.schedule(rows, counts, budget, now)
         found = _listed(said, len(running) + 1, "schedule")
         watch.check("schedule")
         if list(rows) != list(running) or list(counts) != list(uncached):
@@ -122,12 +124,15 @@ class Simulated:
         self.steps = 0
         self._numbers = 0
 
+    @property
+    def now(self) -> float:
+        """What its clock says: every step takes as long."""
+        return self.steps * STEP
+
     def submit(self, prompt: int = 4, new: int = 2, **asked: Any) -> Lent:
         """A request of so many tokens."""
         self._numbers += 1
-        sequence = lend(
-            self._numbers, [5] * prompt, max_new_tokens=new, arrival=self.steps, **asked
-        )
+        sequence = lend(self._numbers, [5] * prompt, max_new_tokens=new, arrival=self.now, **asked)
         self.waiting[sequence.id] = sequence
         return sequence
 
@@ -142,11 +147,11 @@ class Simulated:
         """One step of the loop; somebody waits or runs."""
         free = self.places - len(self.running)
         if free and self.waiting:
-            for one in self.held.order(list(self.waiting.values()), self.steps)[:free]:
+            for one in self.held.order(list(self.waiting.values()), self.now)[:free]:
                 self.running.append(self.waiting.pop(one.id))
                 self.entered.append(one.id)
         uncached = [min(len(s.tokens) - s.num_cached, self.chunk) for s in self.running]
-        counts = self.held.schedule(self.running, uncached, self.budget, self.steps)
+        counts = self.held.schedule(self.running, uncached, self.budget, self.now)
         self.steps += 1
         for sequence, count in zip(list(self.running), counts, strict=True):
             self.idle[sequence.id] = 0 if count else self.idle.get(sequence.id, 0) + 1
@@ -160,10 +165,10 @@ class Simulated:
 
     def starved(self, sequence: Lent, overtaken: int) -> str | None:
         """Why an engine would end it; `overtaken`: how often later ones entered before it."""
-        waited = self.steps - sequence.arrival
+        waited = self.now - sequence.arrival
         if sequence.id in self.waiting and waited > LONG and overtaken > FOR_EVER:
             return (
-                f"waited {waited} steps and was overtaken by {overtaken} later requests of no "
+                f"waited {waited:.0f} s and was overtaken by {overtaken} later requests of no "
                 "higher priority"
             )
         if self.idle.get(sequence.id, 0) > FOR_EVER:

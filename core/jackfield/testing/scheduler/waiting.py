@@ -12,7 +12,7 @@ from jackfield.engine.checked_schedule import FOR_EVER, LONG
 from jackfield.testing.checks import Check, WrongError
 from jackfield.testing.lent import Lent
 from jackfield.testing.memory import growth, quick_collection
-from jackfield.testing.scheduler.simulation import Simulated, bind
+from jackfield.testing.scheduler.simulation import STEP, Simulated, bind
 from jackfield.testing.subject import Subject
 
 #: Who waits, and who comes later and again and again: what a scheduler may go by.
@@ -115,16 +115,16 @@ def _waits(loop: Simulated, victim: Lent, others: dict[str, Any], case: str) -> 
             loop.submit(**others)
         before = len(loop.entered)
         loop.step()
-        if victim.id in loop.waiting and loop.steps - victim.arrival > LONG:
+        if victim.id in loop.waiting and loop.now - victim.arrival > LONG:
             overtaken += sum(number > victim.id for number in loop.entered[before:])
         if why := loop.starved(victim, overtaken):
             raise WrongError(f"starves a request ({case}): it {why}")
         del loop.entered[:-9], loop.ended[:-9]
-        if loop.steps > 3 * (LONG + FOR_EVER):
+        if loop.steps > 3 * (LONG / STEP + FOR_EVER):
             raise WrongError(
                 f"starves a request ({case}): it has not ended after {loop.steps} steps"
             )
-    return f"{case}: ended after {loop.steps - victim.arrival} steps"
+    return f"{case}: ended after {loop.now - victim.arrival:.0f} s"
 
 
 def _prompts(subject: Subject, case: str) -> str:
