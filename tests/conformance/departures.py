@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jackfield.registry.discovery import registry
-from jackfield.requests.prompts import OF_A_CHAT
+from jackfield.requests.chat_settings import OF_A_CHAT
 from jackfield.requests.vocabulary import (
     ALIASES,
     ARGUMENTS,

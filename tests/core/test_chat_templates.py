@@ -18,6 +18,7 @@ from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.bridge.chats import text_of
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import PromptError, SettingsError
+from jackfield.requests.chat_settings import ChatSettings
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 JOINED = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -82,6 +83,7 @@ def test_a_chat_is_what_transformers_makes_of_it(template: str, chat: list[Any])
     assert text_of(chat, ChatTemplate(made)) == expected
 
 
+GOES_ON = ChatSettings(continue_final_message=True)
 ENDS = [
     "7 23", " two  ", "", "a {{ b }} CONTINUE", "x\n\n", "<think>hm</think>Fine,\tthanks.",
 ]  # fmt: skip
@@ -101,25 +103,25 @@ def test_a_message_goes_on_as_in_transformers(template: str, end: str, role: str
             return None
 
     for ours, how in (
-        ({"begins": False, "continues": True}, {"continue_final_message": True}),
-        ({"begins": True}, {"add_generation_prompt": True}),
-        ({"begins": False}, {"add_generation_prompt": False}),
+        (ChatSettings(continue_final_message=True), {"continue_final_message": True}),
+        (ChatSettings(add_generation_prompt=True), {"add_generation_prompt": True}),
+        (ChatSettings(add_generation_prompt=False), {"add_generation_prompt": False}),
     ):
         expected = theirs(**how)
         if expected is None:
             with pytest.raises(PromptError):
-                text_of(chat, ChatTemplate(made, **ours))
+                text_of(chat, ChatTemplate(made, ours))
         else:
-            assert text_of(chat, ChatTemplate(made, **ours)) == expected
+            assert text_of(chat, ChatTemplate(made, ours)) == expected
 
 
 def test_what_follows_the_text_of_a_message_that_goes_on_is_not_dropped() -> None:
     for last in (CALL, {**CALL, "content": "I look."}):
         with pytest.raises(PromptError, match=r"no 'content'|does not read 'tool_calls'"):
-            text_of([USER, last], ChatTemplate(tokenizer(AGENT), begins=False, continues=True))
+            text_of([USER, last], ChatTemplate(tokenizer(AGENT), GOES_ON))
     parts = {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
     for template in (PARTS, PLAIN):
-        made = ChatTemplate(tokenizer(template), begins=False, continues=True)
+        made = ChatTemplate(tokenizer(template), GOES_ON)
         assert text_of([USER, parts], made).endswith("<assistant>a")
 
 
@@ -282,10 +284,10 @@ class Own(PreTrainedTokenizerFast):
         return self.rendered(conversation, how)
 
 
-def own(rendered: Callable[[Any, Any], Any], messages: list[Any], **how: bool) -> str:
+def own(rendered: Callable[[Any, Any], Any], messages: list[Any], **how: Any) -> str:
     made = Own(tokenizer_object=character_tokenizer().backend_tokenizer)
     made.rendered = rendered
-    return text_of(messages, ChatTemplate(made, **how))
+    return text_of(messages, ChatTemplate(made, ChatSettings(**how)))
 
 
 def said(*keys: str) -> Callable[[Any, Any], str]:
@@ -300,7 +302,7 @@ def said(*keys: str) -> Callable[[Any, Any], str]:
 
 def test_a_tokenizer_that_renders_by_itself_is_asked() -> None:
     assert own(said(), [USER]) == f"<user>[{USER['content']!r}]<assistant>"
-    assert own(said(), [USER], begins=False) == f"<user>[{USER['content']!r}]"
+    assert own(said(), [USER], add_generation_prompt=False) == f"<user>[{USER['content']!r}]"
 
 
 @pytest.mark.parametrize("key", ["name", "reasoning_content", "thinking", "tool_calls"])

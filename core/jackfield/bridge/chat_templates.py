@@ -14,14 +14,17 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from jackfield.bridge.template_sandbox import MOST, TIMES, Environment, Exceeded, size_of
 from jackfield.errors import PromptError
+from jackfield.requests.chat_settings import UNSAID, ChatSettings
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -62,6 +65,15 @@ def _compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
+@functools.lru_cache(32)
+def _variables(source: str) -> frozenset[str]:
+    """The variables that a template reads of whoever renders it."""
+    environment = _compiled(source).environment
+    return frozenset(meta.find_undeclared_variables(environment.parse(source))).difference(
+        environment.globals
+    )
+
+
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages, with a mark at the end of the last one's text."""
     *before, last = messages
@@ -85,22 +97,32 @@ def _open_ended(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 class ChatTemplate:
     """The template of a tokenizer, for one chat: all of its renderings share one time limit.
 
-    It `begins` a turn of the assistant's after the last message, or `continues` that: the text
-    ends where the message does, as `continue_final_message` of transformers has it.
-    `reads(key)`: whether the template speaks of a key at all. A tokenizer of a kind of its own,
-    which renders by itself, is called instead, within the same time; what it makes is weighed when
-    it is done.
+    As `asked`, a turn of the assistant's begins after the last message, or that one goes on
+    (`continues`): the text ends where the message does, as `continue_final_message` of transformers
+    has it. The template is told of `tools` and `documents`, and has the variables of
+    `chat_template_kwargs`.
+    `reads(key)`: whether the template speaks of a key of messages at all. A tokenizer of a kind of
+    its own, which renders by itself, is called instead, within the same time; what it makes is
+    weighed when it is done.
     """
 
-    def __init__(self, tokenizer: Any, *, begins: bool = True, continues: bool = False) -> None:
-        self.continues = continues
-        self._begins = begins
+    def __init__(self, tokenizer: Any, asked: ChatSettings = UNSAID) -> None:
+        self.asked = asked
+        self.continues = bool(asked.continue_final_message)
+        self._begins = asked.add_generation_prompt is not False and not self.continues
         self._tokenizer = tokenizer
         self._end = time.thread_time() + SECONDS
         own = getattr(type(tokenizer), "apply_chat_template", None)
         self._by_template = own is PreTrainedTokenizerBase.apply_chat_template
-        self._source = str(tokenizer.get_chat_template()) if self._by_template else ""
+        named = tokenizer.get_chat_template(tools=asked.tools) if self._by_template else ""
+        self._source = str(named)
         self._file = getattr(getattr(own, "__code__", None), "co_filename", _TEMPLATE)
+
+    def told(self, **otherwise: Any) -> ChatTemplate:
+        """The same template within the same time, with some of what was asked for changed."""
+        other = copy.copy(self)
+        other.asked = replace(self.asked, **otherwise)
+        return other
 
     def reads(self, key: str) -> bool:
         if self._by_template:
@@ -114,6 +136,27 @@ class ChatTemplate:
                 return _PROBE in self._asked(said, begins=False, continues=False)
         except (Exception, Exceeded):  # noqa: BLE001 - as it will do with the chat
             return False
+
+    def reads_variable(self, name: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a variable can make a difference: a template names it.
+
+        A tokenizer of a kind of its own is tried with several values.
+        """
+        if self._by_template:
+            try:
+                with _until(self._end, self._file):
+                    return name in _variables(self._source)
+            except (Exception, Exceeded):  # noqa: BLE001 - the rendering says what is wrong
+                return True
+        own = dict(self.asked.chat_template_kwargs or {})
+        value = own.pop(name)
+        seen = {self.told(chat_template_kwargs=own).render(messages)}
+        for tried in (value, True, False, _PROBE):
+            try:
+                seen.add(self.told(chat_template_kwargs={**own, name: tried}).render(messages))
+            except PromptError:
+                return tried is not value  # it looks at it, or takes no such argument
+        return len(seen) > 1
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of `messages`, which are plain JSON. Raises PromptError where there is none."""
@@ -135,33 +178,41 @@ class ChatTemplate:
     ) -> str:
         """What a tokenizer makes of a chat by itself."""
         fresh = copy.deepcopy(list(messages))  # which it may write into
-        how = {"continue_final_message": True} if continues else {}
+        how: dict[str, Any] = {"continue_final_message": True} if continues else {}
+        given = {"tools": self.asked.tools, "documents": self.asked.documents}
+        how |= {name: value for name, value in given.items() if value is not None}
+        how |= self.asked.chat_template_kwargs or {}
         found = self._tokenizer.apply_chat_template(
-            fresh, tokenize=False, add_generation_prompt=begins, **how
+            fresh, tokenize=False, add_generation_prompt=begins, **copy.deepcopy(how)
         )
         if not isinstance(found, str):
             kind, whole = type(found).__name__, type(self._tokenizer).__name__
             raise TypeError(f"apply_chat_template of {whole} made a {kind} and no text")
-        if len(found) > MOST + TIMES * size_of(messages, sys.maxsize):
+        if len(found) > self._most(messages):
             raise Exceeded("makes far more text than the messages have")
         return found
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         template = _compiled(self._source)
         environment: Any = template.environment
-        most = MOST + TIMES * size_of(messages, sys.maxsize)
-        environment.meter.left = most
+        environment.meter.left = self._most(messages)
         # from 5.22 on, transformers gives reasoning the names under which templates read it
         alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
         pieces = template.generate(
             messages=alias(messages),
-            tools=None,
-            documents=None,
+            tools=self.asked.tools,
+            documents=self.asked.documents,
             add_generation_prompt=self._begins,
-            **self._tokenizer.special_tokens_map,
+            **{**self._tokenizer.special_tokens_map, **(self.asked.chat_template_kwargs or {})},
         )
         found = []
         for piece in pieces:
             environment.meter.charge(len(piece))
             found.append(piece)
         return "".join(found)
+
+    def _most(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """How many characters and items a rendering may make."""
+        asked = self.asked
+        given = [messages, asked.tools, asked.documents, asked.chat_template_kwargs]
+        return MOST + TIMES * size_of(given, sys.maxsize)

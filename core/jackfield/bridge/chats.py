@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jackfield.bridge.chat_inputs import check_variables, check_what_is_told, filled
 from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.errors import PromptError, first_line, quoted
 
@@ -24,6 +25,7 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
     chat = [_plain(at, message) for at, message in enumerate(messages)]
     if template.continues and chat[-1]["content"] is None:
         raise PromptError("the last message has no 'content' that could be continued; give it some")
+    check_variables(chat, template)
     chat = _without_content(chat, template)
     try:
         found, lost = _tried(chat, template)
@@ -33,6 +35,7 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
         return parted
     if lost is None:
         _check_keys(chat, found, template)
+        check_what_is_told(chat, found, template)
         return found
     if (parted := _parted(chat, template)) is None:
         raise PromptError(
@@ -55,6 +58,7 @@ def _parted(chat: list[_Message], template: ChatTemplate) -> str | None:
     if lost is not None:
         return None
     _check_keys(whole, found, template)
+    check_what_is_told(whole, found, template)
     return found
 
 
@@ -217,18 +221,9 @@ def _unseen(
     """Those whose strings are not in the text; one rendering clears most of them."""
     probed = [dict(message) for message in chat]
     for n, (at, key) in enumerate(own):
-        probed[at][key] = _filled(chat[at][key], f"Zk{n}kZ")
+        probed[at][key] = filled(chat[at][key], f"Zk{n}kZ")
     try:
         seen = template.render(probed)
     except PromptError:
         return own
     return [pair for n, pair in enumerate(own) if f"Zk{n}kZ" not in seen]
-
-
-def _filled(value: Any, probe: str) -> Any:
-    """The same with `probe` for every string."""
-    if isinstance(value, list):
-        return [_filled(item, probe) for item in value]
-    if isinstance(value, dict):
-        return {key: _filled(item, probe) for key, item in value.items()}
-    return probe if isinstance(value, str) else value

@@ -9,7 +9,8 @@ from typing import Any
 
 from jackfield.errors import PromptError, quoted
 from jackfield.foreign import named
-from jackfield.requests.prompts import BYTES, UNSAID, Prompt, Turn, as_prompt_error
+from jackfield.requests.chat_settings import UNSAID, ChatSettings
+from jackfield.requests.prompts import BYTES, Prompt, as_prompt_error
 
 _NO_LOCK = contextlib.nullcontext()
 
@@ -25,11 +26,11 @@ def encode(
     vocab_size: int,
     most: int | None = None,
     lock: contextlib.AbstractContextManager[Any] = _NO_LOCK,
-    turn: Turn = UNSAID,
+    chat: ChatSettings = UNSAID,
 ) -> list[int]:
     """Token ids of `prompt`. Raises PromptError, early where there are far more than `most`.
 
-    `turn` says how a chat ends; it asks for nothing where the prompt is none.
+    `chat` is what is said of a chat beside its messages; nothing where the prompt is none.
     `lock` is held while `tokenizer` is called, and not while its chat template is at work.
     """
 
@@ -39,7 +40,7 @@ def encode(
             return list(reads(text, **how)["input_ids"])
 
     if not _is_chat(prompt):
-        turn.refuse_without_chat()
+        chat.refuse_without_chat()
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
@@ -60,7 +61,7 @@ def encode(
         raise PromptError("the prompt is empty; give at least one token or message")
     if _is_chat(prompt):
         ids = _read(
-            _chat(prompt, _need(tokenizer), turn.of(prompt)),
+            _chat(prompt, _need(tokenizer), chat.of(prompt)),
             partial(read, add_special_tokens=False),
             vocab_size,
             most,
@@ -85,14 +86,13 @@ def _need(tokenizer: Any | None) -> Any:
     return tokenizer
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any, turn: Turn) -> str:
+def _chat(messages: Sequence[Any], tokenizer: Any, asked: ChatSettings) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; give plain text instead")
     from jackfield.bridge.chat_templates import ChatTemplate
     from jackfield.bridge.chats import text_of  # jinja is read where there is a chat
 
-    how = {"begins": bool(turn.begins), "continues": bool(turn.continues)}
-    return text_of(messages, ChatTemplate(tokenizer, **how))
+    return text_of(messages, ChatTemplate(tokenizer, asked))
 
 
 def _read(

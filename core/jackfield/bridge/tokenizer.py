@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from jackfield.bridge.encoding import encode
+from jackfield.contracts import Settings
+from jackfield.requests.chat_settings import UNSAID, ChatSettings
 from jackfield.requests.detokenize import Detokenizer, opening
-from jackfield.requests.prompts import UNSAID, Prompt, Turn
+from jackfield.requests.prompts import Prompt
 
 Lock = contextlib.AbstractContextManager[Any]
 
@@ -30,23 +32,36 @@ class Text:
         self._reading: Lock = contextlib.nullcontext() if shared else threading.Lock()
         self._spelling: Lock = contextlib.nullcontext() if shared else threading.Lock()
 
-    def encode(self, prompt: Prompt, most: int | None = None, turn: Turn = UNSAID) -> list[int]:
-        """Token ids of a prompt; a chat ends with `turn`.
+    def encode(
+        self, prompt: Prompt, most: int | None = None, chat: ChatSettings = UNSAID
+    ) -> list[int]:
+        """Token ids of a prompt; `chat` is what is said of one beside its messages.
 
         Raises PromptError, early where it has far more than `most`.
         """
-        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, turn)
+        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, chat)
 
     def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens."""
         with self._spelling:
             text: str = self.tokenizer.decode(  # type: ignore[union-attr]
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         return text
 
-    def detokenizer(self, stop_strings: Seq[str]) -> Detokenizer:
+    def decoder(self, settings: Settings) -> Callable[[list[int]], str]:
+        """What makes text of the new tokens of a request.
+
+        Where it asks for special tokens, all but the EOS that ends it.
+        """
+        if settings.skip_special_tokens:
+            return self.decode
+        ends = {token for token in settings.eos_token_ids if not self.decode([token])}
+        return lambda ids: self.spell([token for token in ids if token not in ends])
+
+    def detokenizer(self, settings: Settings) -> Detokenizer:
         """What makes the text of one request as its tokens come."""
-        return Detokenizer(self.decode, stop_strings, self._opening)
+        return Detokenizer(self.decoder(settings), settings.stop_strings, self._opening)
 
     @cached_property
     def _opening(self) -> tuple[int, ...]:

@@ -92,6 +92,8 @@ class Settings(NamedTuple):
         drafts: What that is asked for.
         beams: What a search is asked for.
         structure: What the text must look like; None: anything.
+        skip_special_tokens: Whether the text leaves out special tokens; otherwise it leaves out
+            the EOS that ends it.
     """
 
     max_new_tokens: int
@@ -119,3 +121,4 @@ class Settings(NamedTuple):
     drafts: DraftSettings = DraftSettings()
     beams: BeamSettings = BeamSettings()
     structure: Structure | None = None
+    skip_special_tokens: bool = True

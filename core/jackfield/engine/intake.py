@@ -15,9 +15,9 @@ from jackfield.errors import CacheFullError, SettingsError
 from jackfield.planning.planning import Plan
 from jackfield.planning.strategies import elsewhere, pick
 from jackfield.registry.discovery import registry
+from jackfield.requests.chat_settings import ChatSettings, chat_settings_of
 from jackfield.requests.decoding_settings import check_width
 from jackfield.requests.honouring import Limits, refuse_unhonoured
-from jackfield.requests.prompts import Turn, turn_of
 from jackfield.requests.settings import resolve
 from jackfield.requests.wishes import Wishes, wishes
 
@@ -60,10 +60,10 @@ class Intake:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._bound.check_unchanged()
         refuse_autocast(input_device(self._model).type)
-        turn, wished, decoding, limits = self._wished(asked)
+        chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
-        ids = self._text.encode(prompt, self._plan.requirements.context_length, turn)
+        ids = self._text.encode(prompt, self._plan.requirements.context_length, chat)
         settings = resolve(wished, len(ids), limits, number)
         if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
@@ -94,7 +94,7 @@ class Intake:
                 next(self._ids),
                 ids,
                 settings,
-                self._text.detokenizer(settings.stop_strings) if reads else None,
+                self._text.detokenizer(settings) if reads else None,
                 leader=made[0] if made and width is None else None,
                 sample=sample,
             )
@@ -104,12 +104,12 @@ class Intake:
             made.append(running)
         return made
 
-    def _wished(self, asked: Mapping[str, Any]) -> tuple[Turn, Wishes, str, Limits]:
-        """What is asked of a chat's turn and for the rest, by which decoding, within what."""
-        turn, asked = turn_of(asked)
+    def _wished(self, asked: Mapping[str, Any]) -> tuple[ChatSettings, Wishes, str, Limits]:
+        """What is said of a chat and asked for beside it, by which decoding, within what."""
+        chat, asked = chat_settings_of(asked)
         wished = wishes(asked, self._model.generation_config)
         decoding = pick(self._plan.decodings, wished)
-        return turn, wished, decoding, self._limits[decoding]
+        return chat, wished, decoding, self._limits[decoding]
 
 
 def _limits(text: Text, plan: Plan, decoding: str) -> Limits:

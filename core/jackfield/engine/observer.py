@@ -127,7 +127,10 @@ class Observer:
         if self._text.tokenizer is None:
             return None
         try:
-            return fenced("text", sequence.id, lambda: self._text.decode(sequence.text_tokens))
+            return fenced("text", sequence.id, lambda: self._decoded(sequence))
         except OwnFailure as failure:
             sequence.fail(failure)
             return None
+
+    def _decoded(self, sequence: RunningSequence) -> str:
+        return self._text.decoder(sequence.settings)(sequence.text_tokens)

@@ -148,21 +148,22 @@ KEYWORDS: Mapping[str, Habit] = {
     "add_special_tokens": Habit("give token ids, if the tokenizer's own are not to be added"),
     "continue_final_message": Habit(f"{_PROMPT}: engine.generate(…, continue_final_message=True)"),
     "add_generation_prompt": Habit(f"{_PROMPT}: engine.generate(…, add_generation_prompt=True)"),
-    "skip_special_tokens": Habit("text has no special tokens; token_ids has them", inert=(True,)),
+    "skip_special_tokens": Habit(
+        f"{_PROMPT}: engine.generate(…, skip_special_tokens=False)", inert=(True,)
+    ),
     "tokenizer_encode_kwargs": Habit("give token ids, made by the tokenizer as you like"),
-    **{
-        name: Habit(
-            "render the chat and give its token ids: engine.generate(engine.tokenizer."
-            f"apply_chat_template(messages, add_generation_prompt=True, {how}))"
-        )
-        for name, how in (
-            ("tools", "tools=…"),
-            ("documents", "documents=…"),
-            ("chat_template", "chat_template=…"),
-            ("chat_template_kwargs", "**kwargs"),
-            ("enable_thinking", "enable_thinking=…"),
-        )
-    },
+    "tools": Habit(f"{_PROMPT}: engine.generate(…, tools=[…])"),
+    "documents": Habit(f"{_PROMPT}: engine.generate(…, documents=[…])"),
+    "chat_template_kwargs": Habit(f"{_PROMPT}: engine.generate(…, chat_template_kwargs={{…}})"),
+    "enable_thinking": Habit(
+        "a call has what its template reads: "
+        "engine.generate(…, chat_template_kwargs={'enable_thinking': …})"
+    ),
+    "chat_template": Habit(
+        "give a tokenizer with it; or render the chat and give its token ids: engine.generate("
+        "engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+        "chat_template=…))"
+    ),
     # what `generate` takes beside settings
     "input_ids": Habit(f"{_PROMPT}: engine.generate(input_ids=…, attention_mask=…)"),
     "attention_mask": Habit(f"{_PROMPT}: engine.generate(input_ids=…, attention_mask=…)"),
@@ -257,7 +258,7 @@ FLAGS: Mapping[str, str] = {
     "cb_max_memory_percent": f"{_PAGES}memory=0.5'",
     "cb_num_blocks": f"{_PAGES}num_tokens=N', in tokens",
     "cb_use_cuda_graph": "write --compile cuda_graph",
-    "chat_template_kwargs": "render the chat template yourself, in Python",
+    "chat_template_kwargs": "write --set 'chat_template_kwargs={…}'",
     "continuous_batching": "requests always join at any step where the cache can: --cache paged",
     "decision_config": _SERVER,
     "default_seed": "write --seed N",
@@ -275,7 +276,7 @@ FLAGS: Mapping[str, str] = {
     "model_timeout": _SERVER,
     "non_blocking": _SERVER,
     "port": _SERVER,
-    "reasoning": "render the chat template yourself, in Python",
+    "reasoning": "write --set 'chat_template_kwargs={…}' with what the model's template reads",
     "save_folder": "send what is shown into a file: `jackfield chat | tee FILE`",
     "system_prompt": "give the messages in Python: engine.generate([{'role': 'system', …}, …])",
     "user": "nobody's name is shown; drop it",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.arguments import OF_LOADING
+from jackfield.requests.chat_settings import OF_A_CHAT
 from jackfield.requests.habits import KEYWORDS
-from jackfield.requests.prompts import OF_A_CHAT
 from jackfield.requests.vocabulary import (
     ALIASES,
     ARGUMENTS,

@@ -2,10 +2,10 @@
 
 Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
 `presence_penalty`, `frequency_penalty`, what structures a text (`json_schema`, `regex`, `grammar`,
-`choices`), and, for a request among others, `decoding`, `priority`,
-`deadline` and `cache_salt`. `logits_processor`, `stopping_criteria` and `prefix_allowed_tokens_fn`
-are what `generate` takes under these names; `stop` is short for `stop_strings`, and `max_time` is
-`deadline`.
+`choices`), and, for a request among others, `decoding`, `priority`, `deadline` and `cache_salt`.
+`skip_special_tokens` is what `decode` of a tokenizer takes; `logits_processor`, `stopping_criteria`
+and `prefix_allowed_tokens_fn` are what `generate` takes under these names; `stop` is short for
+`stop_strings`, and `max_time` is `deadline`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         drafts=decoding_settings.drafts(given, limits.honoured, count),
         beams=decoding_settings.beams(given, limits.honoured, count),
         structure=structures.read(given, has_tokenizer=limits.has_tokenizer),
+        skip_special_tokens=_skips_special(given, limits),
         seed=_seed(wishes, draws=drawn["do_sample"]),
     )
     _check_lengths(wishes, settings.min_new_tokens, settings.max_new_tokens)
@@ -182,6 +183,17 @@ def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str,
         "deadline": number.real("deadline", 0.0, above=0) if "deadline" in given else None,
         "cache_salt": token_settings.salt(given.get("cache_salt", "")),
     }
+
+
+def _skips_special(given: Mapping[str, Any], limits: Limits) -> bool:
+    value = given.get("skip_special_tokens", True)
+    if not isinstance(value, bool):
+        raise SettingsError(f"skip_special_tokens must be True or False, not {quoted(value)}")
+    if not value and not limits.has_tokenizer:
+        raise SettingsError(
+            "skip_special_tokens is about text, and this model has no tokenizer; token_ids has all"
+        )
+    return value
 
 
 def _seed(wishes: Wishes, *, draws: bool) -> int:

@@ -14,7 +14,8 @@ OWN = frozenset(
     {
         "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
         "json_schema", "logits_processor", "logprobs", "prefix_allowed_tokens_fn",
-        "presence_penalty", "priority", "regex", "seed", "stopping_criteria",
+        "presence_penalty", "priority", "regex", "seed", "skip_special_tokens",
+        "stopping_criteria",
     }
 )  # fmt: skip
 
@@ -23,7 +24,7 @@ LOOP = frozenset(
     {
         "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar", "json_schema",
         "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
-        "stop_strings",
+        "skip_special_tokens", "stop_strings",
     }
 )  # fmt: skip
 
@@ -60,6 +61,7 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "renormalize_logits": (False,),
     "repetition_penalty": (1.0,),
     "return_dict_in_generate": (False,),
+    "skip_special_tokens": (True,),
     "target_lookbehind": (10,),
     "temperature": (1.0,),
     "token_healing": (False,),
