@@ -51,7 +51,7 @@ RUNS = {
     "traced": {"compile": "plugin:traced"},
     "norms": {"kernels": "plugin:norms"},
     "row_wise": {"quantization": "plugin:row_wise"},
-    "patient": {"scheduler": "plugin:patient?patience=3"},
+    "patient": {"scheduler": "plugin:patient?patience=0.01"},
 }
 
 

@@ -42,10 +42,7 @@ class _Scheduler:
     """A schedule as it is, in place of a checked one."""
 
     def __init__(self, inner: Any, *_: object, **__: object) -> None:
-        self.order, self.schedule = inner.order, inner.schedule
-
-    def count_passed(self, *_: object) -> None:
-        pass
+        self.key, self.schedule, self.patience = inner.key, inner.schedule, inner.patience
 
     def starved(self) -> tuple[()]:
         return ()

@@ -57,6 +57,15 @@ class Gate:
         self.admit()
 
 
+def age(engine: Engine, sequence: Sequence, seconds: float) -> None:
+    """Have the sequence come so many seconds before it did, which no step may see happen."""
+    sequence.started -= seconds
+    timed = engine._loop._timed
+    if sequence in timed:
+        timed.discard(sequence)
+        timed.push(sequence, sequence.deadline)
+
+
 class Arrival:
     """A prompt that comes before step `at`, with settings of its own."""
 

@@ -18,6 +18,7 @@ from jackfield.contracts import (
     DecodingCapabilities,
     Hypothesis,
     Scheduler,
+    Sequence,
     Strategy,
 )
 from jackfield_plugins.decoding.beam import Beam, BeamOptions, BeamSearch
@@ -72,26 +73,33 @@ def doing(deed: Callable[[Any], Any]) -> Change:
     """What the method returns, after `deed` was done to the first sequence that it is handed."""
 
     def change(own: Change, sequences: Any, *rest: Any) -> Any:
-        deed(sequences[0])
+        deed(sequences if isinstance(sequences, Sequence) else sequences[0])
         return own(sequences, *rest)
 
     return change
 
 
+class Pair(tuple[int, ...]):
+    """Is before all others."""
+
+    __slots__ = ()
+
+    def __lt__(self, other: object) -> bool:
+        return True
+
+
 SCHEDULERS: dict[str, dict[str, Change]] = {
-    "order raises": {"order": raising(ValueError("boom"))},
-    "order exits": {"order": raising(SystemExit(1))},
-    "order of nobody": {"order": lambda own, waiting, step: []},
-    "order of one": {"order": lambda own, waiting, step: list(waiting)[:1]},
-    "order of one twice": {"order": lambda own, waiting, step: [waiting[0]] * len(waiting)},
-    "order of numbers": {"order": lambda own, waiting, step: [s.id for s in waiting]},
-    "order is None": {"order": lambda own, waiting, step: None},
-    "order sorts what it is given": {"order": lambda own, waiting, step: waiting.sort()},
-    "order clears what waits": {"order": lambda own, waiting, step: waiting.clear() or []},
-    "order ends a request": {
-        "order": lambda own, waiting, step: (
-            setattr(waiting[0], "finish_reason", "stop") or own(waiting, step)
-        )
+    "key raises": {"key": raising(ValueError("boom"))},
+    "key exits": {"key": raising(SystemExit(1))},
+    "key of one number": {"key": lambda own, sequence: sequence.id},
+    "key is None": {"key": lambda own, sequence: None},
+    "key is a list": {"key": lambda own, sequence: [0, sequence.id]},
+    "key of NaN": {"key": lambda own, sequence: (math.nan,)},
+    "key of text": {"key": lambda own, sequence: (str(sequence.id),)},
+    "key of requests": {"key": lambda own, sequence: (sequence,)},
+    "key of a tuple's child": {"key": lambda own, sequence: Pair((0, sequence.id))},
+    "key ends a request": {
+        "key": lambda own, sequence: setattr(sequence, "finish_reason", "stop") or own(sequence)
     },
     "schedule raises": {"schedule": raising(UntoldError())},
     "schedule of zeros": {"schedule": lambda own, running, *_: [0] * len(running)},
@@ -114,7 +122,7 @@ SCHEDULERS: dict[str, dict[str, Change]] = {
     },
     "schedule without an end": {"schedule": lambda own, *_: itertools.repeat(1)},
     **{f"schedule gives {what}": {"schedule": doing(deed)} for what, deed in DEEDS.items()},
-    **{f"order gives {what}": {"order": doing(deed)} for what, deed in DEEDS.items()},
+    **{f"key gives {what}": {"key": doing(deed)} for what, deed in DEEDS.items()},
 }
 
 

@@ -91,11 +91,11 @@ def test_a_form_with_a_gap_is_found() -> None:
     class Gap(contracts.Schedule):
         """A scheduler that says less than it should."""
 
-        def order(self, waiting: Any, step: int) -> Any:
-            """Who enters first of `waiting`."""
+        def schedule(self, running: Any, step: int) -> Any:
+            """How many tokens each of `running` feeds."""
 
         def more(self) -> None: ...
 
     module = ModuleType(Gap.__module__)
     vars(module)["Gap"] = Gap
-    assert unsaid(module) == ["Gap.more", "Gap.order(step)"]
+    assert unsaid(module) == ["Gap.more", "Gap.schedule(step)"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from driven import Gate, recorded
+from driven import Gate, age, recorded
 from families import build, character_tokenizer, prompts
 from poison import NONSENSE
 
@@ -234,7 +234,7 @@ def test_a_deadline_ends_one_that_runs_with_what_there_was(engine: Engine, alone
     gate.inside()
     for _ in range(3):
         gate.let()
-    sequence_of(engine, request).started -= 100
+    age(engine, sequence_of(engine, request), 100)
     gate.lift()
     completion = request.result(60)
     assert completion.finish_reason == "cancelled"
@@ -252,7 +252,7 @@ def test_a_deadline_ends_one_that_waits(load: Load, alone: Any) -> None:
     running = engine.submit(PROMPTS[0], max_new_tokens=COUNT)
     gate.inside()
     waiting = engine.submit(PROMPTS[1], max_new_tokens=COUNT, deadline=50)
-    sequence_of(engine, waiting).started -= 100
+    age(engine, sequence_of(engine, waiting), 100)
     gate.lift()
     completion = waiting.result(60)
     assert (completion.finish_reason, completion.token_ids) == ("cancelled", [])

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from drafting import ASSISTED, LOOKUP, draft_of
+from driven import age
 from families import WINDOW, build, oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ class Storm(Stepped):
         chunk=st.sampled_from([None, 1, 5]),
         swap=st.booleans(),
         sharing=st.booleans(),
-        scheduler=st.sampled_from(["fifo?patience=3", "fifo", "short-first?patience=20"]),
+        scheduler=st.sampled_from(["fifo?patience=0.01", "fifo", "short-first?patience=0.1"]),
         size=st.sampled_from([2, 8]),
         deterministic=st.booleans(),
         assistant=st.sampled_from(["paged?page_size=3&num_tokens=30", "paged", "dynamic"]),
@@ -104,7 +105,7 @@ class Storm(Stepped):
     @rule(data=st.data())
     def let_a_deadline_pass(self, data: Any) -> None:
         timed = sorted(n for n, (s, _) in self.open.items() if s.deadline is not None)
-        self.open[data.draw(st.sampled_from(timed))][0].started -= 2 * LONG
+        age(self.engine, self.open[data.draw(st.sampled_from(timed))][0], 2 * LONG)
 
     @precondition(lambda self: self.loop.running or self.loop.waiting)
     @rule(count=st.integers(1, 6))
@@ -150,10 +151,10 @@ class Storm(Stepped):
                 assert group.allocator.num_free == group.allocator.capacity
         usage = self.loop.cache.usage()
         assert usage is not None
-        waiting = {s.id for s in self.loop.waiting.values()}
+        waiting = {s.id for s in self.loop.waiting}
         assert set(self.loop.cache._swapped._waiting) <= waiting  # type: ignore[attr-defined]
         assert held | waiting == set(self.open)
-        assert set(self.loop._timed) <= set(self.open)
+        assert set(self.loop._timed._held) <= set(self.open)
         self.nothing_of_drafts_leaks()
 
     def nothing_of_drafts_leaks(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from beams import ENDS, Found, assert_same, diverse, drawn, model_of, plain, search, texts
 from drafting import LOOKUP
+from driven import age
 from families import oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -57,7 +58,7 @@ class Storm(Stepped):
         chunk=st.sampled_from([None, 1, 5]),
         swap=st.booleans(),
         sharing=st.booleans(),
-        scheduler=st.sampled_from(["fifo?patience=3", "short-first?patience=20"]),
+        scheduler=st.sampled_from(["fifo?patience=0.01", "short-first?patience=0.1"]),
     )
     def begin(
         self, family: str, cache: str, chunk: int | None, swap: bool, sharing: bool, scheduler: str
@@ -129,7 +130,7 @@ class Storm(Stepped):
     def let_a_deadline_pass(self, data: Any) -> None:
         timed = sorted(n for n, (m, _, _) in self.open.items() if m[0].deadline is not None)
         made, _, _ = self.open[data.draw(st.sampled_from(timed))]
-        data.draw(st.sampled_from(made)).started -= 2 * LONG
+        age(self.engine, data.draw(st.sampled_from(made)), 2 * LONG)
 
     @precondition(lambda self: self.loop.running or self.loop.waiting)
     @rule(count=st.integers(1, 6))
@@ -175,7 +176,7 @@ class Storm(Stepped):
         if not hasattr(self, "engine"):
             return
         leading = {beam.group.members[0].id if beam.group else beam.id for beam in
-                   [*self.loop.running, *self.loop.waiting.values()]}  # fmt: skip
+                   [*self.loop.running, *self.loop.waiting]}  # fmt: skip
         assert leading == set(self.open)
         usage = self.loop.cache.usage()
         if usage is not None and not self.open:

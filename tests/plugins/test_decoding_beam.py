@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from beams import BOTH, COUNT, ENDS, LENGTHS, assert_same, model_of, plain, references, texts
-from driven import Arrival, drive
+from driven import Arrival, age, drive
 from families import VOCAB, build, character_tokenizer, config_of, oracle, prompts
 
 import jackfield
@@ -243,7 +243,7 @@ def test_a_search_that_is_cancelled_or_late_says_its_best_so_far(cache: str) -> 
             for _ in range(steps):
                 loop.step()
             if steps == 5:
-                made[1].started -= 2000
+                age(engine, made[1], 2000)
                 events = loop.step()[:2]
                 assert made[0].error == "its deadline of 1000 s passed"
             else:
@@ -371,8 +371,8 @@ class Stingy(Schedule):
 
     turn = 0
 
-    def order(self, waiting: Any, now: float) -> list[Sequence]:
-        return list(waiting)
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        return (sequence.id,)
 
     def schedule(self, running: Any, pending: Any, budget: int, now: float) -> list[int]:
         self.turn += 1

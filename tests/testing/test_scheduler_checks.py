@@ -14,8 +14,8 @@ from jackfield_plugins.scheduler.fifo import Fifo
 from jackfield_plugins.scheduler.short_first import ShortFirst
 
 SAMPLE = (
-    "the newest first", "short prompts first for ever", "priorities upside down",
-    "leaves out long ones", "one more than the budget", "keeps who it has seen",
+    "priorities upside down", "length before priority", "no deadline as NaN",
+    "patience without an end", "one more than the budget", "keeps who it has seen",
     "the newest prompt first", "writes into requests",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ from jackfield.contracts import Schedule, Scheduler
 class Right(Schedule):
     """By priority, then first come, first served; who decodes goes first."""
 
-    def order(self, waiting: Any, now: float) -> Any:
-        return sorted(waiting, key=lambda s: (-s.settings.priority, s.arrival, s.id))
+    def key(self, sequence: Any) -> Any:
+        return (-sequence.settings.priority, sequence.arrival, sequence.id)
 
     def schedule(self, running: Any, uncached: Any, budget: int, now: float) -> Any:
         counts = [int(count == 1) for count in uncached]
@@ -39,19 +40,13 @@ def of(schedule: type[Schedule]) -> Callable[[], Scheduler]:
     return Made
 
 
-def ordering(order: Callable[[Any, float], Any]) -> Callable[[], Scheduler]:
-    class Ordering(Right):
-        def order(self, waiting: Any, now: float) -> Any:
-            return order(waiting, now)
+def keyed(key: Callable[[Any], Any], patience: Any = 5.0) -> Callable[[], Scheduler]:
+    class Keyed(Right):
+        def key(self, sequence: Any) -> Any:
+            return key(sequence)
 
-    return of(Ordering)
-
-
-def by(key: Callable[[Any], Any]) -> Callable[[], Scheduler]:
-    """Priority, and then something else than who came first."""
-    return ordering(
-        lambda waiting, _: sorted(waiting, key=lambda s: (-s.settings.priority, key(s)))
-    )
+    Keyed.patience = patience
+    return of(Keyed)
 
 
 def giving(schedule: Callable[[Any, Any, int, float], Any]) -> Callable[[], Scheduler]:
@@ -131,9 +126,9 @@ class Remembers(Right):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def order(self, waiting: Any, now: float) -> Any:
-        self.seen += [s for s in waiting if s not in self.seen[-50:]]
-        return super().order(waiting, now)
+    def key(self, sequence: Any) -> Any:
+        self.seen.append(sequence)
+        return super().key(sequence)
 
 
 class Counts(Right):
@@ -153,44 +148,33 @@ class Shared(Right):
 
     first: dict[int, int] = {}  # noqa: RUF012 - that is its fault
 
-    def order(self, waiting: Any, now: float) -> Any:
-        for s in waiting:
-            self.first.setdefault(s.id, len(self.first))
-            if len(self.first) > 3000:
-                self.first.clear()
-        return sorted(waiting, key=lambda s: (-s.settings.priority, self.first.get(s.id, 0)))
+    def key(self, sequence: Any) -> Any:
+        if len(self.first) > 3000:
+            self.first.clear()
+        self.first.setdefault(sequence.id, len(self.first))
+        return (-sequence.settings.priority, self.first[sequence.id])
 
 
 class Slow(Right):
-    def order(self, waiting: Any, now: float) -> Any:
-        found: list[Any] = []
-        for s in waiting:
-            place = sum(1 for other in found if other.arrival <= s.arrival)
-            found.insert(place, s)
-        return sorted(found, key=lambda s: -s.settings.priority)
+    """Looks at all whom it knows to place one more."""
+
+    def __init__(self) -> None:
+        self.known: list[Any] = []
+
+    def key(self, sequence: Any) -> Any:
+        self.known.append(sequence)
+        return (-sequence.settings.priority, sum(s.arrival < sequence.arrival for s in self.known))
 
 
-class Cached(Right):
-    """Orders those that it was first asked about."""
+class Turns(Right):
+    """Places those that come by a number that goes on from call to call."""
 
-    known: Any = None
+    def __init__(self) -> None:
+        self.calls = 0
 
-    def order(self, waiting: Any, now: float) -> Any:
-        self.known = self.known or super().order(waiting, now)
-        return self.known
-
-
-class Batches(Right):
-    """Lets nobody in while somebody runs: it says so by ordering nobody."""
-
-    busy = False
-
-    def order(self, waiting: Any, now: float) -> Any:
-        return [] if self.busy else super().order(waiting, now)
-
-    def schedule(self, running: Any, uncached: Any, budget: int, now: float) -> Any:
-        self.busy = len(running) > 1
-        return super().schedule(running, uncached, budget, now)
+    def key(self, sequence: Any) -> Any:
+        self.calls += 1
+        return (-sequence.settings.priority, self.calls % 2)
 
 
 class Marks(Right):
@@ -228,67 +212,49 @@ class ExpectsDecodersFirst(Right):
 _random = random.Random()
 
 
-def _shuffled(waiting: Any, now: float) -> Any:
-    found = list(waiting)
-    _random.shuffle(found)
-    return sorted(found, key=lambda s: -s.settings.priority)
+def _tidied(sequence: Any) -> Any:
+    sequence.tokens.sort()
+    return (-sequence.settings.priority, len(sequence.tokens))
 
 
-def _in_place(waiting: Any, now: float) -> Any:
-    waiting.sort(key=lambda s: s.arrival)
-    return waiting
-
-
-def _dropped(waiting: Any, now: float) -> Any:
-    return [s for s in waiting if len(s.tokens) < 100] if len(waiting) > 1 else list(waiting)
-
-
-def _first_of_all(waiting: Any, now: float) -> Any:
-    first = max(waiting, key=lambda s: s.settings.priority)
-    return [first, *sorted((s for s in waiting if s is not first), key=lambda s: s.arrival)]
-
-
-def _by_length(waiting: Any, now: float) -> Any:
-    return list({len(s.tokens): s for s in waiting}.values())
-
-
-_STARVED = "starves|overtaken"
-_ORDERED = "order must return each"
+_NUMBERS = "key must return a tuple of numbers"
+_SECONDS = "patience is .*seconds"
 
 BY_HAND = (
-    Wrong("the newest first", by(lambda s: -s.id), _STARVED),
-    Wrong("the latest arrival first", by(lambda s: -s.arrival), _STARVED),
-    Wrong("short prompts first for ever", by(lambda s: len(s.tokens)), _STARVED),
-    Wrong("long prompts first for ever", by(lambda s: -len(s.tokens)), _STARVED),
-    Wrong("short texts first for ever", by(lambda s: s.settings.max_new_tokens), _STARVED),
-    Wrong("long texts first for ever", by(lambda s: -s.settings.max_new_tokens), _STARVED),
-    Wrong("the nearest deadline first", by(lambda s: s.settings.deadline or 1e9), _STARVED),
-    Wrong("preempted ones last", by(lambda s: (s.preemptions, s.arrival)), _STARVED),
-    Wrong("samples last", by(lambda s: (s.sample, s.arrival)), _STARVED),
-    Wrong("one salt before the others", by(lambda s: (s.settings.cache_salt != "same", s.id)),
-          _STARVED),
-    Wrong("priorities upside down",
-          ordering(lambda w, _: sorted(w, key=lambda s: (s.settings.priority, s.arrival))),
+    Wrong("priorities upside down", keyed(lambda s: (s.settings.priority, s.arrival)), "priority"),
+    Wrong("priorities as text", keyed(lambda s: (str(-s.settings.priority), s.arrival)), _NUMBERS),
+    Wrong("priorities as truth", keyed(lambda s: (not s.settings.priority, s.arrival)), "priority"),
+    Wrong("no priorities", keyed(lambda s: (s.arrival,)), "priority"),
+    Wrong("no key at all", keyed(lambda s: ()), "priority"),
+    Wrong("length before priority", keyed(lambda s: (len(s.tokens), s.settings.priority)),
           "priority"),
-    Wrong("priorities as text",
-          ordering(lambda w, _: sorted(w, key=lambda s: (str(-s.settings.priority), s.arrival))),
-          "priority"),
-    Wrong("priorities as truth",
-          ordering(lambda w, _: sorted(w, key=lambda s: (not s.settings.priority, s.arrival))),
-          "priority"),
-    Wrong("no priorities", ordering(lambda w, _: sorted(w, key=lambda s: s.arrival)), "priority"),
-    Wrong("leaves out long ones", ordering(_dropped), _ORDERED),
-    Wrong("one of each length", ordering(_by_length), _ORDERED),
-    Wrong("an iterator that was read", ordering(lambda w, _: (iter(w), iter([]))[1]), _ORDERED),
-    Wrong("sorts in place", ordering(_in_place), "sort|changed the list"),
-    Wrong("drawn by chance", ordering(_shuffled), "two schedules|another order"),
-    Wrong("by the address in memory", by(lambda s: id(s) * 2654435761 % 2**32), "two schedules|"
-          "another order|starves|another engine"),
-    Wrong("orders tuples", ordering(lambda w, _: [(s.arrival, s) for s in w]), _ORDERED),
-    Wrong("fails where nobody waits", ordering(_first_of_all), "empty|raised"),
-    Wrong("orders those of before", of(Cached), _ORDERED),
-    Wrong("orders nobody while it is busy", of(Batches), _ORDERED),
-    Wrong("takes seconds for thousands", of(Slow), "takes .* s for"),
+    Wrong("a number for a tuple", keyed(lambda s: -s.settings.priority), _NUMBERS),
+    Wrong("a list for a tuple", keyed(lambda s: [-s.settings.priority, s.arrival]), _NUMBERS),
+    Wrong("the request in its key", keyed(lambda s: (-s.settings.priority, s)), _NUMBERS),
+    Wrong("a key in a key", keyed(lambda s: (-s.settings.priority, (s.arrival, s.id))), _NUMBERS),
+    Wrong("no deadline as None", keyed(lambda s: (-s.settings.priority, s.settings.deadline)),
+          _NUMBERS),
+    Wrong("no deadline as NaN",
+          keyed(lambda s: (-s.settings.priority, s.settings.deadline or math.nan)), "NaN"),
+    Wrong("a priority that is None for one that was preempted",
+          keyed(lambda s: None if s.preemptions else (-s.settings.priority, s.id)), _NUMBERS),
+    Wrong("a rate of what is cached",
+          keyed(lambda s: (-s.settings.priority, len(s.tokens) / s.num_cached)), "ZeroDivision"),
+    Wrong("sorts the tokens", keyed(_tidied), "for reading|changed|tokens"),
+    Wrong("drawn by chance", keyed(lambda s: (-s.settings.priority, _random.random())),
+          "two schedules|another order"),
+    Wrong("by the address in memory",
+          keyed(lambda s: (-s.settings.priority, id(s) * 2654435761 % 2**32)),
+          "two schedules|another order|another engine"),
+    Wrong("by how often it was asked", of(Turns), "two schedules|another order"),
+    Wrong("takes seconds for thousands", of(Slow), "takes .* s for|keeps"),
+    Wrong("no patience", keyed(lambda s: (-s.settings.priority, s.id), 0), _SECONDS),
+    Wrong("patience below zero", keyed(lambda s: (-s.settings.priority, s.id), -1.0), _SECONDS),
+    Wrong("patience without an end", keyed(lambda s: (-s.settings.priority, s.id), math.inf),
+          _SECONDS),
+    Wrong("patience as NaN", keyed(lambda s: (-s.settings.priority, s.id), math.nan), _SECONDS),
+    Wrong("patience as text", keyed(lambda s: (-s.settings.priority, s.id), "10 s"), _SECONDS),
+    Wrong("patience as None", keyed(lambda s: (-s.settings.priority, s.id), None), _SECONDS),
     Wrong("budget looked at too late", giving(_over), "more than the budget"),
     Wrong("no budget", giving(lambda r, uncached, b, s: list(uncached)), "more than the budget"),
     Wrong("budget for each", giving(lambda r, n, b, s: [min(one, b) for one in n]),
@@ -325,7 +291,7 @@ BY_HAND = (
 #: What the guards of an engine are shown to find, too.
 GUARDED = tuple(
     Wrong(name, lambda members=members: scheduler(**members),  # type: ignore[misc]
-          "order|schedule|changed|raised|attribute|assign|refuse|settings|tokens")
+          "key|schedule|changed|raised|attribute|assign|refuse|settings|tokens")
     for name, members in SCHEDULERS.items()
 )  # fmt: skip
 

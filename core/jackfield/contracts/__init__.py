@@ -38,7 +38,7 @@ from jackfield.contracts.quantizing import (
     QuantizerCapabilities,
 )
 from jackfield.contracts.requirements import FEATURES, Requirements, Weight
-from jackfield.contracts.scheduling import Schedule, Scheduler
+from jackfield.contracts.scheduling import PATIENCE, Schedule, Scheduler
 from jackfield.contracts.sequences import (
     BeamGroup,
     Hypothesis,
@@ -56,6 +56,7 @@ from jackfield.units import in_units
 
 __all__ = [
     "FEATURES",
+    "PATIENCE",
     "SAMPLER_SETTINGS",
     "TORCHAO",
     "Accepted",

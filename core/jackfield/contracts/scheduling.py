@@ -9,9 +9,16 @@ from typing import ClassVar
 from jackfield.contracts.backend import Backend, BindContext
 from jackfield.contracts.sequences import Sequence
 
+#: Seconds that a request waits at most for those that are preferred to it.
+PATIENCE = 30.0
+
 
 class Schedule(ABC):
-    """A bound scheduler. The loop calls `order` when a request may enter, `schedule` every step.
+    """A bound scheduler. The loop asks `key` of each that begins to wait, `schedule` in every step.
+
+    The smallest key enters first. Who has waited for `patience` seconds enters before all who have
+    not, the one that came first at the front, so nobody waits for ever whatever the keys are. A
+    request that does not fit into the cache yet blocks those after it.
 
     Times, `now` and the `arrival` of a sequence, are in seconds of one clock, whose zero means
     nothing.
@@ -19,24 +26,29 @@ class Schedule(ABC):
     Changes: nothing. Sequences are for reading; `sequence.settings.priority` is what was asked for.
 
     Violations: what breaks the contract fails every request with a PluginError that names the
-    scheduler. A request that it passes over for ever (10,000 turns of others, after it has waited
-    ten minutes or while it runs) ends by itself, with an error that names the scheduler.
+    scheduler. A request that runs and is given no token in 10,000 steps in a row ends by itself,
+    with an error that names the scheduler.
+
+    Attributes:
+        patience: In seconds, above 0 and finite. Read once, after `bind`.
     """
 
+    patience: float = PATIENCE
+
     @abstractmethod
-    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
-        """Say who enters first. No request may be overtaken for ever.
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        """Say where a request stands among those that wait.
 
-        Of those that came together and differ in nothing else, a higher priority goes first.
-
-        A request that does not fit into the cache yet blocks the requests after it.
+        Asked when it comes and whenever it waits again, after a preemption for one; then the key
+        holds until it enters. Of those that differ in nothing else, the higher priority has the
+        smaller key.
 
         Args:
-            waiting: Those that may enter; of a group the first member, for all of it.
-            now: What the clock says.
+            sequence: Who begins to wait; of a group the first member, for all of it.
 
         Returns:
-            All of `waiting`, each once, the one that enters first at the front.
+            Numbers, none of them NaN, compared one after the other: ``(-priority, …)``. Of equals
+            the one that came first enters first.
         """
 
     @abstractmethod

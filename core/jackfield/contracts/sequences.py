@@ -34,7 +34,7 @@ class Sequence:
     A request has one sequence, several samples of its prompt, or a group of beams. Everything is
     for reading, but for `num_cached`, which the cache sets.
 
-    Lives: from `admit` or the first `order` to `release`; compare sequences by identity or `id`.
+    Lives: from `admit` or the first `key` to `release`; compare sequences by identity or `id`.
 
     Violations: a backend that changes anything else in one is a PluginError, and every open
     request ends. It is looked for in calls of schedules, of strategies, and of caches that are not

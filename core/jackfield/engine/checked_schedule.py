@@ -1,8 +1,8 @@
-"""Schedules held to their contract: what one gets wrong is an error, and so is who never runs."""
+"""Schedules held to their contract: what one gets wrong is an error, and so is who gets no turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,9 +15,8 @@ from jackfield.engine.sequences import RunningSequence
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
-WATCHED = 64  # of those that wait, the first: thousands would cost milliseconds
-LONG = 600.0  # seconds after which a request that waits has waited long
-FOR_EVER = 10_000  # turns that others got before it since then, or in a row while it runs
+FOR_EVER = 10_000  # steps in a row in which a request runs and is given nothing
+_NUMBERS = frozenset({int, float, bool})
 
 
 def _nothing(*_: object) -> AbstractContextManager[None]:
@@ -28,7 +27,7 @@ class CheckedSchedule:
     """`inner`, called `name` in errors. The checks take a few microseconds a step.
 
     `closely`: also what it may have changed of the requests. It counts whom the scheduler passes
-    over, too: `starved` has those that would wait for ever.
+    over, too: `starved` has those that would run for ever.
     """
 
     def __init__(self, inner: Schedule, name: str, *, closely: bool = True) -> None:
@@ -36,22 +35,26 @@ class CheckedSchedule:
         self._name = name
         self._unchanged = partial(unchanged, self) if closely else _nothing
         self._neglected: list[RunningSequence] = []
-        self._guards = {what: guarded(self, what) for what in ("order", "schedule")}
+        self._guards = {what: guarded(self, what) for what in ("key", "schedule")}
+        self.patience = self._checked_patience()
 
     def __str__(self) -> str:
         return self._name
 
-    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
-        waiting = tuple(waiting)
-        with self._guards["order"], self._unchanged("order", waiting[:WATCHED]):
-            found = list(islice(self._inner.order(waiting, now), len(waiting) + 1))
-            whole = len(found) == len(waiting) and set(found) == set(waiting)
-        if not whole:
+    def _checked_patience(self) -> float:
+        with guarded(self, "patience"):
+            patience = self._inner.patience
+        if type(patience) not in _NUMBERS or not 0 < patience < math.inf:
             raise fault(
-                self,
-                f"order must return all {len(waiting)} requests that wait, each once; "
-                f"got {len(found)}, {len(set(found) & set(waiting))} of them among those",
+                self, f"patience must be a number of seconds above 0, not {quoted(patience)}"
             )
+        return patience
+
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        with self._guards["key"], self._unchanged("key", (sequence,)):
+            found = self._inner.key(sequence)
+        if type(found) is not tuple or not all(type(n) in _NUMBERS and n == n for n in found):
+            raise fault(self, f"key must return a tuple of numbers, not {quoted(found)}")
         return found
 
     def schedule(
@@ -80,18 +83,6 @@ class CheckedSchedule:
             else:
                 self._pass_over(sequence)
         return found
-
-    def count_passed(
-        self, waiting: Iterable[RunningSequence], entered: Seq[RunningSequence], now: float
-    ) -> None:
-        """Count, for those that have waited long, who came later, with no right to be first."""
-        for sequence in waiting if entered else ():
-            if now - sequence.arrival > LONG and any(
-                other.arrival > sequence.arrival
-                and other.settings.priority <= sequence.settings.priority
-                for other in entered
-            ):
-                self._pass_over(sequence)
 
     def _pass_over(self, sequence: RunningSequence) -> None:
         sequence.passed_over += 1

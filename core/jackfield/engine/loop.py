@@ -21,6 +21,7 @@ from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Metrics
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
+from jackfield.engine.waiting import SequenceHeap, WaitingQueue
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
 from jackfield.sampling.fenced import OwnFailure, fenced
@@ -48,9 +49,9 @@ class Loop:
         self.scheduler = scheduler
         self.limits = limits
         self._max_chunk_size = cache.max_chunk_size = limits.max_chunk_size
-        self.waiting: dict[int, RunningSequence] = {}
+        self.waiting: WaitingQueue[RunningSequence] = WaitingQueue(scheduler)
         self.running: list[RunningSequence] = []
-        self._timed: dict[int, RunningSequence] = {}  # those with a deadline
+        self._timed: SequenceHeap[RunningSequence] = SequenceHeap()  # by their deadlines
         self._full = False  # the cache refused who is next, and holds no less since
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.steps = 0
@@ -60,11 +61,11 @@ class Loop:
     def submit(self, sequence: RunningSequence) -> None:
         """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
         if sequence.deadline is not None:
-            self._timed[sequence.id] = sequence
+            self._timed.push(sequence, sequence.deadline)
         if sequence is not sequence.members[0]:
             return
         sequence.arrival = self.clock()
-        self.waiting[sequence.id] = sequence
+        self.waiting.add(sequence)
         self._full = False
         self.metrics.tokens_in += sequence.prompt_length
 
@@ -76,7 +77,7 @@ class Loop:
         gains = [(sequence, Accepted())] if group is None else group.so_far()
         events = [_cancelled(one, gain, why) for one, gain in gains]
         for one in sequence.members:
-            self.waiting.pop(one.id, None)
+            self.waiting.discard(one)
         self._retire([one for one, _ in gains])
         return events
 
@@ -106,16 +107,17 @@ class Loop:
 
     def _expire(self) -> list[Event]:
         """End the requests whose deadline has passed."""
-        now = time.perf_counter()
-        late = [s for s in self._timed.values() if s.deadline is not None and now > s.deadline]
-        ended = (self.cancel(s, f"its deadline of {s.settings.deadline:g} s passed") for s in late)
-        return [event for events in ended for event in events]
+        now, events = time.perf_counter(), []
+        while (late := self._timed.first()) is not None and now > (late.deadline or now):
+            self._timed.discard(late)
+            events += self.cancel(late, f"its deadline of {late.settings.deadline:g} s passed")
+        return events
 
     def _starved(self) -> list[Event]:
         """End the requests that the scheduler passes over for ever, by its name."""
         events = []
         for sequence in self.scheduler.starved():
-            why = f"{self.scheduler} passed it over {sequence.passed_over} times for later requests"
+            why = f"{self.scheduler} passed it over {sequence.passed_over} times in a row"
             for event in self.cancel(sequence, why):
                 event.sequence.finish_reason = "error"
                 events.append(event)
@@ -123,16 +125,18 @@ class Loop:
 
     def _admit(self) -> None:
         """Let in who is next, while there are places; who does not fit yet holds up the rest."""
+        self._rank()
         free = self.limits.max_batch_size - len(self.running)
         closed = self._full or (self.running and not self.cache.continuous)
         if free < 1 or not self.waiting or closed:
             return
-        ready = [s for s in self.waiting.values() if not self._waits_for_its_leader(s)]
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
-        entered, now = [], self.clock()
-        for first in self.scheduler.order(ready, now):
-            sequence = self.waiting[first.id]
+        now = self.clock()
+        while (sequence := self.waiting.first(now)) is not None:
+            if self._waits_for_its_leader(sequence):
+                self.waiting.put_aside(sequence)
+                continue
             free -= len(sequence.members)
             if free < 0:
                 break
@@ -141,9 +145,14 @@ class Loop:
                     raise fault(self.cache, "admits nobody although nothing runs in it")
                 self._full = True
                 break
-            del self.waiting[sequence.id]
-            entered.append(sequence)
-        self.scheduler.count_passed(self.waiting.values(), entered, now)
+            self.waiting.discard(sequence)
+
+    def _rank(self) -> None:
+        """Have the scheduler place who has come, and who has waited for a prompt that is read."""
+        for leader in self.running if self.waiting.leaders else ():
+            if leader.num_cached >= leader.prompt_length:
+                self.waiting.call_back(leader)
+        self.waiting.rank()
 
     def _enters(self, sequence: RunningSequence) -> bool:
         """Whether the cache takes in a sequence, and the other beams of its group with it."""
@@ -234,7 +243,7 @@ class Loop:
             self.running.remove(beam)
             self.cache.preempt(beam)
             beam.preemptions += 1
-        self.waiting[beams[0].id] = beams[0]
+        self.waiting.add(beams[0])
         self.metrics.preemptions += 1
 
     def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
@@ -287,7 +296,8 @@ class Loop:
     def _release(self, ended: Seq[RunningSequence]) -> None:
         sequences = [one for sequence in ended for one in sequence.members]
         for sequence in sequences:
-            self._timed.pop(sequence.id, None)
+            self._timed.discard(sequence)
+            self.waiting.call_back(sequence)
         acts = [lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)]
         if not (self.running or self.waiting):
             acts.append(self.decoding.rest)
@@ -296,8 +306,9 @@ class Loop:
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
         self.doing = None
-        lost = [*self.running, *self.waiting.values()]
-        self.running, self.waiting, self._full = [], {}, False
+        lost = [*self.running, *self.waiting]
+        self.running, self._full = [], False
+        self.waiting.clear()
         for sequence in lost:
             sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt
         self._release(lost)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, Schedule, Scheduler
+from jackfield.contracts import PATIENCE, BindContext, Schedule, Scheduler
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatienceOptions:
-    """`patience`: a request that has waited for so many seconds goes before all that have not."""
+    """`patience`: a request that waits for so many seconds enters before all that have not."""
 
-    patience: float = 30.0
+    patience: float = PATIENCE
 
     def __post_init__(self) -> None:
-        if not self.patience > 0:
+        if not 0 < self.patience < math.inf:
             raise ValueError(f"patience must be more than 0 seconds, not {self.patience:g}")
 
 
@@ -39,19 +40,9 @@ class FifoSchedule(Schedule):
     """Tokens that decode first, then prompts, in the order in which they entered."""
 
     def __init__(self, patience: float) -> None:
-        self._patience = patience
+        self.patience = patience
 
-    def order(self, waiting: Seq[Sequence], now: float) -> list[Sequence]:
-        return sorted(waiting, key=lambda s: self.place(s, now))
-
-    def place(self, sequence: Sequence, now: float) -> tuple[float, ...]:
-        """Who is overdue goes first, by arrival alone: else they could overtake each other."""
-        if now - sequence.arrival >= self._patience:
-            return (0, sequence.arrival, sequence.id)
-        return (1, *self.rank(sequence))
-
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """What orders the requests that are not overdue; smaller goes first."""
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
         return (-sequence.settings.priority, sequence.id)
 
     def schedule(

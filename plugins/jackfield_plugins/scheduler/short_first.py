@@ -29,7 +29,7 @@ class ShortFirst(Scheduler):
 class ShortFirstSchedule(FifoSchedule):
     """As `fifo`, with the length of what is not cached yet between priority and arrival."""
 
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
         left = len(sequence.tokens) - sequence.num_cached
         return (-sequence.settings.priority, left, sequence.id)
 
@@ -37,7 +37,13 @@ class ShortFirstSchedule(FifoSchedule):
         self, running: Seq[Sequence], num_uncached_tokens: Seq[int], now: float
     ) -> list[int]:
         rows = super().prompts(running, num_uncached_tokens, now)
-        return sorted(rows, key=lambda row: self.place(running[row], now))
+        return sorted(rows, key=lambda row: self._place(running[row], now))
+
+    def _place(self, sequence: Sequence, now: float) -> tuple[float, ...]:
+        """Who is overdue goes first, by arrival alone: else they could overtake each other."""
+        if now - sequence.arrival >= self.patience:
+            return (0, sequence.arrival, sequence.id)
+        return (1, *self.key(sequence))
 
 
 @hookimpl

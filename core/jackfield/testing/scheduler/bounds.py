@@ -16,7 +16,7 @@ from jackfield.testing.scheduler.simulation import Held, bind
 from jackfield.testing.subject import Subject
 
 MANY = 10_000
-SLOW = 0.5  # seconds of processor time, for one call
+SLOW = 0.5  # seconds of processor time, for one call, or a key for each of `MANY`
 
 #: Uncached tokens of each that runs, and a budget: from the smallest up.
 STEPS: tuple[tuple[tuple[int, ...], int], ...] = (
@@ -30,13 +30,13 @@ STEPS: tuple[tuple[tuple[int, ...], int], ...] = (
 
 
 def checks(subject: Subject) -> Iterator[Check]:
-    """What `order` and `schedule` may return, and that they change nothing."""
+    """What `key` and `schedule` may return, and that they change nothing."""
     every: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "order.everybody": (_everybody, (0, 1, 2, 5, 60)),
-        "order.unchanged": (_order_unchanged, (1, 3)),
-        "order.presented": (_presented, (2, 3, 4)),
-        "order.priorities": (_priorities, ("two", "in another order", "negative", "many")),
-        "order.many": (_many_waiting, (MANY,)),
+        "key.numbers": (_numbers, (1, 5, 60)),
+        "key.presented": (_presented, (2, 3, 4)),
+        "key.priorities": (_priorities, ("two", "in another order", "negative", "many")),
+        "key.patience": (_patience, ("",)),
+        "key.many": (_many_waiting, (MANY,)),
         "schedule.bounds": (_bounds, STEPS),
         "schedule.rows": (_rows, (2, 3, 4)),
         "schedule.drawn": (_drawn, (10, 100, 1000)),
@@ -66,30 +66,23 @@ def _drawn_request(number: int, numbers: random.Random, now: int) -> Lent:
     return sequence
 
 
-def _everybody(subject: Subject, count: int) -> None:
-    numbers = subject.random(f"everybody {count}")
+def _numbers(subject: Subject, count: int) -> None:
+    numbers = subject.random(f"numbers {count}")
     held = Held(bind(subject))
     for now in (0, 1, 5, 1_000, 100_000):
-        waiting = [_drawn_request(n, numbers, now) for n in range(count)]
-        numbers.shuffle(waiting)
-        held.order(waiting, now)
-        held.order(waiting[1:], now)
-        held.order(waiting, now + 1)
-
-
-def _order_unchanged(subject: Subject, count: int) -> None:
-    numbers = subject.random("order unchanged")
-    held = Held(bind(subject), lists=True)
-    for now in range(8):
-        held.order([_drawn_request(n, numbers, now) for n in range(count)][::-1], now)
+        for number in range(count):
+            held.key(_drawn_request(number, numbers, now))
 
 
 def _presented(subject: Subject, count: int) -> None:
-    """Each order in which they may be handed over, and two schedulers that are asked the same."""
+    """Each order in which they may come, and two schedulers that are asked the same."""
     waiting = [lend(n, [5] * (1 + n), arrival=n) for n in range(count)]
     one, other = Held(bind(subject)), Held(bind(subject))
     for presented in itertools.permutations(waiting):
-        found = [[s.id for s in held.order(presented, count)] for held in (one, other)]
+        found = [
+            [s.id for s in sorted(presented, key=lambda s: (held.key(s), s.id))]
+            for held in (one, other)
+        ]
         if found[0] != found[1]:
             raise WrongError(
                 f"two schedules that are asked the same order requests as {found[0]} and as "
@@ -105,24 +98,27 @@ def _priorities(subject: Subject, case: str) -> None:
     held = Held(bind(subject))
     waiting = [lend(n, [5] * 4, arrival=3, priority=p) for n, p in enumerate(_PRIORITIES[case])]
     for presented in (waiting, waiting[::-1]):
-        found = [s.settings.priority for s in held.order(presented, 3)]
-        for first, second in itertools.pairwise(found):
-            if first < second:
+        keys = [(s.settings.priority, held.key(s)) for s in presented]
+        for (first, before), (second, after) in itertools.permutations(keys, 2):
+            if first > second and not before < after:
                 raise WrongError(
-                    f"a request of priority {first} goes before one of priority {second} that came "
-                    "together with it"
+                    f"a request of priority {second}, of key {after}, goes before one of priority "
+                    f"{first}, of key {before}, that came together with it"
                 )
+
+
+def _patience(subject: Subject, _: object) -> str:
+    return f"{Held(bind(subject)).patience:g} s"
 
 
 def _many_waiting(subject: Subject, count: int) -> str:
     numbers = subject.random("many")
     waiting = [_drawn_request(n, numbers, 50) for n in range(count)]
     held = Held(bind(subject), watches=False)
-    held.order(waiting[:10], 50)
-    took = _took(lambda: held.order(waiting, 51))
+    took = _took(lambda: [held.key(sequence) for sequence in waiting])
     if took > SLOW:
-        raise WrongError(f"order takes {took:.1f} s for {count} that wait, in every step")
-    return f"{1000 * took:.2g} ms for {count} that wait"
+        raise WrongError(f"key takes {took:.1f} s for {count} requests")
+    return f"{1e6 * took / count:.2g} us for each of {count} that wait"
 
 
 def _many_running(subject: Subject, count: int) -> str:
@@ -196,7 +192,7 @@ def _again(subject: Subject, count: int) -> None:
         gone = running.pop()
         uncached.pop()
         gone.num_cached, gone.preemptions = 0, 1
-        held.order([gone], 4)
+        held.key(gone)
 
 
 def _whole_chunks(subject: Subject, count: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import Any
 
 from jackfield.api import plan
 from jackfield.contracts import BindContext, Requirements, Schedule, Sequence
-from jackfield.engine.checked_schedule import FOR_EVER, LONG
+from jackfield.engine.checked_schedule import FOR_EVER
+from jackfield.engine.waiting import WaitingQueue
 from jackfield.testing.checks import WrongError
 from jackfield.testing.lent import Lent, Watch, grow, lend
 from jackfield.testing.models import build
@@ -44,22 +46,23 @@ class Held:
         self._kind: Any = list if lists else tuple
         self._watches = watches
 
-    def order(self, waiting: Seq[Sequence], now: float) -> list[Any]:
-        """Who enters first."""
-        given = self._kind(waiting)
-        watch = Watch(waiting if self._watches else ())
-        said = self._schedule.order(given, now)
-        found = _listed(said, len(waiting) + 1, "order")
-        watch.check("order")
-        if list(given) != list(waiting):
-            raise WrongError("order changed the list of those that wait, to be read")
-        if len(found) != len(waiting) or set(map(id, found)) != set(map(id, waiting)):
-            known = set(map(id, waiting))
-            once = len({id(s) for s in found} & known)
-            raise WrongError(
-                f"order must return each of the {len(waiting)} that wait once; got {len(found)}, "
-                f"{once} of them different ones that wait"
-            )
+    @property
+    def patience(self) -> float:
+        """Seconds that one waits at most for those that are preferred to it."""
+        patience = self._schedule.patience
+        if type(patience) not in (int, float) or not 0 < patience < math.inf:
+            raise WrongError(f"patience is {patience!r:.40}; it is seconds, above 0 and finite")
+        return patience
+
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        """Where one stands among those that wait."""
+        watch = Watch((sequence,) if self._watches else ())
+        found = self._schedule.key(sequence)
+        watch.check("key")
+        if type(found) is not tuple or any(type(n) not in (int, float, bool) for n in found):
+            raise WrongError(f"key must return a tuple of numbers, not {found!r:.60}")
+        if any(math.isnan(n) for n in found):
+            raise WrongError(f"key returned {found!r:.60}: NaN is neither before nor after another")
         return found
 
     def schedule(
@@ -116,7 +119,7 @@ class Simulated:
     ) -> None:  # fmt: skip
         self.held = Held(schedule, watches=watches)
         self.places, self.budget, self.chunk = places, budget, chunk
-        self.waiting: dict[int, Lent] = {}
+        self.waiting: WaitingQueue[Lent] = WaitingQueue(self.held)
         self.running: list[Lent] = []
         self.ended: list[Lent] = []
         self.entered: list[int] = []
@@ -133,7 +136,7 @@ class Simulated:
         """A request of so many tokens."""
         self._numbers += 1
         sequence = lend(self._numbers, [5] * prompt, max_new_tokens=new, arrival=self.now, **asked)
-        self.waiting[sequence.id] = sequence
+        self.waiting.add(sequence)
         return sequence
 
     def preempt(self, sequence: Lent) -> None:
@@ -141,15 +144,17 @@ class Simulated:
         self.running.remove(sequence)
         sequence.num_cached = 0
         sequence.preemptions += 1
-        self.waiting[sequence.id] = sequence
+        self.waiting.add(sequence)
 
     def step(self) -> None:
         """One step of the loop; somebody waits or runs."""
-        free = self.places - len(self.running)
-        if free and self.waiting:
-            for one in self.held.order(list(self.waiting.values()), self.now)[:free]:
-                self.running.append(self.waiting.pop(one.id))
-                self.entered.append(one.id)
+        self.waiting.rank()
+        while len(self.running) < self.places and self.waiting:
+            first = self.waiting.first(self.now)
+            assert first is not None
+            self.waiting.discard(first)
+            self.running.append(first)
+            self.entered.append(first.id)
         uncached = [min(len(s.tokens) - s.num_cached, self.chunk) for s in self.running]
         counts = self.held.schedule(self.running, uncached, self.budget, self.now)
         self.steps += 1
@@ -163,14 +168,8 @@ class Simulated:
                 self.idle.pop(sequence.id, None)
                 self.ended.append(sequence)
 
-    def starved(self, sequence: Lent, overtaken: int) -> str | None:
-        """Why an engine would end it; `overtaken`: how often later ones entered before it."""
-        waited = self.now - sequence.arrival
-        if sequence.id in self.waiting and waited > LONG and overtaken > FOR_EVER:
-            return (
-                f"waited {waited:.0f} s and was overtaken by {overtaken} later requests of no "
-                "higher priority"
-            )
+    def starved(self, sequence: Lent) -> str | None:
+        """Why an engine would end it."""
         if self.idle.get(sequence.id, 0) > FOR_EVER:
             return f"ran, and got no token in {self.idle[sequence.id]} steps in a row"
         return None
