@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from jackfield.bridge.encoding import encode
@@ -13,6 +14,9 @@ from jackfield.contracts import Settings
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
 from jackfield.requests.detokenize import Detokenizer, opening
 from jackfield.requests.prompts import Prompt
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 Lock = contextlib.AbstractContextManager[Any]
 
@@ -76,11 +80,37 @@ class Text:
             )
         return text
 
+    def bytes_of(self, token: int) -> bytes:
+        """The text of one token as UTF-8, also where it is a part of a character."""
+        text = self.spell([token])
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))  # type: ignore[union-attr]
+        if _UNKNOWN in text:
+            return part_of_a_character(piece) or text.encode()
+        if piece.startswith(_SPACE) and not text.startswith(" "):  # which decoding alone strips
+            text = f" {text}"
+        return text.encode()
+
     def read(self, text: str) -> list[int]:
         """The ids of `text`, and nothing that a tokenizer would add at its ends."""
         with self._reading:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
         return ids
+
+
+def part_of_a_character(piece: str) -> bytes | None:
+    """The bytes that a tokenizer calls `piece`: ``<0xE2>``, or GPT-2's letters for bytes."""
+    if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):
+        return bytes.fromhex(found[1])
+    letters = _letters()
+    return bytes(letters[c] for c in piece) if set(piece) <= letters.keys() else None
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """GPT-2's letter of each byte: itself where it can be printed, else one from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in own]
+    return {chr(b): b for b in own} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
 def same_tokens(own: Text, other: Text) -> bool:

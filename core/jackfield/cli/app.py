@@ -22,6 +22,7 @@ from jackfield.cli.memory import memory
 from jackfield.cli.new import new
 from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
+from jackfield.cli.serve import serve
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -75,6 +76,7 @@ app.callback(invoke_without_command=True, add_help_option=False, help=_usage(_gl
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "plugins": plugins,
     "explain": explain,

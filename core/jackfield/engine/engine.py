@@ -251,6 +251,10 @@ class Engine:
             sequence.report_before = before
         self._worker.submit(pairs, wait=wait)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The text of one token as UTF-8; of a part of a character only its bytes."""
+        return self._assembly.text.bytes_of(token)
+
     def explain(self) -> str:
         """The plan in words: what was chosen, what was passed over, and why."""
         sources = {

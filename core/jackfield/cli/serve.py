@@ -1,0 +1,150 @@
+"""`jackfield serve`: OpenAI's protocol over the models that are named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jackfield.cli.options import Backends, Batches, flag
+from jackfield.cli.output import say
+from jackfield.errors import UsageError
+
+if TYPE_CHECKING:
+    from jackfield.serving.settings import ServerSettings
+
+MISSING = "serving needs FastAPI and uvicorn; pip install jackfield[serve]"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Where a server listens, and whom it answers; what is not given stands in --config or the
+    environment.
+    """
+
+    host: Annotated[str | None, flag("--host", "HOST", "The address; 127.0.0.1 without it.")] = None
+    port: Annotated[int | None, flag("--port", "PORT", "8000 without it; 0: any that is free.")] = (
+        None
+    )
+    allow_unauthenticated: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-unauthenticated", help="Serve others than this machine without an API key."
+        ),
+    ] = None
+    cors_origins: Annotated[
+        list[str] | None,
+        flag("--cors-origin", "ORIGIN", "A site whose pages may ask; repeatable."),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, flag("--ssl-certfile", "FILE", "A certificate, for TLS.")
+    ] = None
+    ssl_keyfile: Annotated[Path | None, flag("--ssl-keyfile", "FILE", "Its key.")] = None
+    max_waiting: Annotated[
+        int | None, flag("--max-waiting", "N", "Requests that wait for a model; then 429.")
+    ] = None
+    deadline: Annotated[
+        float | None, flag("--deadline", "SECONDS", "When a request ends, whatever it has.")
+    ] = None
+    model_timeout: Annotated[
+        float | None,
+        flag("--model-timeout", "SECONDS", "When one of several models is unloaded that idles."),
+    ] = None
+    max_completion_tokens: Annotated[
+        int | None,
+        flag("--max-completion-tokens", "N", "How long an answer may be where nobody says."),
+    ] = None
+    default_seed: Annotated[
+        int | None, flag("--default-seed", "N", "The seed of requests that have none.")
+    ] = None
+    reasoning: Annotated[
+        str | None, flag("--reasoning", "MODE", "auto, on or off, for templates that know it.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None, flag("--chat-template-kwargs", "JSON", "What chat templates are given.")
+    ] = None
+    log_texts: Annotated[
+        bool | None, typer.Option("--log-texts", help="Write prompts and answers into the log.")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {name: value for name, value in found.items() if value not in (None, [])}
+        if text := found.get("chat_template_kwargs"):
+            try:
+                found["chat_template_kwargs"] = json.loads(text)
+            except ValueError:
+                raise UsageError(f"--chat-template-kwargs {text!r} is not JSON") from None
+        return found
+
+
+def serve(
+    backends: Backends,
+    batches: Batches,
+    serving: Serving,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A hub id, a folder, or demo.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings and models, as TOML.")
+    ] = None,
+    new_key: Annotated[
+        str | None,
+        typer.Option("--new-key", metavar="NAME", help="Print an API key and its hash, and end."),
+    ] = None,
+    continuous_batching: Annotated[
+        bool, typer.Option("--continuous-batching", help="Always on.")
+    ] = True,
+) -> None:
+    """Serve models by OpenAI's protocol: chat, completions, responses, and a page to try them.
+
+    The model is the argument, or those of the file in --config; without either the small model
+    inside the package. One plan is printed for each, then where it is served.
+
+    Example: jackfield serve demo --port 8000
+    """
+    try:
+        from jackfield.serving import keys, running
+    except ImportError as error:
+        raise UsageError(f"{MISSING} ({error.name} is not here)") from None
+    if new_key is not None:
+        _print_key(new_key, *keys.new_key())
+        return
+    logging.getLogger("jackfield.serving").setLevel(logging.INFO)
+    running.serve(
+        _settings(model, backends, batches, serving, config),
+        lambda text: print(text, file=sys.stderr),
+    )
+
+
+def _settings(
+    model: str | None,
+    backends: Backends,
+    batches: Batches,
+    serving: Serving,
+    config: Path | None,
+) -> ServerSettings:
+    from jackfield.serving.settings import settings
+
+    given = serving.given()
+    arguments = {**backends.arguments(), **batches.arguments()}
+    defaults = {**Backends().arguments(), **Batches().arguments()}
+    own = {name: value for name, value in arguments.items() if value != defaults[name]}
+    if model is not None or config is None:
+        given["models"] = {model or "demo": {"model": model or "demo", **own}}
+    elif own:
+        raise UsageError(
+            f"{', '.join(sorted(own))} of which model? Write it into {config}, or name one MODEL"
+        )
+    return settings(config, **given)
+
+
+def _print_key(name: str, key: str, digest: str) -> None:
+    print(key)
+    say(f"the key is shown once; in the file of --config write: [keys.{name}] sha256 = {digest!r}")

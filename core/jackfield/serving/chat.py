@@ -1,0 +1,125 @@
+"""``POST /v1/chat/completions``: a conversation goes on."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jackfield.engine.completions import Delta
+from jackfield.engine.engine import Engine
+from jackfield.serving.asking import Asking
+from jackfield.serving.logprobs import of_chat
+from jackfield.serving.runs import Run
+from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.turns import Turn, turn_for
+
+_OBJECT = "chat.completion"
+
+
+class Chat:
+    """The answer to one body, in chunks or whole: the whole is folded from the same chunks."""
+
+    def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
+        self.body = body
+        self._engine = engine
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._turn: Turn = turn_for(body, asking, engine)
+        self.include_usage = body.include_usage
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [[message.plain() for message in self.body.messages]]
+
+    def asked(self) -> dict[str, Any]:
+        return self._turn.asked
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.body.model}
+
+    async def chunks(self, run: Run) -> AsyncIterator[dict[str, Any]]:
+        """``chat.completion.chunk`` objects."""
+        head = self._head(f"{_OBJECT}.chunk")
+        usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
+        for index in range(self.body.samples):
+            first = {"role": "assistant", "content": ""}
+            yield {**head, "choices": [_choice(index, first)], **usage}
+        async for choice in self._choices(run):
+            yield {**head, "choices": [choice], **usage}
+        if self.body.include_report:
+            yield {**head, "choices": [], "jackfield": reports(run), **usage}
+        if self.include_usage:
+            yield {**head, "choices": [], "usage": run.usage()}
+
+    async def _choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
+        parsers = [self._turn.parser() for _ in range(self.body.samples)]
+        async for index, delta in run:
+            said = parsers[index].said(delta)
+            logprobs = self._logprobs(delta)
+            reason = parsers[index].finish_reason(delta)
+            if not said and (logprobs or reason):
+                said = [{}]
+            for at, piece in enumerate(said):
+                last = at == len(said) - 1
+                yield _choice(index, piece, logprobs if at == 0 else None, reason if last else None)
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self.body.logprobs or not delta.logprobs:
+            return None
+        return {"content": of_chat(self._engine, delta.logprobs), "refusal": None}
+
+    async def whole(self, run: Run) -> dict[str, Any]:
+        """The ``chat.completion`` object."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index, "message": {"role": "assistant", "content": None, "refusal": None},
+                "logprobs": {"content": [], "refusal": None} if self.body.logprobs else None,
+                "finish_reason": None,
+            }
+            for index in range(self.body.samples)
+        ]  # fmt: skip
+        async for piece in self._choices(run):
+            _fold(choices[piece["index"]], piece)
+        found = {**self._head(_OBJECT), "choices": choices, "usage": run.usage()}
+        return found | ({"jackfield": reports(run)} if self.body.include_report else {})
+
+
+def _choice(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason,
+    }  # fmt: skip
+
+
+def _fold(choice: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a piece of a stream to the choice that it is a piece of."""
+    message, delta = choice["message"], piece["delta"]
+    for name in ("content", "reasoning_content"):
+        if name in delta:
+            message[name] = (message.get(name) or "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            calls.append({k: v for k, v in call.items() if k != "index"})
+        else:
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if piece["logprobs"]:
+        choice["logprobs"]["content"] += piece["logprobs"]["content"]
+    if piece["finish_reason"]:
+        choice["finish_reason"] = piece["finish_reason"]
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
+
+
+def reports(run: Run) -> dict[str, Any]:
+    """What was observed to run for each text, for who asked for it."""
+    return {
+        "reports": [run.completions[n].report.to_dict() for n in sorted(run.completions)],
+        "seconds": [round(run.completions[n].usage.seconds, 6) for n in sorted(run.completions)],
+    }

@@ -1,0 +1,114 @@
+"""What a client is told when something is wrong: OpenAI's error shape, whatever raised it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jackfield.errors import (
+    CacheFullError,
+    JackfieldError,
+    PromptError,
+    QueueFullError,
+    SettingsError,
+    UsageError,
+    error_text,
+    shown,
+)
+
+RETRY_AFTER = 1  # seconds after which a client that was turned away may ask again
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error: its HTTP status, what is wrong, and the field that it is about.
+
+    `param` is the path of a field of the body (``messages.0.content``) or None; `code` is for
+    programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.message, "type": kind, "param": self.param, "code": self.code,
+            }
+        }  # fmt: skip
+
+
+def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """The caller's mistake, in the field `param`."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) -> ApiError:
+    """The answer to what an engine raised.
+
+    `names` maps the engine's settings to the fields of this request, `prompt` is the field with the
+    prompt: what the message is about becomes `param`.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, SettingsError | PromptError | CacheFullError):
+        field = field_in(str(error), names)
+        if field is None and not isinstance(error, SettingsError):
+            field = prompt
+        long = isinstance(error, CacheFullError) or "context" in str(error)
+        said = in_fields(str(error), names)
+        return refused(said, field, "context_length_exceeded" if long else None)
+    if isinstance(error, UsageError):  # the engine was closed meanwhile
+        return ApiError(503, str(error), code="unavailable")
+    text = str(error) if isinstance(error, JackfieldError) else error_text(error)
+    return ApiError(500, text, code="engine_failed")
+
+
+def in_fields(message: str, names: Mapping[str, str]) -> str:
+    """A message of the engine in the words of the request."""
+    for name, field in names.items():
+        message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", field, message)
+    return message
+
+
+def field_in(message: str, names: Mapping[str, str]) -> str | None:
+    """The field that a message of the engine is about: the first of its settings in there."""
+    found = (
+        (match.start(), field)
+        for name, field in names.items()
+        if (match := re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message))
+    )
+    return min(found, default=(0, None))[1]
+
+
+def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
+    """The answer to a body that is not as the schema says: of its first mistake."""
+    first = next(iter(errors))
+    path = [str(part) for part in first.get("loc", ()) if part != "body"]
+    # what stands between are names of alternatives, which a client has not written
+    param = ".".join(part for part in path if not re.search(r"[\[\](-]|^function-", part))
+    kind, what = first.get("type"), str(first.get("msg", "is wrong"))
+    if kind == "json_invalid":
+        return refused(f"the body is not JSON: {shown(what)}", None)
+    if kind == "extra_forbidden":
+        what = f"nothing here reads the field {param!r}; drop it"
+    return refused(f"{param or 'the body'}: {shown(what, 500)}", param or None)

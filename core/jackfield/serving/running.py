@@ -1,0 +1,111 @@
+"""A server process: a socket, signals, and the loop of uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from jackfield.errors import UsageError, shown
+from jackfield.serving.app import create_app
+from jackfield.serving.pool import Pool
+from jackfield.serving.settings import ServerSettings
+
+logger = logging.getLogger("jackfield.serving")
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains: nobody new is let in, answers are finished; a second one
+    stops at once.
+    """
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._captured_signals.append(sig)
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
+    """Serve until a signal comes. `say` is told, line by line, what a person wants to know.
+
+    Raises UsageError, before any model is loaded, where the address or the certificate is no good.
+    """
+    check_certificate(settings)
+    with bound(settings) as listening:
+        app = create_app(settings)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=max(1, int(settings.drain)),
+            limit_concurrency=settings.max_connections,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            server_header=False,
+        )
+        asyncio.run(_serve(Server(config), app.state.pool, listening, settings, say))
+
+
+async def _serve(
+    server: Server,
+    pool: Pool,
+    listening: socket.socket,
+    settings: ServerSettings,
+    say: Callable[[str], None],
+) -> None:
+    if settings.preload:
+        for served in pool.models.values():
+            async with served.lease() as engine:
+                say(engine.explain())
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    host, port = listening.getsockname()[:2]
+    where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    say(f"serving {', '.join(pool.models)} at {where} (Ctrl-C drains and ends)")
+    await server.serve(sockets=[listening])
+
+
+@contextlib.contextmanager
+def bound(settings: ServerSettings) -> Iterator[socket.socket]:
+    """A socket that listens. Raises UsageError where the address cannot be had."""
+    host, port = settings.host.strip("[]"), settings.port
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        made = socket.socket(family)
+    except OSError as error:
+        raise UsageError(f"cannot serve at {host}: {error.strerror}") from None
+    with made:
+        if sys.platform != "win32":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind(address)
+            made.listen(2048)
+        except OSError as error:
+            raise UsageError(
+                f"cannot serve at {host} port {port}: {error.strerror}; choose another with --port"
+            ) from None
+        yield made
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raise UsageError for a certificate and a key that cannot be read, or do not fit."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (OSError, ValueError) as error:
+        pair = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
+        raise UsageError(
+            f"the certificate and the key ({pair}) are no good: {shown(error)}"
+        ) from None

@@ -1,0 +1,133 @@
+"""The requests of one body while they run: started together, read as one, gone when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jackfield.engine.completions import Completion, Delta
+from jackfield.engine.engine import Engine
+from jackfield.engine.requests import Request
+from jackfield.serving.errors import ApiError, as_api_error, field_in, in_fields, refused
+from jackfield.serving.metrics import Metrics
+from jackfield.serving.pool import Served
+
+#: Prompts are encoded, templates rendered and schemas compiled in these, beside the event loop.
+READERS = ThreadPoolExecutor(4, thread_name_prefix="jackfield-read")
+
+
+class Run:
+    """Texts that an engine makes for one body. Close it, whatever happens; then nothing is left.
+
+    `names` and `prompt` say which fields errors are about (`as_api_error`).
+    """
+
+    def __init__(
+        self, served: Served, metrics: Metrics, names: Mapping[str, str], prompt: str
+    ) -> None:
+        self._served, self._metrics = served, metrics
+        self._names, self._prompt = names, prompt
+        self._stack = contextlib.AsyncExitStack()
+        self._requests: list[Request] = []
+        self.completions: dict[int, Completion] = {}
+        self.began = time.perf_counter()
+        self.prompts = 1  # how many there are
+
+    async def open(self) -> Engine:
+        """The engine, which stays until this is closed. Raises ApiError."""
+        return await self._stack.enter_async_context(self._served.lease())
+
+    async def start(
+        self, engine: Engine, prompts: Sequence[Any], asked: Mapping[str, Any], limit: int
+    ) -> None:
+        """Start the texts of all prompts, or none. Raises ApiError."""
+        self.prompts = len(prompts)
+        count = len(prompts) * asked.get("num_return_sequences", 1)
+        if count > limit:
+            field = "prompt" if len(prompts) > 1 else "n"
+            raise refused(f"{count} texts are asked for; at most {limit} run for a request", field)
+        loop = asyncio.get_running_loop()
+
+        def submit() -> None:
+            for prompt in prompts:
+                self._requests += engine.submit_samples(prompt, **asked)
+
+        try:
+            await loop.run_in_executor(READERS, submit)
+        except Exception as error:
+            raise self._told(error) from error
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        """(number of the text, what came of it), as it comes. Raises ApiError."""
+        try:
+            if len(self._requests) == 1:
+                async for delta in self._requests[0]:
+                    yield 0, self._seen(0, delta)
+                return
+            async for number, delta in self._merged():
+                yield number, self._seen(number, delta)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise self._told(error) from error
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
+        queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(2 * len(self._requests))
+
+        async def read(number: int, request: Request) -> None:
+            try:
+                async for delta in request:
+                    await queue.put((number, delta))
+            finally:
+                await queue.put((number, None))
+
+        tasks = [asyncio.create_task(read(n, r)) for n, r in enumerate(self._requests)]
+        try:
+            left = len(tasks)
+            while left:
+                number, delta = await queue.get()
+                if delta is not None:
+                    yield number, delta
+                    continue
+                left -= 1
+                await tasks[number]  # raises what ended it
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _seen(self, number: int, delta: Delta) -> Delta:
+        now = time.perf_counter()
+        if delta.token_ids:
+            self._metrics.came(self._served.name, len(delta.token_ids), number, self, now)
+        if (completion := delta.completion) is not None:
+            self.completions[number] = completion
+            if completion.finish_reason == "error":
+                why = completion.error or "the text cannot be made"
+                raise refused(in_fields(why, self._names), field_in(why, self._names))
+            if completion.finish_reason == "cancelled" and completion.error is not None:
+                raise ApiError(504, completion.error, code="deadline")
+        return delta
+
+    def _told(self, error: BaseException) -> ApiError:
+        return as_api_error(self._served.cause(error), self._names, self._prompt)
+
+    def usage(self) -> dict[str, int]:
+        """Tokens of all texts that have ended; each prompt counts once."""
+        done = [self.completions[n] for n in sorted(self.completions)]
+        per_prompt = max(1, len(self._requests) // max(1, self.prompts))
+        prompt = sum(c.usage.prompt_tokens for c in done[::per_prompt])
+        made = sum(c.usage.completion_tokens for c in done)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        """Cancel what runs and give the engine back; a second call does nothing."""
+        for request in self._requests:
+            request.cancel()
+        await self._stack.aclose()

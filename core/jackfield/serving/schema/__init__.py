@@ -1,0 +1,1 @@
+"""The bodies of requests: every field takes effect, or the request is refused by its name."""

@@ -1,0 +1,145 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from jackfield.serving.errors import refused
+from jackfield.serving.schema.common import (
+    Body,
+    Names,
+    Penalized,
+    ResponseFormat,
+    Short,
+    Text,
+    structure,
+)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    name: Names
+    arguments: Text
+
+
+class ToolCall(Body):
+    id: Short
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # as it comes in streams
+
+
+class Message(Body):
+    """A message of a conversation; content is a text or parts that are texts."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=10_000)] | None = None
+    name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
+    tool_call_id: Short | None = None
+    reasoning_content: Text | None = None
+    refusal: Annotated[str, StringConstraints(max_length=0)] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as a chat template has it."""
+        found = self.model_dump(exclude_none=True, exclude={"refusal": True})
+        if self.role == "developer":
+            found["role"] = "system"
+        for call in found.get("tool_calls", ()):
+            call.pop("index", None)
+        if self.content is None:
+            found["content"] = None
+        return found
+
+
+class Function(Body):
+    name: Names
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    name: Names
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(Penalized):
+    """A conversation, and how it is to go on."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    # of others, and of jackfield
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1000)] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    # what changes nothing here, where it asks for nothing else
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    verbosity: Literal["medium"] | None = None
+    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    prompt_cache_key: Short | None = None
+    safety_identifier: Short | None = None
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        **Penalized.NAMES,
+        "max_new_tokens": "max_completion_tokens", "max_length": "max_completion_tokens",
+        "json_schema": "response_format", "tools": "tools", "documents": "documents",
+        "chat_template_kwargs": "chat_template_kwargs",
+        "continue_final_message": "continue_final_message",
+        "add_generation_prompt": "add_generation_prompt",
+    }  # fmt: skip
+
+    @property
+    def most(self) -> int | None:
+        """How many tokens are wanted at most."""
+        both = (self.max_completion_tokens, self.max_tokens)
+        if None not in both and both[0] != both[1]:
+            raise refused(
+                "max_tokens is the old name of max_completion_tokens; give one", "max_tokens"
+            )
+        return self.max_completion_tokens or self.max_tokens
+
+    def asked(self) -> dict[str, Any]:
+        found = super().asked()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.logprobs:
+            found["logprobs"] = self.top_logprobs or 0
+        found.update(structure(self.response_format, "response_format"))
+        for name in ("continue_final_message", "add_generation_prompt", "documents"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.prompt_cache_key is not None:
+            found.setdefault("cache_salt", self.prompt_cache_key)
+        return found

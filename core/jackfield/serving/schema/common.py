@@ -1,0 +1,160 @@
+"""Fields that several endpoints have, and what they ask of an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from jackfield.serving.errors import refused
+
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Text = Annotated[str, StringConstraints(max_length=2_000_000)]
+Short = Annotated[str, StringConstraints(max_length=1024)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Names = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+#: Fields of ours that OpenAI's protocol does not have, by the engine's names.
+OWN = (
+    "top_k", "min_p", "repetition_penalty", "cache_salt", "decoding", "regex", "grammar", "choices",
+)  # fmt: skip
+
+
+class Body(BaseModel):
+    """A body of a request: an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, hide_input_in_errors=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(Body):
+    name: Names
+    description: Short | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text must look like: anything, a JSON object, or what a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Body):
+    """How tokens are chosen. None, and a field that is not there, leave it to the model."""
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    user: Short | None = None
+    stream: bool | None = False
+
+    # of jackfield
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    cache_salt: Short | None = None
+    decoding: Short | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    choices: Annotated[list[Text], Field(min_length=1, max_length=10_000)] | None = None
+    include_report: bool = False
+
+    #: engine setting -> field, for messages
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "temperature": "temperature", "top_p": "top_p", "do_sample": "temperature",
+        **{name: name for name in OWN},
+    }  # fmt: skip
+
+    def asked(self) -> dict[str, Any]:
+        """What the engine is asked for."""
+        plain = ("temperature", "top_p", *OWN)
+        found = {name: getattr(self, name) for name in plain}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Penalized(Sampling):
+    """The fields that both kinds of completions have."""
+
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    seed: Seed | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=1024)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    stream_options: StreamOptions | None = None
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        **Sampling.NAMES,
+        "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
+        "sequence_bias": "logit_bias", "num_return_sequences": "n", "seed": "seed",
+        "stop": "stop", "stop_strings": "stop", "logprobs": "logprobs",
+    }  # fmt: skip
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options needs stream=true", "stream_options")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def asked(self) -> dict[str, Any]:
+        found = super().asked()
+        for name in ("frequency_penalty", "presence_penalty"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**63
+        if self.stop:
+            found["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        if self.logit_bias:
+            found["sequence_bias"] = [[[_token(k)], v] for k, v in self.logit_bias.items()]
+        if self.samples > 1:
+            found["num_return_sequences"] = self.samples
+        return found
+
+
+def _token(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise refused(f"logit_bias: {text!r} is no token id", "logit_bias")
+    return int(text)
+
+
+def structure(wanted: ResponseFormat | None, param: str) -> dict[str, Any]:
+    """The setting that makes the text what `wanted` says."""
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if wanted.json_schema is None:
+        raise refused(f"{param}: type json_schema needs json_schema", f"{param}.json_schema")
+    schema = wanted.json_schema.schema_
+    return {"json_schema": {"type": "object"} if schema is None else schema}
+
+
+def as_json(value: Any) -> str:
+    """JSON as it goes over the wire."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,40 @@
+"""A server in a thread of this process, with the small model inside the package."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+NEEDED = ("fastapi", "openai", "prometheus_client", "pydantic_settings", "uvicorn")
+HERE = all(map(importlib.util.find_spec, NEEDED))
+collect_ignore_glob = [] if HERE else ["*.py"]
+
+if HERE:
+    import openai
+    from served import Served, serving
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Served]:
+    """One that several tests ask; none may change it."""
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Start a server of a test's own: `serve(**settings)`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(serving(**settings))
+    hanging = [t for t in threading.enumerate() if t.name == "server"]
+    assert not hanging
