@@ -14,8 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import settings
+
+from jackfield.contracts import Backend
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 
 # No deadline: a machine may be loaded. `make test-all` draws many examples, an ordinary run some.
 settings.register_profile("some", deadline=None, max_examples=40)
@@ -25,3 +32,16 @@ settings.load_profile("some")
 if not torch.cuda.is_available():
     # Read when Triton is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], str]:
+    """Has a backend in the registry for one test, as a stranger's; returns what selects it."""
+
+    def offered(backend: Backend) -> str:
+        mine = Registered(backend, "stranger", "1.2", "ep")
+        known = [r for r in registry().backends[backend.kind] if r.name != backend.name]
+        monkeypatch.setitem(registry().backends, backend.kind, [*known, mine])
+        return f"plugin:stranger/{backend.name}"
+
+    return offered

@@ -18,22 +18,9 @@ from wrong_choices import SCHEDULERS, SEARCHES, STRATEGIES, scheduler, search, s
 import jackfield
 from jackfield.contracts import Backend
 from jackfield.errors import ExecutionError, JackfieldError
-from jackfield.registry.backends import Registered
-from jackfield.registry.discovery import registry
 
 PROMPTS = prompts((5, 3))
 Plugs = Callable[[Backend], str]
-
-
-@pytest.fixture
-def plug(monkeypatch: pytest.MonkeyPatch) -> Plugs:
-    def offered(backend: Backend) -> str:
-        mine = Registered(backend, "stranger", "1.2", "ep")
-        known = [r for r in registry().backends[backend.kind] if r.name != backend.name]
-        monkeypatch.setitem(registry().backends, backend.kind, [*known, mine])
-        return f"plugin:stranger/{backend.name}"
-
-    return offered
 
 
 def run(model: Any, arguments: dict[str, Any], settings: dict[str, Any]) -> list[list[int]]:

@@ -21,24 +21,11 @@ from jackfield.contracts import (
     KernelCapabilities,
 )
 from jackfield.errors import JackfieldError, PlanError, PluginError, UsageError
-from jackfield.registry.backends import Registered
-from jackfield.registry.discovery import registry
 
 PROMPTS = prompts((5, 14, 23))
 #: grouped heads; windows and a softcap; experts and heads of two sizes
 FEW = ("llama", "gemma2", "deepseek-v3")
 Plugs = Callable[[Backend], str]
-
-
-@pytest.fixture
-def plug(monkeypatch: pytest.MonkeyPatch) -> Plugs:
-    def offered(backend: Backend) -> str:
-        mine = Registered(backend, "stranger", "1.2", "ep")
-        known = [r for r in registry().backends[backend.kind] if r.name != backend.name]
-        monkeypatch.setitem(registry().backends, backend.kind, [*known, mine])
-        return f"plugin:stranger/{backend.name}"
-
-    return offered
 
 
 def said(model: Any, verify: Any = True, **arguments: Any) -> str:

@@ -214,6 +214,31 @@ def test_a_size_that_cannot_be_recorded_runs_between_attentions(
         assert set(counted.values()) == {7 + 7 + 7}
 
 
+def test_verified_beside_steps_that_are_played(tapes: type[WholeTapes]) -> None:
+    """Only what a step called itself is compared with it: neither what one before it did that
+    failed, nor what was called to record it again.
+    """
+    model = build("llama", torch.float32)
+    with load(model, max_batch_size=1, verify=30) as engine:
+
+        def failing(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        hook = model.model.layers[1].register_forward_pre_hook(failing)
+        with pytest.raises(ExecutionError, match="no room"):
+            engine.generate([[5, 6, 7, 8, 9]], max_new_tokens=2)
+        hook.remove()
+        engine.generate([[7]], max_new_tokens=4)  # no step of which calls anything
+        assert compiled(engine).whole == 4
+        with torch.no_grad():  # so that it is recorded again
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        engine.generate([[7, 8, 9]], max_new_tokens=4)
+        assert compiled(engine).whole == 7
+        verified = engine.report().verified
+        assert verified is not None
+        assert verified.sequences == 8
+
+
 def test_recordings_have_a_bound(tapes: type[WholeTapes]) -> None:
     tapes.num_bytes = stretches.MOST_BYTES + 1
     with load(build("llama")) as engine:

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -27,6 +27,7 @@ from jackfield.contracts import (
     BoundAttention,
     ModelAttention,
     PackedKVCache,
+    PackedLayer,
 )
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
@@ -41,6 +42,24 @@ LINEAR = "linear_attention"
 _CALLS = 8  # of a layer in one step, that are remembered
 KEY = "jackfield-"  # what our keys in transformers' tables begin with; means nothing to it
 _serial = itertools.count(1)
+
+
+class Tap(Protocol):
+    """Who looks on at the calls of a step."""
+
+    def begin(self) -> None:
+        """A step begins; calls of one that failed before it are not of it."""
+
+    def note(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        pages: PackedLayer | None,
+    ) -> None:
+        """A layer called. All of it is to be read now: it may be over when this returns."""
 
 
 class AttentionBinding:
@@ -60,10 +79,10 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
-        #: who looks on is told of each call: (layer, query, key, value, output, pages)
-        self.tap: Callable[..., None] | None = None
+        self.tap: Tap | None = None
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
+        self._aside = False  # the model's calls are somebody else's
         self._close: Callable[[], None] | None = None
         kinds = dict(enumerate(context.requirements.layer_types))
         #: the layers that must have called by the end of a step
@@ -141,7 +160,7 @@ class AttentionBinding:
                 output, weights = inner(module, query, key, value, attention_mask, **kwargs)
             self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
             if self.tap is not None:
-                self.tap(layer, query, key, value, output, None)
+                self.tap.note(layer, query, key, value, output, None)
             return output, weights
 
         return forward
@@ -206,8 +225,8 @@ class AttentionBinding:
                 output = inner(module, query[0].transpose(0, 1), layer, **kwargs)
             _, heads, tokens, _ = query.shape
             self._check("packed", output, (tokens, heads, value.shape[3]), query, value)
-            if self.tap is not None:
-                self.tap(number, query, key, value, output[None], layer)
+            if self.tap is not None and self._recording is None:
+                self.tap.note(number, query, key, value, output[None], layer)
             return output[None], None
 
         return forward
@@ -266,6 +285,8 @@ class AttentionBinding:
         for layer, module in attention_modules(model):
 
             def seen(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                if self._aside:
+                    return
                 states = args[0] if args else kwargs["hidden_states"]
                 count(layer, states.shape[1])
                 note(layer)
@@ -275,6 +296,17 @@ class AttentionBinding:
     def begin(self) -> None:
         """A step begins: what was called before it counts no more."""
         self._called.clear()
+        if self.tap is not None:
+            self.tap.begin()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """What the model calls meanwhile is not counted: it is no step's."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[int]]:

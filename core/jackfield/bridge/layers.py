@@ -47,8 +47,10 @@ class Layers:
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let the layers be the model's own for a while."""
-        here = [(module, vars(module).pop("forward")) for module, _ in self._forwards]
+        here = [(module, module.forward) for module, _ in self._forwards]
         try:
+            for module, _ in here:
+                del module.forward
             yield
         finally:
             for module, forward in here:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -24,8 +25,6 @@ from jackfield.devices import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from jackfield.bridge.layers import Layers
 
 _serial = itertools.count(1)
 
@@ -59,12 +58,19 @@ class Recomputed:
     layers: dict[int, AttentionCall]
 
 
-class Recomputation:
-    """Computes sequences of `model` again; `layers` are the kernels in it, left out meanwhile."""
+class Plugged(Protocol):
+    """What changes a model, or counts what it does."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[Layers]) -> None:
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Let the model be as if it were not there, for a while."""
+
+
+class Recomputation:
+    """Computes sequences of `model` again; what of `plugged` is in it is set aside meanwhile."""
+
+    def __init__(self, model: PreTrainedModel, plugged: Sequence[Plugged]) -> None:
         self._model = model
-        self._layers = layers
+        self._plugged = plugged
         self._forward = forward_of(model)
         self._eager = model_attention(model)
 
@@ -72,8 +78,8 @@ class Recomputation:
     def __call__(self, tokens: Sequence[int], keep: int) -> tuple[Recomputed, Recomputed]:
         """The sequence as it is, and with a rounding in each layer; logits of the last `keep`."""
         with contextlib.ExitStack() as aside:
-            for layers in self._layers:
-                aside.enter_context(layers.set_aside())
+            for one in self._plugged:
+                aside.enter_context(one.set_aside())
             exact, rounded = (self._once(tokens, keep, rounds) for rounds in (False, True))
         return exact, rounded
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,11 +21,18 @@ from jackfield.bridge.recomputation import (
     difference,
 )
 from jackfield.engine.report import Verified
-from jackfield.errors import ExecutionError, JackfieldError, PlanError, UsageError, quoted
+from jackfield.errors import (
+    ExecutionError,
+    JackfieldError,
+    PlanError,
+    UsageError,
+    error_text,
+    quoted,
+)
 from jackfield.guarded import fault
 
 if TYPE_CHECKING:
-    from jackfield.contracts import ModelInputs, PackedLayer
+    from jackfield.contracts import ModelInputs, PackedLayer, PackedStep
     from jackfield.engine.bound import BoundModel
     from jackfield.engine.loop import Loop
     from jackfield.engine.steps import RunningStep, ScheduledRunning
@@ -45,7 +52,22 @@ class Call(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
-    pages: PackedLayer | None
+    pages: Pages | None
+
+
+class Pages(NamedTuple):
+    """What a layer's pages held for the sequences that are compared, by their number in a step."""
+
+    step: PackedStep
+    read: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, layer: PackedLayer) -> Pages:
+        """Copies: a cache may use the pages for its next layer when the attention has returned."""
+        fed = [(row, span.kv_len) for row, span in enumerate(layer.step.spans) if span.query_len]
+        rows = [row for row, length in fed[:SEQUENCES] if length <= LONGEST]
+        read = {row: layer.gather(row) for row in rows}
+        return cls(layer.step, {row: (k.clone(), v.clone()) for row, (k, v) in read.items()})
 
 
 def steps_of(verify: bool | int) -> int:
@@ -74,18 +96,31 @@ class Verification:
 
     def __init__(self, bound: BoundModel, loop: Loop, steps: int) -> None:
         self._bound, self._loop, self._left = bound, loop, steps
-        self._again = Recomputation(bound.model, bound.layers)
+        self._recomputed = Recomputation(bound.model, [*bound.layers, bound.attention])
         self._calls: dict[int, Call] = {}
         self._plan = bound.plan
         self.done = Verified()
         loop.verifying = self.check
         if not bound.plan.requirements.irregular:
-            bound.attention.tap = self._note
+            bound.attention.tap = self
 
-    def _note(self, layer: int, *call: Any) -> None:
-        query, key, value, output, pages = call
+    def begin(self) -> None:
+        """A step begins."""
+        self._calls.clear()
+
+    def note(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        pages: PackedLayer | None,
+    ) -> None:
+        """A layer called."""
         # What a compiled step has in these is over when the attention has returned.
-        self._calls[layer] = Call(query.clone(), key, value, output.clone(), pages)
+        read = None if pages is None else Pages.of(pages)
+        self._calls[layer] = Call(query.clone(), key, value, output.clone(), read)
 
     def check(self, step: RunningStep, inputs: ModelInputs, logits: torch.Tensor) -> None:
         """Compare a step that has just been computed."""
@@ -110,7 +145,14 @@ class Verification:
             self._loop.verifying, self._bound.attention.tap = None, None
 
     def again(self, tokens: list[int], keep: int) -> tuple[Recomputed, Recomputed]:
-        return self._again(tokens, keep)
+        """See `Recomputation`. Raises ExecutionError where the model cannot."""
+        try:
+            return self._recomputed(tokens, keep)
+        except Exception as error:
+            raise ExecutionError(
+                f"verify: the model cannot compute {len(tokens)} tokens again, alone and with its "
+                f"own attention: {error_text(error)}; mend that, or drop verify"
+            ) from error
 
     def blamed(self, kinds: tuple[str, ...], what: str) -> JackfieldError:
         """The error for what is the doing of the first of `kinds` that this plan has."""
@@ -217,7 +259,7 @@ class _Compared:
     def _read(self, call: Call) -> Iterator[tuple[str, torch.Tensor]]:
         """The keys and values that are read, `[tokens, heads, head_dim]`, up to the last token."""
         if call.pages is not None:
-            read = [t.transpose(0, 1) for t in call.pages.gather(self._number)]
+            read = [t.transpose(0, 1) for t in call.pages.read[self._number]]
         elif (columns := self._columns(call.key.shape[2])) is not None:
             row = self._row()
             read = [t[row].transpose(0, 1)[columns] for t in (call.key, call.value)]
