@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 import jackfield
 from jackfield.cli import run
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning.locking import content_of, lock_of
+from jackfield.planning.locking import _libraries, content_of, lock_of
 
 CHOSEN: dict[str, Any] = {
     "attn_implementation": "sdpa",
@@ -207,8 +210,85 @@ def test_contents_do_not_depend_on_bytecode_or_place(
         content_of.cache_clear()
         found.append(content_of("packed_up.inner"))
         monkeypatch.undo()
-    assert found[0] == found[1] != "unknown"
-    assert content_of("no_such_package_at_all") == "unknown"
+    assert found[0] == found[1]
+    assert found[0].startswith("sha256:")
+
+
+def zipped(folder: Path) -> str:
+    with zipfile.ZipFile(folder / "packed.zip", "w") as archive:
+        archive.writestr("in_an_archive/__init__.py", "x = 1\n")
+    return "in_an_archive"
+
+
+def emptied(folder: Path) -> str:
+    _made(folder / "without_files")
+    return "without_files"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda _: "no_such_package_at_all",
+        lambda _: "made_by_hand",
+        lambda _: "sys",
+        zipped,
+        emptied,
+    ],
+    ids=["nowhere", "by hand", "built in", "archive", "empty"],
+)
+def test_a_backend_without_files_is_not_locked(
+    named: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them would have the same content, whatever they do."""
+    module = named(tmp_path)
+    monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "packed.zip")
+    with pytest.raises(PlanError, match=rf"cannot lock {module}\.inner: the files of {module} are"):
+        content_of(f"{module}.inner")
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "not_for_all.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(PlanError, match=r"not_for_all\.py cannot be read: Permission denied"):
+        content_of("not_for_all")
+
+
+@pytest.mark.parametrize(
+    ("requires", "told"),
+    [
+        (None, "cannot lock my-scheduler: it has no metadata here"),
+        (["torch>=2", "torch >= = 2"], "has a requirement that cannot be read: 'torch >= = 2'"),
+    ],
+)
+def test_what_cannot_be_known_of_a_distribution_is_no_lock(
+    requires: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(name: str) -> Any:
+        if requires is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return requires
+
+    monkeypatch.setattr(importlib.metadata, "requires", asked)
+    with pytest.raises(PlanError, match=told):
+        _libraries({"my-scheduler"})
+
+
+def test_a_requirement_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = ["no-such-thing-at-all>=1", "only-with-an-extra; extra == 'more'", "rich"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: named)
+    found = _libraries({"my-scheduler"})
+    assert found["no-such-thing-at-all"] == "not there"
+    assert found["rich"] == importlib.metadata.version("rich")
+    assert "only-with-an-extra" not in found
 
 
 def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from jackfield.errors import PlanError, SelectionError, UsageError, shown
+from jackfield.errors import PlanError, SelectionError, UsageError, quoted, shown
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.spelling import AUTO, Selection
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 VERSION = 1
 LARGEST = 1_000_000  # bytes of a lock file
 DRAFT = "draft model's "  # in front of the roles in its plan
+ABSENT = "not there"  # in the place of a version
 #: What every model runs on.
 LIBRARIES = ("jackfield", "safetensors", "tokenizers", "torch", "transformers")
 
@@ -91,56 +92,80 @@ def _row(plan: Plan, choice: Choice) -> dict[str, Any]:
 def content_of(module: str) -> str:
     """The SHA-256 of all files of the package that `module` is in, but for bytecode.
 
-    Of names within the package and contents, so an installation may be anywhere.
+    Of names within the package and contents, so an installation may be anywhere. Raises PlanError
+    where it has no files, or one that cannot be read.
     """
-    top = module.partition(".")[0]
-    spec = importlib.util.find_spec(top)
-    if spec is None or not (spec.origin or spec.submodule_search_locations):
-        return "unknown"
     whole = hashlib.sha256()
-    folders = [Path(where) for where in spec.submodule_search_locations or ()]
-    files = [(path, folder) for folder in folders for path in folder.rglob("*")]
-    if not folders:
-        assert spec.origin is not None
-        files = [(Path(spec.origin), Path(spec.origin).parent)]
-    for path, folder in sorted(files, key=lambda pair: pair[0].relative_to(pair[1]).as_posix()):
-        name = path.relative_to(folder)
-        if path.is_file() and "__pycache__" not in name.parts:
+    for name, path in sorted(_files_of(module)):
+        try:
             content = hashlib.sha256(path.read_bytes()).digest()
-            whole.update(name.as_posix().encode() + b"\0" + content)
+        except OSError as error:
+            raise PlanError(
+                f"cannot lock {module}: {path} cannot be read: {error.strerror}; make it readable"
+            ) from None
+        whole.update(name.encode() + b"\0" + content)
     return f"sha256:{whole.hexdigest()}"
+
+
+def _files_of(module: str) -> list[tuple[str, Path]]:
+    """The files of the package that `module` is in, with their names in it."""
+    top = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module without one: somebody made it by hand
+        spec = None
+    found: list[tuple[str, Path]] = []
+    if spec is not None and spec.submodule_search_locations:
+        for folder in map(Path, spec.submodule_search_locations):
+            inside = ((path.relative_to(folder), path) for path in folder.rglob("*"))
+            found += [
+                (name.as_posix(), path)
+                for name, path in inside
+                if "__pycache__" not in name.parts and path.is_file()
+            ]
+    elif spec is not None and spec.origin and (path := Path(spec.origin)).is_file():
+        found = [(path.name, path)]
+    if not found:
+        where = "nowhere" if spec is None else spec.origin or spec.submodule_search_locations
+        raise PlanError(
+            f"cannot lock {module}: the files of {top} are not to be found (its origin: {where}); "
+            "install it as files"
+        )
+    return found
 
 
 def _libraries(distributions: set[str]) -> dict[str, str]:
     """The versions of `LIBRARIES`, and of what the distributions name as their requirements."""
-    found = {"python": platform.python_version()}
-    for name in sorted({*LIBRARIES, *(r for d in distributions for r in _required(d))}):
-        if (version := _version(name)) is not None:
-            found[name] = version
-    return found
+    names = {*LIBRARIES, *(name for one in distributions for name in _required(one))} - {"python"}
+    return {"python": platform.python_version()} | {name: _version(name) for name in sorted(names)}
 
 
 def _required(distribution: str) -> Iterator[str]:
+    """Raises PlanError where nobody can say what it requires."""
     try:
         texts = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        return
+        raise PlanError(
+            f"cannot lock {distribution}: it has no metadata here, which would say what it "
+            f"requires; install it with `pip install {distribution}`"
+        ) from None
     for text in texts:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue
+            raise PlanError(
+                f"cannot lock {distribution}: its metadata has a requirement that cannot be read: "
+                f"{quoted(text)}; install a version whose metadata is right"
+            ) from None
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement.name
 
 
-def _version(name: str) -> str | None:
-    if name == "python":
-        return platform.python_version()
+def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ABSENT
 
 
 def read_lock(file: str | Path) -> Lock:
@@ -289,6 +314,6 @@ def _apart_of_row(role: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 def _apart(what: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(was.keys() | now.keys()):
-        old, new = was.get(name, "not there"), now.get(name, "not there")
+        old, new = was.get(name, ABSENT), now.get(name, ABSENT)
         if old != new:
             yield f"{what}{shown(name)} was {shown(old)} and is {shown(new)}"
