@@ -65,7 +65,7 @@ class Detokenizer:
         if self.stopped:
             return self._show(len(self._text))
         pending = self._text[self._shown :]
-        held = max((_overlap(pending, stop) for stop in self._stops), default=0)
+        held = max((overlap(pending, stop) for stop in self._stops), default=0)
         return self._show(len(self._text) - held)
 
     def finish(self) -> str:
@@ -124,7 +124,7 @@ def opening(
     return ()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

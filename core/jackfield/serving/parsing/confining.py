@@ -1,0 +1,190 @@
+"""Grammars that confine a text to calls, or the calls in it to the schemas of their tools.
+
+Lark as llguidance reads it: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from jackfield.serving.parsing import harmony
+from jackfield.serving.parsing.frames import Body, Frame
+from jackfield.serving.parsing.tools import Tool, kinds
+
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_HEAD = "%llguidance {}"
+_LEXEMES = ("TEXT: /(?s:.*)/", "BLANK: /[ \\n]{0,4}/")
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in Lark; marks in it that are tokens of their own (name -> id) are those tokens."""
+    marks = sorted(special, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    return " ".join(
+        f"<[{special[piece]}]>" if piece in special else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )
+
+
+def of_frame(
+    frame: Frame,
+    thought: tuple[str, str] | None,
+    tools: Mapping[str, Tool],
+    special: Mapping[str, int],
+    *,
+    required: bool,
+    parallel: bool,
+    thinks: bool,
+) -> str:
+    """The grammar of a text that is calls, where one is `required`, or else may have them.
+
+    A thought may come first; it `thinks` already where the prompt has opened one.
+    """
+
+    def mark(text: str) -> str:
+        return literal(text, special)
+
+    found = frame.mark if not frame.bare else ""
+    head = ("" if frame.bare else frame.opens) + frame.first + frame.call_opens
+    last = frame.last + ("" if frame.bare else frame.closes)
+    rules: list[str] = []
+    bodies = " | ".join(
+        _BODIES[frame.body](frame, tool, f"t{n}", mark, rules)
+        for n, tool in enumerate(tools.values())
+    )
+    following = f"({mark(frame.between + frame.call_opens)} call)*" if parallel else ""
+    before = _before(thought, mark, special, rules, thinks=thinks)
+    many = "*" if parallel else "?"
+    if required:
+        start = f"{before} {mark(found)} calls"
+    elif frame.bare:
+        first = re.escape(frame.first.strip() or "{")
+        tag = "<\\[" if thought is not None and not thinks else ""
+        rules.append(f"OTHER: /[^{first}{tag}\\s](?s:.*)/")
+        start = f"{before} (calls | OTHER)?"
+    elif found in special:
+        start = f"{before} (TEXT {mark(found)} calls){many} TEXT"
+    else:
+        rules.append(f"seek[lazy]: TEXT {mark(found)}")
+        start = f"{before} (seek calls){many} TEXT"
+    return "\n".join(
+        (
+            _HEAD,
+            f"start: {start}",
+            f"calls: {mark(head[len(found) :])} call {following} {mark(last)}",
+            f"call: ({bodies}) {mark(frame.call_closes)}",
+            *rules,
+            *_LEXEMES,
+        )
+    )
+
+
+def _before(
+    thought: tuple[str, str] | None,
+    mark: Callable[[str], str],
+    special: Mapping[str, int],
+    rules: list[str],
+    *,
+    thinks: bool,
+) -> str:
+    """What of a thought may come first."""
+    if thought is None:
+        return ""
+    opens, closes = thought
+    if closes in special:
+        rules.append(f"thought: TEXT {mark(closes)}")
+    else:
+        rules.append(f"thought[lazy]: TEXT {mark(closes)}")
+    return "thought BLANK" if thinks else f"({mark(opens)} thought BLANK)?"
+
+
+def of_harmony(tools: Mapping[str, Tool], special: Mapping[str, int], *, required: bool) -> str:
+    """The same for harmony, after `<|start|>assistant`; one call, which its mark ends."""
+
+    def header(text: str) -> str:
+        return literal(f"{harmony.CHANNEL}{text}{harmony.MESSAGE}", special)
+
+    again = literal(f"{harmony.END}{harmony.START}assistant", special)
+    constrained = f" {harmony.CONSTRAIN}json"
+    bodies = " | ".join(
+        f"{header(f'commentary to={harmony.FUNCTIONS}{name}{constrained}')} {_json(tool)}"
+        for name, tool in tools.items()
+    )
+    said = f"({header('commentary')} TEXT {again})? call"
+    start = "call" if required else f"({said} | {header('final')} TEXT)"
+    return "\n".join(
+        (
+            _HEAD,
+            f"start: ({header('analysis')} TEXT {again})? {start}",
+            f"call: {bodies}",
+            _LEXEMES[0],
+        )
+    )
+
+
+def _json(tool: Tool) -> str:
+    return _value(tool, tool.parameters)
+
+
+def _value(tool: Tool, schema: object) -> str:
+    """JSON that a schema allows; of one that need not be kept to, as far as it can be."""
+    own = dict(schema) if isinstance(schema, Mapping) else {}
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions")
+              if key in tool.parameters}  # fmt: skip
+    how = _SPACED if tool.strict else {**_SPACED, "lenient": True}
+    return "%json " + json.dumps({**shared, **own, "x-guidance": how})
+
+
+_Mark = Callable[[str], str]
+
+
+def _object(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
+    head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(frame.key)}: '
+    return f"{mark(head)} {_json(tool)} {mark('}')}"
+
+
+def _named(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
+    head = f"{frame.name_opens}{tool.name}{frame.name_ends}"
+    return f"{mark(head)} {_json(tool)} {mark(frame.arguments_end)}"
+
+
+def _python(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
+    """Keywords in the order of the schema, with commas between those that are there."""
+    items = list(tool.properties.items())
+    for n, (key, schema) in enumerate(items):
+        value = f"{mark(f'{key}=')} {_value(tool, schema)}"
+        optional = key not in tool.required
+        for state, comma in (("a", ""), ("b", mark(", "))):
+            skipped = f" | {rule}{state}{n + 1}" if optional else ""
+            rules.append(f"{rule}{state}{n}: {comma} {value} {rule}b{n + 1}{skipped}")
+    rules += [f'{rule}{state}{len(items)}: ""' for state in "ab"]
+    return f"{mark(f'{tool.name}(')} {rule}a0 {mark(')')}"
+
+
+def _xml(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
+    parts = [mark(f"<function={tool.name}>\n")]
+    closes = mark("\n</parameter>")
+    for n, (key, schema) in enumerate(tool.properties.items()):
+        said = kinds(schema)
+        if said and "string" not in said:
+            rules.append(f"{rule}v{n}: {_value(tool, schema)} {closes}")
+        elif isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
+            ways = " | ".join(mark(str(way)) or '""' for way in schema["enum"])
+            rules.append(f"{rule}v{n}: ({ways}) {closes}")
+        else:
+            rules.append(f"{rule}v{n}[lazy]: TEXT {closes}")
+        opens, line = mark(f"<parameter={key}>\n"), mark("\n")
+        whole = f"{opens} {rule}v{n} {line}"
+        parts.append(whole if key in tool.required else f"({whole})?")
+    return " ".join([*parts, mark("</function>")])
+
+
+_BODIES: Mapping[Body, Callable[[Frame, Tool, str, _Mark, list[str]], str]] = {
+    "object": _object,
+    "named": _named,
+    "python": _python,
+    "xml": _xml,
+}
