@@ -169,7 +169,7 @@ DEEPSEEK = _TURNS.replace(
 DEEPSEEK_BARE = (
     _TURNS.replace(
         "CALLS",
-        """{{- '</think><｜tool▁calls▁begin｜>' }}
+        """{{- '<｜tool▁calls▁begin｜>' }}
     {%- for call in m.tool_calls %}
       {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
       {{- call.function.arguments + '<｜tool▁call▁end｜>' }}
@@ -184,6 +184,9 @@ DEEPSEEK_BARE = (
     .replace(
         "{{- '<|assistant|>' }}", "{{- '<|assistant|>' + ('<think>' if thinking else '</think>') }}"
     )
+)
+DEEPSEEK_BARE = DEEPSEEK_BARE.replace(
+    "{{- m.content or '' }}", "{{- '</think>' ~ (m.content or '') }}"
 )
 HARMONY = """
 {{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') }}

@@ -69,7 +69,7 @@ class HarmonyParser(Calling):
             else:  # told as it stands; its first mark is not looked at again
                 marks = [mark for mark in (START, CHANNEL) if reader.text.startswith(mark, start)]
                 reader.at = start + len("".join(marks))
-                self._say(Content("".join(marks)))
+                self._say(Content(reader.text[: reader.at]))
         if not self.done and (yield from self._stream(kind, *_OVER)):
             yield from reader.space()
             for mark in (END, CALL, RETURN):
