@@ -10,10 +10,10 @@ import pytest
 import transformers
 from cache import ZOO
 from right_caches import DESIGNS, Design, Right
-from wrong import Wrong, caught, is_named, judged
+from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
 from jackfield.contracts import BindContext, Cache, CacheCapabilities, TransformersCache
-from jackfield.testing.checks import Verdict, failures, verdict
+from jackfield.testing.checks import Verdict, verdict
 from jackfield.testing.subject import subject_of, uninstalled
 from jackfield.testing.suites import checks_of
 
@@ -53,10 +53,6 @@ class LeastPages(Right):
     )
 
 
-def told(found: list[Verdict]) -> list[tuple[str, str, str]]:
-    return [(one.name, one.message, one.case) for one in failures(found)]
-
-
 def found_of(subject: Any, patterns: tuple[str, ...]) -> list[Verdict]:
     chosen = [
         check for check in checks_of(subject) if any(fnmatchcase(check.name, p) for p in patterns)
@@ -68,16 +64,14 @@ def found_of(subject: Any, patterns: tuple[str, ...]) -> list[Verdict]:
 @pytest.mark.parametrize("selection", ["paged", "dynamic", "static"])
 def test_the_built_in_caches_pass(selection: str) -> None:
     found = found_of(subject_of(f"plugin:{selection}", "cache"), BRIEFLY)
-    assert told(found) == []
-    assert sum(one.outcome == "passed" for one in found) > 5
+    assert_right(found, 6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("selection", ["paged", "dynamic", "static", "quantized?backend=fp8"])
 def test_the_built_in_caches_pass_as_a_whole(selection: str) -> None:
     found = found_of(subject_of(f"plugin:{selection}", "cache"), ("*",))
-    assert told(found) == []
-    assert sum(one.outcome == "passed" for one in found) > 20
+    assert_right(found, 21)
 
 
 @pytest.mark.parametrize("selection", ["offloaded", "offloaded_static", "quantized"])
@@ -93,7 +87,7 @@ def test_what_a_machine_cannot_try_is_not_a_failure(selection: str) -> None:
 def test_a_right_cache_with_few_capabilities_passes(backend: Callable[[], Cache]) -> None:
     with uninstalled(backend()) as subject:
         found = found_of(subject, ("store.*", "refused.*"))
-    assert told(found) == []
+    assert_right(found)
     refused = [one.name for one in found if one.outcome == "refused"]
     assert {"refused.forks", "refused.compiles", "refused.dtypes.float16"} <= set(refused)
 
@@ -101,22 +95,16 @@ def test_a_right_cache_with_few_capabilities_passes(backend: Callable[[], Cache]
 @pytest.mark.parametrize("name", ["a cache that swaps and shares"])
 def test_right_pages_of_strangers_pass(name: str) -> None:
     with uninstalled(Right(DESIGNS[name])) as subject:
-        assert told(found_of(subject, BY_HAND)) == []
+        assert_right(found_of(subject, BY_HAND))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DESIGNS)
 def test_all_right_pages_pass_as_a_whole(name: str) -> None:
-    assert told(judged(lambda: Right(DESIGNS[name]))) == []
+    assert_right(judged(lambda: Right(DESIGNS[name])))
 
 
-def assert_caught(wrong: Wrong) -> None:
-    found = caught(wrong)
-    assert found is not None, f"{wrong} was not caught"
-    assert is_named(wrong, found), found
-
-
-@pytest.mark.parametrize("wrong", [w for w in ZOO if w.name in SAMPLE], ids=str)
+@pytest.mark.parametrize("wrong", sampled(ZOO, SAMPLE), ids=str)
 def test_a_wrong_cache_is_caught(wrong: Wrong) -> None:
     assert_caught(wrong)
 
@@ -127,8 +115,5 @@ def test_the_whole_zoo_is_caught(wrong: Wrong) -> None:
     assert_caught(wrong)
 
 
-def test_the_sample_and_the_names_are_what_they_seem() -> None:
-    names = [wrong.name for wrong in ZOO]
-    assert len(set(names)) == len(names)
-    assert set(SAMPLE) <= set(names)
-    assert len(names) > 150
+def test_the_zoo_is_large() -> None:
+    assert len(ZOO) > 150

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import compiler
 import pytest
-from wrong import Wrong, caught, is_named, judged
+from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
-from jackfield.testing.checks import failures, verdict
+from jackfield.testing.checks import Verdict, verdict
 from jackfield.testing.subject import subject_of
 from jackfield.testing.suites import checks_of
 
 SAMPLE = ("returns the step", "positions one further", "changes the ids", "fills up to nothing")
 
 
-def failed(selection: str) -> list[str]:
-    checks = checks_of(subject_of(selection, "compiler"))
-    return [f"{v.name}: {v.message}" for v in failures(map(verdict, checks))]
+def found_of(selection: str) -> list[Verdict]:
+    return list(map(verdict, checks_of(subject_of(selection, "compiler"))))
 
 
 def test_steps_as_they_are_pass() -> None:
-    assert failed("plugin:none") == []
+    assert_right(found_of("plugin:none"), 15)
 
 
 @pytest.mark.long
@@ -28,28 +27,23 @@ def test_steps_as_they_are_pass() -> None:
     "selection", ["inductor?backend=eager", "inductor?backend=eager&shapes=bucketed", "inductor"]
 )
 def test_built_in_compilers_pass(selection: str) -> None:
-    assert failed(f"plugin:{selection}") == []
+    assert_right(found_of(f"plugin:{selection}"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_right_one_with_few_capabilities_passes() -> None:
     found = judged(compiler.compiler())
-    assert [f"{v.name}: {v.message}" for v in failures(found)] == []
+    assert_right(found)
 
 
-def held(wrong: Wrong) -> None:
-    found = caught(wrong)
-    assert is_named(wrong, found), f"{wrong}: {found}"
-
-
-@pytest.mark.parametrize("wrong", [w for w in compiler.ZOO if w.name in SAMPLE], ids=str)
+@pytest.mark.parametrize("wrong", sampled(compiler.ZOO, SAMPLE), ids=str)
 def test_wrong_compilers_are_caught_by_name(wrong: Wrong) -> None:
-    held(wrong)
+    assert_caught(wrong)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wrong", [w for w in compiler.ZOO if w.name not in SAMPLE], ids=str)
 def test_all_wrong_compilers_are_caught_by_name(wrong: Wrong) -> None:
-    held(wrong)
+    assert_caught(wrong)

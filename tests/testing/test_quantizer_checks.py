@@ -8,10 +8,10 @@ import pytest
 import quantizer
 import right_quantizer
 from mutation import mutants
-from wrong import Wrong, caught, is_named, judged
+from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
 from jackfield.contracts import QuantizerCapabilities
-from jackfield.testing.checks import failures, verdict
+from jackfield.testing.checks import Verdict, verdict
 from jackfield.testing.subject import subject_of
 from jackfield.testing.suites import checks_of
 
@@ -32,13 +32,12 @@ OF_LIBRARIES = {
 }
 
 
-def failed(selection: str) -> list[str]:
-    checks = checks_of(subject_of(selection, "quantizer"))
-    return [f"{v.name}: {v.message}" for v in failures(map(verdict, checks))]
+def found_of(selection: str) -> list[Verdict]:
+    return list(map(verdict, checks_of(subject_of(selection, "quantizer"))))
 
 
 def test_weights_as_they_are_pass() -> None:
-    assert failed("plugin:none") == []
+    assert_right(found_of("plugin:none"), 15)
 
 
 @pytest.mark.long
@@ -49,14 +48,14 @@ def test_weights_as_they_are_pass() -> None:
 def test_built_in_quantizers_pass(selection: str) -> None:
     if (library := OF_LIBRARIES.get(selection)) and importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
-    assert failed(f"plugin:{selection}") == []
+    assert_right(found_of(f"plugin:{selection}"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_strangers_quantizer_that_is_right_passes() -> None:
     found = judged(right_quantizer.Nibbles)
-    assert [f"{v.name}: {v.message}" for v in failures(found)] == []
+    assert_right(found)
     assert sum(v.outcome == "passed" for v in found) > 25
 
 
@@ -72,24 +71,19 @@ def test_one_that_declares_next_to_nothing_passes() -> None:
         def weight_bytes(self, requirements: object, options: object) -> None:
             return None
 
-    assert [f"{v.name}: {v.message}" for v in failures(judged(Few))] == []
+    assert_right(judged(Few))
 
 
-def held(wrong: Wrong) -> None:
-    found = caught(wrong)
-    assert is_named(wrong, found), f"{wrong}: {found}"
-
-
-@pytest.mark.parametrize("wrong", [w for w in quantizer.ZOO if w.name in SAMPLE], ids=str)
+@pytest.mark.parametrize("wrong", sampled(quantizer.ZOO, SAMPLE), ids=str)
 def test_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
-    held(wrong)
+    assert_caught(wrong)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("wrong", [w for w in quantizer.ZOO if w.name not in SAMPLE], ids=str)
 def test_all_wrong_quantizers_are_caught_by_name(wrong: Wrong) -> None:
-    held(wrong)
+    assert_caught(wrong)
 
 
 def test_mutants_of_the_right_one_can_be_made() -> None:

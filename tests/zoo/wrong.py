@@ -13,12 +13,12 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jackfield.contracts import Backend
-from jackfield.testing.checks import Check, Verdict, not_there, verdict
+from jackfield.testing.checks import Check, Verdict, failures, not_there, verdict
 from jackfield.testing.subject import uninstalled
 from jackfield.testing.suites import checks_of
 
@@ -62,6 +62,26 @@ def is_named(wrong: Wrong, found: Verdict | None) -> bool:
     if found is None or found.outcome != "failed":
         return False
     return re.search(wrong.words, found.message, re.IGNORECASE) is not None
+
+
+def assert_caught(wrong: Wrong) -> None:
+    """That the kit catches it, and names its fault."""
+    found = caught(wrong)
+    assert found is not None, f"{wrong} was not caught"
+    assert is_named(wrong, found), found
+
+
+def sampled(zoo: Sequence[Wrong], names: Sequence[str]) -> list[Wrong]:
+    """Those of a zoo that have one of `names`. Raises where one has none, or two share a name."""
+    by_name = {wrong.name: wrong for wrong in zoo}
+    assert len(by_name) == len(zoo), "two have one name"
+    return [by_name[name] for name in names]
+
+
+def assert_right(found: Sequence[Verdict], passed: int = 5) -> None:
+    """That no check failed, and that at least `passed` of them could be made."""
+    assert [(v.name, v.message, v.case) for v in failures(found)] == []
+    assert sum(v.outcome == "passed" for v in found) >= passed
 
 
 def judged(
