@@ -10,11 +10,15 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, WINDOW, build, oracle, prompts, references
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jackfield
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.errors import CacheFullError, ExecutionError, PlanError
+from jackfield_plugins.cache.paged.groups import LayerGroup
 from jackfield_plugins.cache.paged.pages import OutOfPagesError, PageAllocator
+from jackfield_plugins.cache.paged.room import Room
 from jackfield_plugins.cache.paged.store import PagedKVCache
 
 LENGTHS = (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)
@@ -251,6 +255,72 @@ def test_one_enters_when_what_it_has_fits_beside_what_the_others_may_take_next()
     store.release(waiting)
     assert store.admit(sequence(9, 90))  # nothing runs: it was refused when it was made
     assert all(map(cache().admit, waiting))
+
+
+def test_whoever_enters_costs_the_same_however_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What those that run are owed is counted once, not for each that enters beside them."""
+    counted = []
+    missing = LayerGroup.missing
+    monkeypatch.setattr(
+        LayerGroup, "missing", lambda *given: (counted.append(given), missing(*given))[1]
+    )
+    store = cache(num_tokens=1 << 16)
+    assert all(store.admit(sequence(n, 9)) for n in range(300))
+    assert len(counted) < 300
+    store.commit(feed(store, *((s, 9) for s in store._running.values())), [9] * 300)
+    counted.clear()
+    assert all(store.admit(sequence(n, 9)) for n in range(300, 400))
+    assert len(counted) < 400
+
+
+def of_now(store: PagedKVCache) -> list[int]:
+    """What those that run are owed, counted anew."""
+    running = dict(store._running)
+    return list(Room(store.groups.values(), store.num_tokens, running)._owed(None))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["enter", "feed", "preempt", "release", "fork", "truncate"]),
+                  st.integers(0, 20), st.integers(1, 14)),
+        max_size=40),
+    st.sampled_from([None, 6]), st.booleans())  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_what_is_owed_is_what_counting_it_anew_says(
+    acts: list[tuple[str, int, int]], window: int | None, sharing: bool
+) -> None:
+    store = cache(window, num_tokens=240, prefix_sharing=sharing)
+    for number, (what, which, size) in enumerate(acts):
+        running = list(store._running.values())
+        one = running[which % len(running)] if running else None
+        if what == "enter":
+            store.admit(sequence(number, size))
+        elif one is None:
+            continue
+        elif what == "feed":
+            parts = [(s, len(s.tokens) - s.num_cached) for s in running]
+            step = Step([ScheduledSequence(s, s.num_cached, n, ()) for s, n in parts])
+            if store.fits(step):
+                write_step(store, step)
+                store.commit(step, [n for _, n in parts])
+                for s in running:
+                    list.append(s.tokens, 1)
+        elif what == "preempt":
+            store.preempt(one)
+        elif what == "release":
+            store.release([one])
+        elif what == "fork" and one.num_cached:
+            copy = Sequence(1000 + number, one.tokens, SETTINGS)
+            store.fork([(one, copy)], [])
+        elif what == "truncate" and one.num_cached > 1:
+            store.truncate(one, one.num_cached - 1)
+        assert store._room._owed(None) == of_now(store)
+
+
+def write_step(store: PagedKVCache, step: Step) -> None:
+    inputs = store.prepare(step)
+    at = inputs.kwargs["position_ids"][0].double()[:, None, None].expand(-1, 2, 3)
+    store.write(0, at, -at)
 
 
 def test_a_step_fits_as_long_as_there_are_pages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ class Room:
     """Counts the pages of `groups`, which hold `num_tokens` tokens; None: as many as needed.
 
     `running` are the sequences that hold pages. A step feeds `chunk` tokens of one at most; None:
-    all that it has.
+    all that it has. What those that run are owed is counted once for all that enter in one step;
+    `recount` is called when they, or their pages, have changed otherwise.
     """
 
     def __init__(
@@ -25,6 +27,12 @@ class Room:
         self._groups = groups
         self._num_tokens = num_tokens
         self._running = running
+        self.recount()
+
+    def recount(self) -> None:
+        """Forget what was counted."""
+        self._counted = 0  # of those that run, in the order of their entering
+        self._debts = [0 for _ in self._groups]
 
     def for_more(self, sequence: Sequence, shared: Seq[list[int]], chunk: int | None) -> bool:
         """Whether what the sequence has so far fits beside what the others have so far.
@@ -35,27 +43,32 @@ class Room:
         if self._num_tokens is None or self._alone(sequence):
             return True
         tokens = len(sequence.tokens)
-        for group, pages in zip(self._groups, shared, strict=True):
+        for group, pages, owed in zip(self._groups, shared, self._owed(chunk), strict=True):
             needed = group.pages_for(tokens, tokens, chunk) - len(pages)
             revived = sum(map(group.allocator.is_kept, pages))
-            if needed + revived + self._owed(group, chunk) > group.allocator.num_free:
+            if needed + revived + owed > group.allocator.num_free:
                 return False
         return True
 
     def for_swapped(self, sequence: Sequence, counts: Seq[int], chunk: int | None) -> bool:
         """The same for a sequence that needs so many pages in each group, and one to grow into."""
         return self._alone(sequence) or all(
-            count + 1 + self._owed(group, chunk) <= group.allocator.num_free
-            for group, count in zip(self._groups, counts, strict=True)
+            count + 1 + owed <= group.allocator.num_free
+            for group, count, owed in zip(self._groups, counts, self._owed(chunk), strict=True)
         )
 
     def _alone(self, sequence: Sequence) -> bool:
         """Whether nobody runs but its own group, which was found to fit when it came."""
         return all(other in sequence.members for other in self._running.values())
 
-    def _owed(self, group: LayerGroup, chunk: int | None) -> int:
-        """The pages that running sequences still need for what they have, and to grow into."""
-        return sum(self._owed_to(group, sequence, chunk) for sequence in self._running.values())
+    def _owed(self, chunk: int | None) -> list[int]:
+        """The pages of each group that running sequences need for what they have, and to grow."""
+        come = len(self._running) - self._counted  # the last ones
+        for sequence in islice(reversed(self._running.values()), come):
+            for at, group in enumerate(self._groups):
+                self._debts[at] += self._owed_to(group, sequence, chunk)
+        self._counted = len(self._running)
+        return self._debts
 
     def _owed_to(self, group: LayerGroup, sequence: Sequence, chunk: int | None) -> int:
         tokens = len(sequence.tokens)

@@ -164,6 +164,7 @@ class PagedKVCache(PackedKVCache):
 
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0
+        self._room.recount()
         for item in step.scheduled:
             self._reserve(item.sequence, item.start, item.start + len(item.token_ids))
         if (found := self._place_for(step)) is not None:
@@ -214,6 +215,7 @@ class PagedKVCache(PackedKVCache):
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         self._expected = 0
+        self._room.recount()
         for item, count in zip(step.scheduled, kept, strict=True):
             sequence = item.sequence
             sequence.num_cached = item.start + count
@@ -234,6 +236,7 @@ class PagedKVCache(PackedKVCache):
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forgets it where a window has let go of pages that are seen again, or others see them."""
+        self._room.recount()
         shared = tokens < self._published.get(sequence.id, 0) * self.page_size
         if shared or any(group.lacks(sequence.id, tokens) for group in self.groups.values()):
             self._drop(sequence)
@@ -245,6 +248,7 @@ class PagedKVCache(PackedKVCache):
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
         """Pages are shared until one writes."""
+        self._room.recount()
         for sequence in dropped:
             self._drop(sequence)
         for source, into in copies:
@@ -264,6 +268,7 @@ class PagedKVCache(PackedKVCache):
 
     def _drop(self, sequence: Sequence) -> None:
         self._running.pop(sequence.id, None)
+        self._room.recount()
         self._published.pop(sequence.id, None)
         if self._keys is not None:
             self._keys.drop(sequence)
