@@ -36,9 +36,9 @@ class Parrot:
 
     @staticmethod
     def _completion(text: str | None, finish_reason: Any) -> jackfield.Completion:
-        report: Any = None
+        ran: Any = None
         usage: Any = None
-        return jackfield.Completion(text, [], finish_reason, usage, report)
+        return jackfield.Completion(text, [], finish_reason, usage, ran)
 
 
 def test_only_whole_right_answers_count(engine: Engine) -> None:

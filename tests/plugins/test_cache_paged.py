@@ -312,8 +312,8 @@ def test_what_is_owed_is_what_counting_it_anew_says(
         elif what == "fork" and one.num_cached:
             copy = Sequence(1000 + number, one.tokens, SETTINGS)
             store.fork([(one, copy)], [])
-        elif what == "truncate" and one.num_cached > 1:
-            store.truncate(one, one.num_cached - 1)
+        elif what == "truncate" and one.num_cached > size:
+            store.truncate(one, one.num_cached - size)
         assert store._room._owed(None) == of_now(store)
 
 

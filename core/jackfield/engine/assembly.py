@@ -77,7 +77,7 @@ def assemble(
         verification = Verification(bound, loop, verify) if verify else None
         observer = Observer(plan, bound, loop, text, draft, verification)
         linger = linger_on(input_device(model).type)
-        worker = Worker(loop, observer.delta, max_waiting, stall_after, linger)
+        worker = Worker(loop, observer.delta, observer.mark, max_waiting, stall_after, linger)
     except BaseException:
         all_of([*restore, *held])
         raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from jackfield.contracts import TokenLogprob
-from jackfield.engine.report import Report
+from jackfield.engine.report import Ran, Report
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,17 +28,23 @@ class Completion:
 
     `text` leaves out special tokens, and ends before a stop string; None where the model has no
     tokenizer. `error` says why, when `finish_reason` is "error". `score` is what a search ranked it
-    by (transformers' `sequences_scores`); None where nothing was searched.
+    by (transformers' `sequences_scores`); None where nothing was searched. `ran` is what `report`
+    is made of.
     """
 
     text: str | None
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
-    report: Report
+    ran: Ran = field(repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     score: float | None = None
+
+    @cached_property
+    def report(self) -> Report:
+        """What was observed to run since the request came; made when it is asked for."""
+        return self.ran.report()
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -64,8 +72,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a streamed request; the last one carries the completion.
+    """What a step added to a streamed request; the last one carries the completion.
 
+    A reader who is many steps behind gets what they added as one.
     `text` is empty while characters or a possible stop string are incomplete. `logprobs` are those
     of `token_ids`, where they were asked for.
     """
@@ -78,3 +87,13 @@ class Delta:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.completion.finish_reason if self.completion else None
+
+    @classmethod
+    def merged(cls, deltas: Seq[Delta]) -> Delta:
+        """What several steps added, in their order; none but the last has a completion."""
+        return cls(
+            "".join(delta.text for delta in deltas),
+            [token for delta in deltas for token in delta.token_ids],
+            deltas[-1].completion,
+            [one for delta in deltas for one in delta.logprobs],
+        )

@@ -159,7 +159,7 @@ class Engine:
         try:
             size = max(1, self._max_waiting or len(pairs))
             for start in range(0, len(pairs), size):
-                self._hand_over(pairs[start : start + size], wait=True)
+                self._worker.submit(pairs[start : start + size], wait=True)
             if streams:
                 return [tell(streamer, *pairs[0])]
             watched: Iterable[tuple[RunningSequence, Request]] = pairs
@@ -242,14 +242,8 @@ class Engine:
             sequence.started = time.perf_counter()
             request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
             pairs.append((sequence, request))
-        self._hand_over(pairs, wait=False)
+        self._worker.submit(pairs, wait=False)
         return [request for _, request in pairs]
-
-    def _hand_over(self, pairs: Sequence[tuple[RunningSequence, Request]], *, wait: bool) -> None:
-        before = self.report()
-        for sequence, _ in pairs:
-            sequence.report_before = before
-        self._worker.submit(pairs, wait=wait)
 
     def token_bytes(self, token: int) -> bytes:
         """The text of one token as UTF-8; of a part of a character only its bytes."""

@@ -55,6 +55,7 @@ class Loop:
         self._full = False  # the cache refused who is next, and holds no less since
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.steps = 0
+        self.turns = 0  # steps that were begun: what was observed before one is past after it
         self.doing: str | None = None  # what of a step is no plugin's and takes long
         self.metrics = Metrics()
 
@@ -84,6 +85,7 @@ class Loop:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
+        self.turns += 1
         late = self._expire()
         self._admit()
         late += self._starved()

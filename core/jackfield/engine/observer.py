@@ -10,7 +10,7 @@ from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.completions import Completion, Delta, Usage
 from jackfield.engine.loop import Loop
-from jackfield.engine.report import Compiled, Observation, Report, observe, total
+from jackfield.engine.report import Compiled, Observation, Ran, Report, observe, total
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.steps import Event
 from jackfield.engine.verifying import Verification
@@ -43,6 +43,7 @@ class Observer:
         self._layers = bound.layers
         self._draft = draft
         self._verification = verification
+        self._marked: tuple[int, Report] | None = None  # and before which turn of the loop
 
     def report(self) -> Report:
         """What was observed to run since the engine was made."""
@@ -66,6 +67,13 @@ class Observer:
             self._adapter.use() if self._adapter else None,
             self._verification.done if self._verification else None,
         )
+
+    def mark(self) -> Report:
+        """`report`, made once between two steps. Called by the thread that takes them."""
+        turn = self._loop.turns
+        if self._marked is None or self._marked[0] != turn:
+            self._marked = (turn, self.report())
+        return self._marked[1]
 
     def _compiler(self, steps: int) -> Observation:
         """How many steps it executed, and what it compiled for them."""
@@ -105,20 +113,22 @@ class Observer:
             usage=Usage(
                 sequence.prompt_length, sequence.num_new, time.perf_counter() - sequence.started
             ),
-            report=self._report_of(sequence),
+            ran=self._ran(sequence),
             logprobs=sequence.logprobs,
             error=sequence.error,
             score=sequence.score,
         )
 
-    def _report_of(self, sequence: RunningSequence) -> Report:
-        """What ran since the request came; of the decodings only its own."""
-        found = self.report().since(sequence.report_before)
-        name = sequence.settings.decoding
-        own = next(o for o in found.observations if (o.kind, o.name) == ("decoding", name))
-        if sequence.group is not None:
-            own = replace(own, beams=sequence.group.width)
-        return found.of_request(own, found.speculation and total([sequence.drafted]))
+    def _ran(self, sequence: RunningSequence) -> Ran:
+        """What ran since the request came; the report of it is made by whoever reads it."""
+        group = sequence.group
+        return Ran(
+            sequence.report_before,
+            self.mark(),
+            sequence.settings.decoding,
+            None if group is None else group.width,
+            total([sequence.drafted]) if self._loop.decoding.speculation() else None,
+        )
 
     def _text_of(self, sequence: RunningSequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""

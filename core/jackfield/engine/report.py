@@ -211,6 +211,30 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """What had run when a request came (None: nothing) and when it ended, and its own part.
+
+    `decoding` names its decoding, whose search had so many `beams`; `drafted` is what its drafts
+    did.
+    """
+
+    before: Report | None
+    after: Report
+    decoding: str
+    beams: int | None = None
+    drafted: Speculation | None = None
+
+    def report(self) -> Report:
+        """What ran in between; of the decodings only its own."""
+        found = self.after.since(self.before)
+        name = ("decoding", self.decoding)
+        own = next(o for o in found.observations if (o.kind, o.name) == name)
+        if self.beams is not None:
+            own = replace(own, beams=self.beams)
+        return found.of_request(own, found.speculation and self.drafted)
+
+
+@dataclass(frozen=True)
 class Verified:
     """What `verify` compared: steps, sequences in them, and those left out as too long.
 

@@ -6,11 +6,16 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 from jackfield.engine.completions import Completion, Delta
 from jackfield.errors import ExecutionError, JackfieldError, UsageError, error_text
+
+BACKLOG = 64  # deltas that are kept apart; a reader who is further behind gets them as one
+
+#: Who waits in an event loop, and for what.
+Waker = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 FORKED = "an engine does not survive a fork; load one in the child process"
 
@@ -34,7 +39,7 @@ class Request:
         self._deltas: deque[Delta] = deque()
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
+        self._wakers: list[Waker] = []
 
     @property
     def done(self) -> bool:
@@ -87,20 +92,17 @@ class Request:
     async def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait in the running event loop until `ready`."""
         self._check_process()
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(woken.set)
-
+        woken = asyncio.Event()
+        waker = (asyncio.get_running_loop(), woken)
         with self._changed:
-            self._wakers.append(wake)
+            self._wakers.append(waker)
         try:
             while not ready():
                 await woken.wait()
                 woken.clear()
         finally:
             with self._changed:
-                self._wakers.remove(wake)
+                self._wakers.remove(waker)
 
     def _check_process(self) -> None:
         """In a forked child nothing more comes, and a lock may be held by a thread that is gone."""
@@ -109,12 +111,12 @@ class Request:
 
     def _next(self) -> Delta | None:
         """The next delta, where something has come; None where all were handed out before."""
-        try:
-            return self._deltas.popleft()
-        except IndexError:
-            if self._failure is not None:
-                raise self._error() from None
-            return None
+        with self._changed:
+            if self._deltas:
+                return self._deltas.popleft()
+        if self._failure is not None:
+            raise self._error()
+        return None
 
     def _error(self) -> JackfieldError:
         """The failure as an error of our tree, on one line, with its cause chained."""
@@ -126,34 +128,50 @@ class Request:
         error.__cause__ = self._failure
         return error
 
-    def deliver(self, delta: Delta) -> None:
-        """What a step made of it. Called by the worker."""
+    def deliver(self, delta: Delta) -> list[Waker]:
+        """What a step made of it. Called by the worker; returns who is to be woken."""
         with self._changed:
             if self._streams:
                 self._deltas.append(delta)
+                if len(self._deltas) > BACKLOG:
+                    self._deltas = deque([Delta.merged(self._deltas)])
             self._completion = delta.completion
             if self.done:
                 self._engine = None
-            if self._streams or self.done:
-                self._wake()
+            return self._told() if self._streams or self.done else []
 
-    def fail(self, failure: BaseException) -> None:
+    def fail(self, failure: BaseException) -> list[Waker]:
         """Nothing more will come. Called by the worker; without effect on what has ended."""
         with self._changed:
-            if not self.done:
-                self._failure, self._engine = failure, None
-                self._wake()
+            if self.done:
+                return []
+            self._failure, self._engine = failure, None
+            return self._told()
 
-    def _wake(self) -> None:
+    def _told(self) -> list[Waker]:
+        """Wake the threads that wait; returns the event loops that do."""
         self._changed.notify_all()
-        for waker in self._wakers:
-            try:
-                waker()
-            except RuntimeError:  # its event loop was closed: nobody waits there any more
-                continue
+        return self._wakers[:]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError("a request is its engine's and cannot be copied; copy its result()")
+
+
+def wake(wakers: Iterable[Waker]) -> None:
+    """Wake all of them, each event loop once: that is a system call, and a turn of the loop."""
+    waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for loop, woken in wakers:
+        waiting.setdefault(loop, []).append(woken)
+    for loop, all_of_it in waiting.items():
+        try:
+            loop.call_soon_threadsafe(_set, all_of_it)
+        except RuntimeError:  # it was closed: nobody waits there any more
+            continue
+
+
+def _set(events: Iterable[asyncio.Event]) -> None:
+    for woken in events:
+        woken.set()
 
 
 class Reader:

@@ -16,7 +16,8 @@ import torch
 
 from jackfield.engine.completions import Delta
 from jackfield.engine.loop import Loop
-from jackfield.engine.requests import FORKED, Request
+from jackfield.engine.report import Report
+from jackfield.engine.requests import FORKED, Request, Waker, wake
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.steps import Event
@@ -56,15 +57,16 @@ class Health:
 class Worker:
     """Feeds requests to a loop and takes its steps in a thread of its own.
 
-    `deltas` makes what readers see of an event. Where a step raises, every request fails with the
-    cause, memory is given back, and the next request finds the loop empty. Must not refer to the
-    engine, which is collected while this runs.
+    `deltas` makes what readers see of an event, `mark` what had run before a step. Where a step
+    raises, every request fails with the cause, memory is given back, and the next request finds the
+    loop empty. Must not refer to the engine, which is collected while this runs.
     """
 
     def __init__(
         self,
         loop: Loop,
         deltas: Callable[[Event], Delta],
+        mark: Callable[[], Report],
         max_waiting: int | None,
         stall_after: float,
         linger: float | None = LINGER,
@@ -72,6 +74,7 @@ class Worker:
         self._loop = loop
         self._linger = linger
         self._deltas = deltas
+        self._mark = mark
         self._max_waiting = max_waiting
         self._stall_after = stall_after
         self._changed = threading.Condition()
@@ -109,10 +112,15 @@ class Worker:
                 self._check_open()
             self._wake()
             self._commands.append(partial(_compute_with, torch.get_num_threads()))
-            for sequence, request in pairs:
-                self._open[sequence.id] = (sequence, request)
-                self._commands.append(lambda s=sequence: self._loop.submit(s))  # type: ignore[misc]
+            self._open |= {sequence.id: (sequence, request) for sequence, request in pairs}
+            self._commands.append(partial(self._enter, [sequence for sequence, _ in pairs]))
             self._coming += len(pairs)
+
+    def _enter(self, sequences: Seq[RunningSequence]) -> None:
+        before = self._mark()
+        for sequence in sequences:
+            sequence.report_before = before
+            self._loop.submit(sequence)
 
     @property
     def _waiting(self) -> int:
@@ -146,6 +154,7 @@ class Worker:
                     f"{len(self._open)} requests are open, which began without this; wait until "
                     "they have ended, or cancel them"
                 )
+            self._loop.turns += 1  # what `act` changes is observed anew
             act()
 
     def _wake(self) -> None:
@@ -196,14 +205,19 @@ class Worker:
         return True
 
     def _deliver(self, events: Seq[Event]) -> None:
-        for event in events:
-            number = event.sequence.id
-            if (entry := self._open.get(number)) is None:
-                continue
-            delta = self._deltas(event)
-            if delta.completion is not None:
-                del self._open[number]
-            entry[1].deliver(delta)
+        """Hand out what a step made. Readers are woken once for all of it, also if some fails."""
+        readers: list[Waker] = []
+        try:
+            for event in events:
+                number = event.sequence.id
+                if (entry := self._open.get(number)) is None:
+                    continue
+                delta = self._deltas(event)
+                if delta.completion is not None:
+                    del self._open[number]
+                readers += entry[1].deliver(delta)
+        finally:
+            wake(readers)
 
     def _fail(self, error: BaseException) -> None:
         """Every request fails with the cause; nothing is left of them."""
@@ -218,15 +232,14 @@ class Worker:
         """Nothing is left to do: a request that is open all the same would wait for ever."""
         for _, request in self._open.values():
             why = "the loop has nothing to do and never ended this request; please report it"
-            request.fail(ExecutionError(why))
+            wake(request.fail(ExecutionError(why)))
         self._open = {}
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             failed, self._open = list(self._open.values()), {}
             self._commands, self._coming = [], 0  # else those would run with nobody to read them
-        for _, request in failed:
-            request.fail(error)
+        wake(waker for _, request in failed for waker in request.fail(error))
 
     def _log(self) -> None:
         now = time.monotonic()

@@ -164,7 +164,6 @@ class PagedKVCache(PackedKVCache):
 
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0
-        self._room.recount()
         for item in step.scheduled:
             self._reserve(item.sequence, item.start, item.start + len(item.token_ids))
         if (found := self._place_for(step)) is not None:

@@ -1,0 +1,197 @@
+"""What a step costs its readers: one wake-up an event loop, reports when read, bounded backlogs."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from driven import Gate
+from families import build, character_tokenizer, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jackfield
+from jackfield.contracts import TokenLogprob
+from jackfield.engine import report, requests
+from jackfield.engine.completions import Delta
+from jackfield.engine.engine import Engine
+from jackfield.engine.observer import Observer
+from jackfield.engine.requests import BACKLOG, Request
+
+READERS = 6
+COUNT = 12
+PROMPTS = prompts((3,) * READERS)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with jackfield.load(
+        build("llama"), tokenizer=character_tokenizer(), cache_implementation="paged"
+    ) as loaded:
+        yield loaded
+
+
+def test_a_step_wakes_an_event_loop_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests are read in it; and each loop of several threads."""
+    woken: Counter[int] = Counter()
+    tokens: dict[int, list[list[int]]] = {}
+
+    async def read_all() -> None:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def counted(act: Any, *given: Any) -> Any:
+            if act is requests._set:
+                woken[id(loop)] += 1
+            return call(act, *given)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+
+        async def read(prompt: list[int]) -> list[int]:
+            request = engine.submit(prompt, max_new_tokens=COUNT, min_new_tokens=COUNT)
+            return [token async for delta in request for token in delta.token_ids]
+
+        tokens[id(loop)] = await asyncio.gather(*map(read, PROMPTS))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(read_all())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=COUNT)]
+    assert len(tokens) == 2
+    assert all(found == expected for found in tokens.values())
+    steps = engine.statistics().steps
+    assert all(0 < times <= steps for times in woken.values()), (woken, steps)
+
+
+def test_all_are_woken_where_what_one_reads_cannot_be_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that fails has told some already, who wait in an event loop."""
+    made = Observer.delta
+    wrong = []
+
+    def fails(self: Observer, event: Any) -> Delta:
+        if len(event.sequence.new_tokens) == 3 and event.sequence.id in wrong:
+            raise RuntimeError("no delta")
+        return made(self, event)
+
+    monkeypatch.setattr(engine._worker, "_deltas", lambda event: fails(observer, event))
+    observer = engine._assembly.observer
+
+    async def read_all() -> list[Any]:
+        found = [engine.submit(prompt, max_new_tokens=COUNT) for prompt in PROMPTS[:3]]
+        wrong.append(found[1].id)
+        return await asyncio.wait_for(asyncio.gather(*found, return_exceptions=True), 60)
+
+    found = asyncio.run(read_all())
+    assert [type(one).__name__ for one in found] == ["ExecutionError"] * 3
+
+
+def test_an_event_loop_that_was_closed_keeps_nobody_from_being_woken() -> None:
+    gone, here = asyncio.new_event_loop(), asyncio.new_event_loop()
+    gone.close()
+    woken = [asyncio.Event() for _ in range(3)]
+    requests.wake([(gone, woken[0]), (here, woken[1]), (here, woken[2])])
+    here.run_until_complete(asyncio.wait_for(woken[1].wait(), 10))
+    assert [one.is_set() for one in woken] == [False, True, True]
+    here.close()
+
+
+def test_a_report_is_made_when_it_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had run is noted once between two steps, whoever comes and ends there."""
+    noted, compared = [], []
+    full, since = Observer.report, report.Report.since
+    monkeypatch.setattr(Observer, "report", lambda self: (noted.append(1), full(self))[1])
+    monkeypatch.setattr(
+        report.Report, "since", lambda self, before: (compared.append(1), since(self, before))[1]
+    )
+    engine.generate(PROMPTS[0], max_new_tokens=2)
+    noted.clear()
+    gate = Gate(engine)
+    found = [engine.submit(prompt, max_new_tokens=4) for prompt in PROMPTS]
+    gate.lift()
+    completions = [request.result(60) for request in found]
+    assert len(noted) <= 4  # where the first came, the others, and where they ended
+    assert compared == []
+    reports = [completion.report for completion in completions]
+    assert len(compared) == READERS
+    assert [id(completion.report) for completion in completions] == list(map(id, reports))
+    assert len(compared) == READERS
+
+
+def test_a_report_is_of_what_ran_since_the_request_came(engine: Engine) -> None:
+    first = engine.generate(PROMPTS[0], max_new_tokens=5)[0]
+    second = engine.generate(PROMPTS[1], max_new_tokens=9)[0]
+    third = engine.generate(PROMPTS[2], max_new_tokens=1)[0]
+    assert [c.report["cache"].calls for c in (third, first, second)] == [1, 5, 9]
+    assert sum(first.report["attention"].decode.values()) * 2 == sum(
+        second.report["attention"].decode.values()
+    )
+    assert first.report["decoding"].calls == 5
+    assert engine.report()["cache"].calls == 15
+    assert first.to_dict()["report"] == first.report.to_dict()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_completion_is_copied_with_its_report(engine: Engine, read: bool) -> None:
+    completion = engine.generate(PROMPTS[0], max_new_tokens=5)[0]
+    if read:
+        assert completion.report["cache"].calls == 5
+    for found in (copy.deepcopy(completion), pickle.loads(pickle.dumps(completion))):  # noqa: S301
+        assert found == completion
+        assert found.report == completion.report
+
+
+def deltas(count: int) -> list[Delta]:
+    def logprobs(number: int) -> list[TokenLogprob]:
+        return [TokenLogprob(number, -1.0, ()), TokenLogprob(number, -2.0, ())]
+
+    return [Delta(chr(97 + n % 26), [n, n + 1], None, logprobs(n)) for n in range(count)]
+
+
+@given(st.lists(st.integers(0, 100), max_size=12), st.booleans())
+def test_a_backlog_is_bounded_and_nothing_is_lost(reads: list[int], ends: bool) -> None:
+    """Read some after each hundred steps: what is read is what came, in that order."""
+    request = Request(1, lambda _: None, streams=True)
+    made = deltas(100 * len(reads))
+    came, found = iter(made), []
+    for count in reads:
+        for _ in range(100):
+            request.deliver(next(came))
+            assert len(request._deltas) <= BACKLOG
+        found += [request._next() for _ in range(min(count, len(request._deltas)))]
+    end: Any = object()
+    request.deliver(Delta("", [], end if ends else None))
+    found += [request._next() for _ in range(len(request._deltas))]
+    whole = Delta.merged([delta for delta in found if delta is not None])
+    assert whole == Delta.merged([*made, Delta("", [], end if ends else None)])
+    assert len(found) <= len(made) + 1
+    assert all(delta is not None and delta.completion is None for delta in found[:-1])
+
+
+def test_a_reader_who_keeps_up_gets_a_delta_a_step() -> None:
+    request = Request(1, lambda _: None, streams=True)
+    made = deltas(3 * BACKLOG)
+    for delta in made:
+        request.deliver(delta)
+        assert request._next() is delta
+
+
+def test_a_slow_reader_gets_few_deltas_and_the_same_text(engine: Engine) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": BACKLOG + 50, "logprobs": 1, "eos_token_id": None}
+    request = engine.submit(PROMPTS[0], **asked)
+    completion = request.result(60)
+    found = list(request)
+    assert len(found) <= BACKLOG
+    assert "".join(delta.text for delta in found) == completion.text
+    assert [token for delta in found for token in delta.token_ids] == completion.token_ids
+    assert [one for delta in found for one in delta.logprobs] == completion.logprobs
+    assert [delta.completion for delta in found] == [None] * (len(found) - 1) + [completion]
