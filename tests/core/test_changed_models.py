@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,23 @@ def test_a_cast_is_told_in_the_next_step() -> None:
 def test_weights_may_change_in_place_and_what_no_step_reads_too() -> None:
     model, text = live(), prompts((9,))[0]
     with jackfield.load(model) as engine:
-        engine.generate(text, max_new_tokens=3)
+        before = engine.generate(text, max_new_tokens=9)[0].token_ids
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
         model.config.pad_token_id, model.config.use_cache = 0, False
-        engine.generate(text, max_new_tokens=3)
+        after = engine.generate(text, max_new_tokens=9)[0].token_ids
         model.config.use_cache = True
+    assert after == alone(model, text) != before
     model.config.sliding_window = 3
     with jackfield.load(model) as engine:
-        engine.generate(text, max_new_tokens=3)
+        assert engine.generate(text, max_new_tokens=9)[0].token_ids == alone(model, text)
+
+
+def alone(model: Any, text: list[int]) -> list[int]:
+    """What an engine says of it that has never seen another."""
+    with jackfield.load(copy.deepcopy(model)) as engine:
+        return list(engine.generate(text, max_new_tokens=9)[0].token_ids)
 
 
 def test_a_window_of_one_is_refused_in_a_live_model_as_in_a_file() -> None:

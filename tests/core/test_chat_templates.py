@@ -317,7 +317,11 @@ def test_thoughts_that_are_over_may_be_left_out_by_a_tokenizer_of_its_own() -> N
     def rendered(messages: Any, how: Any) -> str:
         return said()(messages[:-1], how) + said("thinking")(messages[-1:], how)
 
-    own(rendered, [USER, {"role": "assistant", "content": "a", "thinking": "hm"}, USER])
+    chat = [USER, {"role": "assistant", "content": "a", "thinking": "hm"}, USER]
+    assert own(rendered, chat) == rendered(chat, {"add_generation_prompt": True})
+    assert "hm" not in own(rendered, chat)
+    with pytest.raises(PromptError, match="does not read 'thinking'"):
+        own(said(), chat)
 
 
 def test_a_tokenizer_that_writes_into_the_chat_changes_nothing() -> None:
