@@ -219,7 +219,7 @@ ZOO: tuple[Wrong, ...] = (
     Wrong("closing breaks the second time", compiler(
         close=lambda self: setattr(self, "graphs", self.graphs.missing)
     ), "missing"),
-    Wrong("seeds torch", process(lambda: torch.manual_seed(0)), "random state"),
+    Wrong("seeds torch", process(lambda: torch.manual_seed(0)), "seed of torch"),
     Wrong("switches gradients off", process(lambda: torch.set_grad_enabled(False)), "gradients"),
     Wrong("declares batch_invariant", compiler(
         INVARIANT, made=lambda self, run: lambda *given: _noisy_rows(run, None, *given)

@@ -335,8 +335,8 @@ ZOO: tuple[Wrong, ...] = (
 +
 """),
     wrong("torch's default dtype left behind", r"default dtype|bfloat16", """
--    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+-    def converted(self, module: nn.Module) -> bool:
++    def converted(self, module: nn.Module) -> bool:
 +        torch.set_default_dtype(torch.bfloat16)
 """),
     wrong("registers itself in engines alone", r"raised|unknown|quantization", """
@@ -347,15 +347,5 @@ ZOO: tuple[Wrong, ...] = (
 +            self.register()
 +        else:
 +            AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
-"""),
-    wrong("odd fields of a file break it", r"group_size", """
--from jackfield.contracts.checkpoint import Form, one_of, paths, unlike
-+from jackfield.contracts.checkpoint import Field, Form, paths, unlike
-@
--        self.group_size = group_size
-+        self.group_size = int(group_size)
-@
--    fields: ClassVar[Any] = {"group_size": one_of(GROUP, needed=True)}
-+    fields: ClassVar[Any] = {"group_size": Field(lambda given: True, "anything")}
 """),
 )  # fmt: skip

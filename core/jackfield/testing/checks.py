@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jackfield.errors import JackfieldError, error_text, shown
+from jackfield.testing.torch_settings import TorchSettings
 
 Outcome = Literal["passed", "failed", "refused", "not tried"]
 
@@ -71,7 +72,16 @@ class Verdict:
 
 
 def verdict(check: Check) -> Verdict:
-    """Run a check in this thread."""
+    """Run a check in this thread. What it leaves changed of torch is a failure, and put back."""
+    settings = TorchSettings()
+    found = _verdict(check)
+    changed = settings.put_back()
+    if changed and found.outcome in ("passed", "refused"):
+        return replace(found, outcome="failed", message=f"leaves {', '.join(changed)} changed")
+    return found
+
+
+def _verdict(check: Check) -> Verdict:
     begin, remark = time.perf_counter(), None
 
     def told(outcome: Outcome, message: str, case: object = "", trace: str = "") -> Verdict:

@@ -9,22 +9,11 @@ import torch
 
 from jackfield.contracts import PackedLayer
 from jackfield.testing.checks import WrongError
+from jackfield.testing.torch_settings import SETTINGS
 
-#: What of torch a call may leave changed -> how it is read.
-SETTINGS: Mapping[str, Callable[[], Any]] = {
-    "torch's default dtype": torch.get_default_dtype,
-    "whether torch records gradients": torch.is_grad_enabled,
-    "torch's inference mode": torch.is_inference_mode_enabled,
-    "how many threads torch has": torch.get_num_threads,
-    "torch's default device": lambda: str(torch.get_default_device()),
-    "torch's autocast": lambda: torch.is_autocast_enabled("cpu"),
-    "torch's deterministic mode": torch.are_deterministic_algorithms_enabled,
-    "which kernels torch's attention may choose": lambda: (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-    ),
-    "the precision of torch's products": torch.get_float32_matmul_precision,
+#: A call draws no number of torch's own, either.
+LEFT: Mapping[str, Callable[[], Any]] = {
+    **SETTINGS,
     "torch's random numbers": lambda: torch.get_rng_state().numpy().tobytes(),
 }
 
@@ -39,7 +28,7 @@ class Lent:
                 self._lent |= _tensors_of(value)
                 self._lists: Any = (name, value, _lists_of(value))
         self._before = {name: tensor.detach().clone() for name, tensor in self._lent.items()}
-        self._settings = {what: read() for what, read in SETTINGS.items()}
+        self._settings = {what: read() for what, read in LEFT.items()}
 
     def check(self) -> None:
         """Raise WrongError where something is not as it was."""
@@ -48,7 +37,7 @@ class Lent:
                 raise WrongError(f"the call changes its {name} in place")
         if hasattr(self, "_lists") and _lists_of(self._lists[1]) != self._lists[2]:
             raise WrongError("the call changes the page tables on the host")
-        for what, read in SETTINGS.items():
+        for what, read in LEFT.items():
             if read() != self._settings[what]:
                 raise WrongError(f"the call leaves {what} changed")
 
