@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -265,13 +264,6 @@ def _one_more(seen: bool) -> Any:
     return mask
 
 
-def _chunk_as_window(**kw: Any) -> Any:
-    made = right.mask(**kw)
-    if kw.get("local_size") and "chunk" in getattr(kw["mask_function"], "__qualname__", ""):
-        return right.mask(**kw)
-    return made
-
-
 def rows_of(
     change: Callable[..., Any] = lambda seen, layer, row, span: seen,
     keys: Callable[..., Any] = right.keys_of,
@@ -502,11 +494,6 @@ def _detached(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: An
 
 def _keys_detached(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
     return right.forward(module, query, key.detach() * 1.0, value, mask, **kw)
-
-
-def _hangs(*args: Any, **kw: Any) -> Any:
-    while True:
-        time.sleep(0.1)
 
 
 def _by_layer() -> Any:

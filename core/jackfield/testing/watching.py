@@ -18,7 +18,7 @@ LEFT: Mapping[str, Callable[[], Any]] = {
 }
 
 
-class Lent:
+class Snapshot:
     """Tensors, and lists of the host, as they were before a call."""
 
     def __init__(self, **lent: Any) -> None:

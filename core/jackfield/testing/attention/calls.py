@@ -11,7 +11,7 @@ from jackfield.testing.attention.jobs import Job
 from jackfield.testing.attention.rows import Asked
 from jackfield.testing.attention.truth import Piece
 from jackfield.testing.checks import WrongError
-from jackfield.testing.watching import Lent
+from jackfield.testing.watching import Snapshot
 
 #: How query, keys and values lie: as new tensors, as models split heads, as a static cache cuts.
 LYING = ("dense", "tokens first", "cut")
@@ -51,7 +51,7 @@ def mask_of(job: Job, what: Asked) -> Any:
     }
     if local := needs.window or needs.chunk:
         arguments["local_size"] = local
-    lent = Lent(attention_mask=what.attention_mask, q_offset=offset)
+    lent = Snapshot(attention_mask=what.attention_mask, q_offset=offset)
     mask = job.bound.mask(**arguments)
     lent.check()
     return own_mask(what, job.dtype) if needs.own_mask else mask
@@ -103,7 +103,7 @@ def called(
         mask = mask_of(job, what)
         query, key, value = stacked(what.pieces, lying)
         given = keywords(job, what, declared)
-        lent = Lent(query=query, key=key, value=value, mask=mask,
+        lent = Snapshot(query=query, key=key, value=value, mask=mask,
                     sinks=given.get("s_aux"), position_bias=given.get("position_bias"))  # fmt: skip
         found = job.bound.forward(job.module, query, key, value, mask, **given)
         output = first_of(found)

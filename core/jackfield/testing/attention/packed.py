@@ -21,7 +21,7 @@ from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
 from jackfield.testing.attention.truth import Piece
 from jackfield.testing.checks import Check, WrongError
 from jackfield.testing.subject import Subject
-from jackfield.testing.watching import Lent
+from jackfield.testing.watching import Snapshot
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def called(
     given = keywords(job, pieces[0], case, capabilities_of(subject).features)
     with torch.inference_mode():
         query = steps.queries_of(pieces, case.packed)
-        lent = Lent(query=query, layer=layer, sinks=given.get("s_aux"))
+        lent = Snapshot(query=query, layer=layer, sinks=given.get("s_aux"))
         output = job.bound.packed(job.module, query, layer, **given)
         tokens, heads, _ = query.shape
         held_to_shape(output, (tokens, heads, layer.values.shape[3]), query, "packed")

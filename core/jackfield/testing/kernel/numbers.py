@@ -9,7 +9,7 @@ import torch
 
 from jackfield.testing.checks import WrongError
 from jackfield.testing.kernel.layers import Layer
-from jackfield.testing.watching import Lent
+from jackfield.testing.watching import Snapshot
 
 #: How an input lies in memory, of the same numbers.
 LYING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -125,7 +125,7 @@ def _times(shape: torch.Size) -> str:
 def called(layer: Layer, given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """What the kernel returns for `given`, where the layer returns `own`; the form is checked."""
     weights = {f"parameter {n!r}": p.data for n, p in layer.module.named_parameters()}
-    lent = Lent(**{"input": given, **weights})
+    lent = Snapshot(**{"input": given, **weights})
     found = layer.fused(given)
     if not isinstance(found, torch.Tensor):
         raise WrongError(f"it must return a tensor as the layer does, not {type(found).__name__}")
