@@ -62,6 +62,9 @@ def load(
     `max_batch_size` is how many sequences run together at most, `max_batch_tokens` how many tokens
     one step computes at most (None: 2048 in the packed layout; the padded one has no bound),
     `prefill_chunk_size` how many tokens of each prompt (None: as many as the step has room for).
+    While a request is streamed, prompts get as much of a step as lets it take
+    `target_step_seconds` (None: 0.05, and no target where `max_batch_tokens` is named or steps
+    cannot be cut; inf: no target).
     `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
     log-probabilities are the same to the last bit whatever else runs. A step that takes longer
     than `stall_after` seconds counts as stalled.

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from workload import CLOCK
 
 Run = Callable[[], Any]
-
-#: `JACKFIELD_BENCH_CLOCK=processor` counts the processor's time, which other work on the machine
-#: hardly stretches; set `OMP_NUM_THREADS=1` with it, as threads that wait for each other count too.
-CLOCK = (
-    time.process_time
-    if os.environ.get("JACKFIELD_BENCH_CLOCK") == "processor"
-    else time.perf_counter
-)
 
 
 @pytest.fixture

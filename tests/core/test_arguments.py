@@ -52,6 +52,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "max_batch_size": (0, "max_batch_size", "max_batch_size"),
     "max_batch_tokens": (0, "max_batch_tokens", "max_batch_tokens"),
     "prefill_chunk_size": (0, "prefill_chunk_size", "prefill_chunk_size"),
+    "target_step_seconds": (0, "target_step_seconds", "target_step_seconds"),
     "max_waiting": (0, "max_waiting", "max_waiting"),
     "stall_after": (0, "stall_after", "stall_after"),
     "verify": (-1, "verify must be", "verify must be"),

@@ -71,7 +71,7 @@ class OneOnly(FifoSchedule):
 
 
 def test_who_runs_and_gets_no_turn_is_ended(serving: Serving) -> None:
-    engine = serving(OneOnly(10), cache_implementation="paged")
+    engine = serving(OneOnly(1e-9), cache_implementation="paged")
     victim = request(engine)
     flood(engine, victim, steps=30)
     assert victim.finish_reason == "error"

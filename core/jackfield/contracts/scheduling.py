@@ -26,8 +26,8 @@ class Schedule(ABC):
     Changes: nothing. Sequences are for reading; `sequence.settings.priority` is what was asked for.
 
     Violations: what breaks the contract fails every request with a PluginError that names the
-    scheduler. A request that runs and is given no token in 10,000 steps in a row ends by itself,
-    with an error that names the scheduler.
+    scheduler. A request that runs and is given no token in 10,000 steps in a row, after more than
+    twice `patience`, ends by itself, with an error that names the scheduler.
 
     Attributes:
         patience: In seconds, above 0 and finite. Read once, after `bind`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from jackfield.engine.token_budget import GRAIN, TARGET_STEP_SECONDS
 from jackfield.errors import UsageError
 from jackfield.planning.memory import STEP_TOKENS
 from jackfield.planning.planning import Plan
@@ -19,12 +21,14 @@ class BatchLimits:
 
     `max_batch_size` sequences run together, a step computes `max_batch_tokens` (drafts come on
     top) and `prefill_chunk_size` tokens of one prompt. With `whole_chunks` a sequence is always
-    fed in the same pieces, whatever runs beside it.
+    fed in the same pieces, whatever runs beside it. While somebody reads along, a step feeds no
+    more tokens of prompts than `target_step_seconds` have room for.
     """
 
     max_batch_size: int
     max_batch_tokens: int | None = None
     prefill_chunk_size: int | None = None
+    target_step_seconds: float | None = None
     whole_chunks: bool = False
 
     @property
@@ -32,6 +36,16 @@ class BatchLimits:
         """How many tokens of one sequence a step feeds at most."""
         bounds = [b for b in (self.max_batch_tokens, self.prefill_chunk_size) if b is not None]
         return min(bounds, default=None)
+
+    @property
+    def pace(self) -> tuple[float, int, int] | None:
+        """Seconds and tokens of a step at most, and what prompts get in any case; None: no target.
+
+        A chunk whose size was named is fed whole; those of several prompts share a step.
+        """
+        if self.target_step_seconds is None or self.max_batch_tokens is None:
+            return None
+        return self.target_step_seconds, self.max_batch_tokens, self.prefill_chunk_size or GRAIN
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -57,6 +71,8 @@ def check_limits(spec: LoadSpec) -> None:
         max_waiting=spec.max_waiting,
     )
     check_seconds(stall_after=spec.stall_after)
+    if spec.target_step_seconds is not None:
+        check_seconds(target_step_seconds=spec.target_step_seconds)
 
 
 def limits_for(plan: Plan, spec: LoadSpec) -> BatchLimits:
@@ -74,6 +90,7 @@ def limits_for(plan: Plan, spec: LoadSpec) -> BatchLimits:
         )
     if whole and prefill_chunk_size is None:
         prefill_chunk_size = WHOLE_CHUNK
+    target = _target(plan, spec)
     least = max_batch_size + (prefill_chunk_size or 1 if whole else 0)
     if needs.layout == "packed":
         if max_batch_tokens is None:
@@ -92,5 +109,23 @@ def limits_for(plan: Plan, spec: LoadSpec) -> BatchLimits:
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
         prefill_chunk_size=prefill_chunk_size,
+        target_step_seconds=target,
         whole_chunks=whole,
     )
+
+
+def _target(plan: Plan, spec: LoadSpec) -> float | None:
+    """How long a step should take; None: as long as it takes. Raises UsageError."""
+    needs, asked = plan.requirements, spec.target_step_seconds
+    if needs.layout != "packed":
+        cache = plan["cache"].registered.name
+        why = f"the cache {cache!r} pads and reads whole prompts; select cache 'paged'"
+    elif needs.batch_invariant:
+        why = "with deterministic=True prompts are always fed in the same pieces; drop it"
+    else:
+        default = TARGET_STEP_SECONDS if spec.max_batch_tokens is None else math.inf
+        target = default if asked is None else asked
+        return None if target == math.inf else target
+    if asked is not None:
+        raise UsageError(f"target_step_seconds={asked:g}: {why}, or drop target_step_seconds")
+    return None

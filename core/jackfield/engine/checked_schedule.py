@@ -15,7 +15,7 @@ from jackfield.engine.sequences import RunningSequence
 from jackfield.errors import quoted
 from jackfield.guarded import fault, guarded
 
-FOR_EVER = 10_000  # steps in a row in which a request runs and is given nothing
+FOR_EVER = 10_000  # steps in a row in which a request runs and is given nothing, past all patience
 _NUMBERS = frozenset({int, float, bool})
 
 
@@ -80,7 +80,7 @@ class CheckedSchedule:
         for sequence, count in zip(running, found, strict=True):
             if count:
                 sequence.passed_over = 0
-            else:
+            elif now - sequence.arrival > 2 * self.patience:
                 self._pass_over(sequence)
         return found
 

@@ -97,6 +97,7 @@ class Intake:
                 self._text.detokenizer(settings) if reads else None,
                 leader=made[0] if made and width is None else None,
                 sample=sample,
+                streams=streams,
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

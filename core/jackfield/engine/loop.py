@@ -21,6 +21,7 @@ from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Metrics
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
+from jackfield.engine.token_budget import TokenBudget
 from jackfield.engine.waiting import SequenceHeap, WaitingQueue
 from jackfield.errors import CacheFullError
 from jackfield.guarded import all_of, fault
@@ -48,6 +49,7 @@ class Loop:
         self.decoding = decoding
         self.scheduler = scheduler
         self.limits = limits
+        self._pace = limits.pace and TokenBudget(*limits.pace)
         self._max_chunk_size = cache.max_chunk_size = limits.max_chunk_size
         self.waiting: WaitingQueue[RunningSequence] = WaitingQueue(scheduler)
         self.running: list[RunningSequence] = []
@@ -86,6 +88,7 @@ class Loop:
     def step(self) -> list[Event]:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
         self.turns += 1
+        begin = self.clock()
         late = self._expire()
         self._admit()
         late += self._starved()
@@ -105,7 +108,11 @@ class Loop:
         self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
         if any(item.num_tokens > 1 for item in step.scheduled):
             self._full = False  # a window holds less than its prompt did
-        return late + self._emit(step, accepted)
+        events = late + self._emit(step, accepted)
+        if self._pace is not None:
+            waited = logits.device.type == "cpu" or any(item.samples for item in step.scheduled)
+            self._pace.count(step.scheduled, self.clock() - begin, waited=waited)
+        return events
 
     def _expire(self) -> list[Event]:
         """End the requests whose deadline has passed."""
@@ -197,7 +204,7 @@ class Loop:
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
         uncached = [self._num_uncached(sequence) for sequence in self.running]
-        budget = self.limits.max_batch_tokens or UNLIMITED
+        budget = self._token_budget(uncached)
         wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
         if self.limits.whole_chunks:
             wanted = [
@@ -216,6 +223,12 @@ class Loop:
                     item = replace(item, drafts=())
                 scheduled.append(item)
         return RunningStep(scheduled)
+
+    def _token_budget(self, uncached: Seq[int]) -> int:
+        """How many tokens all may feed together; without a reader no stream waits for a step."""
+        if self._pace is None or not any(sequence.streams for sequence in self.running):
+            return self.limits.max_batch_tokens or UNLIMITED
+        return self._pace.tokens(sum(count == 1 for count in uncached))
 
     def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""

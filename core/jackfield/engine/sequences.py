@@ -34,12 +34,13 @@ class RunningSequence(Sequence):
 
     `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
     what a search found of it. `passed_over` counts turns of its that others got. `report_before`
-    is what had run when the request came. Times are in seconds of `time.perf_counter`.
+    is what had run when the request came. `streams`: somebody reads along. Times are in seconds of
+    `time.perf_counter`.
     """
 
     __slots__ = (
         "constraint", "detokenizer", "drafted", "error", "finish_reason", "first_token_at",
-        "logprobs", "passed_over", "report_before", "score", "started",
+        "logprobs", "passed_over", "report_before", "score", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -54,8 +55,10 @@ class RunningSequence(Sequence):
         *,
         leader: RunningSequence | None = None,
         sample: int = 0,
+        streams: bool = False,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
+        self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None
         self.drafted = Drafted()

@@ -58,6 +58,7 @@ class LoadSpec(PlanSpec):
     max_batch_size: int = STEP_ROWS
     max_batch_tokens: int | None = None
     prefill_chunk_size: int | None = None
+    target_step_seconds: float | None = None
     max_waiting: int | None = None
     stall_after: float = 60.0
     verify: bool | int = False

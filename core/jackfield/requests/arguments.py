@@ -48,6 +48,7 @@ class LoadArguments(PlanArguments, total=False):
     max_batch_size: int
     max_batch_tokens: int | None
     prefill_chunk_size: int | None
+    target_step_seconds: float | None
     max_waiting: int | None
     stall_after: float
     verify: bool | int

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Schedule, Scheduler
-from jackfield_plugins.scheduler.fifo import FifoSchedule, PatienceOptions
+from jackfield_plugins.scheduler.fifo import FifoSchedule, PatienceOptions, shortest
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
@@ -29,21 +28,11 @@ class ShortFirst(Scheduler):
 class ShortFirstSchedule(FifoSchedule):
     """As `fifo`, with the length of what is not cached yet between priority and arrival."""
 
-    def key(self, sequence: Sequence) -> tuple[float, ...]:
-        left = len(sequence.tokens) - sequence.num_cached
-        return (-sequence.settings.priority, left, sequence.id)
+    def __init__(self, patience: float) -> None:
+        super().__init__(patience, shares=False)  # it has the one order
 
-    def prompts(
-        self, running: Seq[Sequence], num_uncached_tokens: Seq[int], now: float
-    ) -> list[int]:
-        rows = super().prompts(running, num_uncached_tokens, now)
-        return sorted(rows, key=lambda row: self._place(running[row], now))
-
-    def _place(self, sequence: Sequence, now: float) -> tuple[float, ...]:
-        """Who is overdue goes first, by arrival alone: else they could overtake each other."""
-        if now - sequence.arrival >= self.patience:
-            return (0, sequence.arrival, sequence.id)
-        return (1, *self.key(sequence))
+    def _rank(self, sequence: Sequence) -> tuple[float, ...]:
+        return shortest(sequence)
 
 
 @hookimpl

@@ -170,6 +170,7 @@ class Simulated:
 
     def starved(self, sequence: Lent) -> str | None:
         """Why an engine would end it."""
-        if self.idle.get(sequence.id, 0) > FOR_EVER:
+        waited = self.now - sequence.arrival
+        if self.idle.get(sequence.id, 0) > FOR_EVER and waited > 2 * self.held.patience:
             return f"ran, and got no token in {self.idle[sequence.id]} steps in a row"
         return None

@@ -1,0 +1,90 @@
+"""How many prompt tokens a step may feed, so that it takes no longer than somebody wants to wait.
+
+A step of tokens that decode is as long as a stream's tokens are apart. What a prompt beside them
+adds is learned from the steps themselves: its seconds per token, of the last few. That is a secant
+through what decoding costs, so it comes to the wanted time wherever attention over a long context,
+another batch or another load of the machine moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from jackfield.engine.steps import ScheduledRunning
+
+TARGET_STEP_SECONDS = 0.05
+GRAIN = 32  # prompt tokens beside some that decode: the least of a step, and its units
+ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs more than computing
+FIRST = 128  # before anything is known
+PATIENT = 4  # times the target where nobody decodes
+LATELY = 0.7  # what a step counts for when the next has been measured
+OUTLIER = 4.0  # times what was expected: more than that is not the prompt's doing
+
+
+class TokenBudget:
+    """Learns from every step what prompt tokens cost, and says how many the next may feed.
+
+    `most` tokens are never exceeded, those that decode included; `least` prompt tokens fit in any
+    step as far as `most` lets them. Not thread-safe.
+    """
+
+    def __init__(self, target_seconds: float, most: int, least: int = GRAIN) -> None:
+        self._target = target_seconds
+        self._most = most
+        self._least = least
+        self._decode_seconds: float | None = None  # of a step without prompts
+        self._prompt_seconds = 0.0  # of the last steps, each counting less than the one after it
+        self._prompt_tokens = 0.0
+        self._last = 0  # prompt tokens of the last step that was measured
+        self._unmeasured = (0, 0.0)  # prompt tokens and seconds of steps that nobody waited for
+
+    def tokens(self, decoding: int) -> int:
+        """How many tokens the next step may feed, `decoding` of them by sequences that decode."""
+        return min(self._most, decoding + max(self._least, self._fitting(decoding > 0)))
+
+    def _fitting(self, decodes: bool) -> int:
+        """How many prompt tokens fit; no more than twice those of the last step that was measured.
+
+        Where decoding alone takes longer than half of the target, prompts get as long as it takes.
+        """
+        base = (self._decode_seconds or 0.0) if decodes else 0.0
+        seconds = max(self._target - base, base) if decodes else PATIENT * self._target
+        least = GRAIN if decodes else ALONE
+        if not self._prompt_tokens:
+            return max(FIRST, least)
+        each = self._prompt_seconds / self._prompt_tokens
+        trusted = max(2 * self._last, FIRST)
+        fitting = trusted if each * trusted <= seconds else int(seconds / each)
+        return max(least, fitting // GRAIN * GRAIN)
+
+    def count(self, scheduled: Seq[ScheduledRunning], seconds: float, *, waited: bool) -> None:
+        """One step took so long. Not `waited`: a device may still be busy with it.
+
+        Its tokens then count with the next one that was waited for.
+        """
+        prompts = sum(item.num_tokens for item in scheduled if item.num_tokens > 1)
+        before, so_far = self._unmeasured
+        prompts, seconds = prompts + before, seconds + so_far
+        if not waited:
+            self._unmeasured = prompts, seconds
+            return
+        self._unmeasured = (0, 0.0)
+        if not prompts:
+            self._decode_seconds = self._smooth(self._decode_seconds, seconds)
+        elif prompts >= min(GRAIN, self._least):
+            decodes = any(item.num_tokens == 1 for item in scheduled)
+            base = (self._decode_seconds or 0.0) if decodes else 0.0
+            self._learn(prompts, max(0.0, seconds - base))
+
+    def _learn(self, prompts: int, seconds: float) -> None:
+        if self._prompt_tokens:
+            expected = prompts * self._prompt_seconds / self._prompt_tokens
+            seconds = min(seconds, OUTLIER * max(expected, self._target / 10))
+        self._prompt_seconds = LATELY * self._prompt_seconds + seconds
+        self._prompt_tokens = LATELY * self._prompt_tokens + prompts
+        self._last = prompts
+
+    def _smooth(self, before: float | None, seconds: float) -> float:
+        if before is None:
+            return seconds
+        return before + (1 - LATELY) * (min(seconds, OUTLIER * before) - before)
