@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Mapping
@@ -64,6 +65,24 @@ def age(engine: Engine, sequence: Sequence, seconds: float) -> None:
     if sequence in timed:
         timed.discard(sequence)
         timed.push(sequence, sequence.deadline)
+
+
+def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, and what comes of it awaited in an event loop of its own."""
+
+    def act(*given: Any, **named: Any) -> Any:
+        async def wait() -> Any:
+            return await call(*given, **named)
+
+        return asyncio.run(wait())
+
+    return act
+
+
+def ways(engine: Engine) -> list[Callable[..., Any]]:
+    """The ways to ask for one text, of which each raises where it is called."""
+    first = awaited(lambda *given, **named: anext(engine.astream(*given, **named)))
+    return [engine.generate, engine.submit, engine.stream, awaited(engine.asubmit), first]
 
 
 class Arrival:

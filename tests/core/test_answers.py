@@ -11,6 +11,7 @@ import departures
 import pytest
 import torch
 import transformers.generation.logits_process as theirs
+from driven import ways
 from families import build
 from transformers import GenerationConfig
 
@@ -143,7 +144,7 @@ def test_prompts_may_be_named(engine: jackfield.Engine) -> None:
         assert engine.submit(**{name: ids}, **SHORT).result().token_ids == expected.token_ids
         with pytest.raises((PromptError, TypeError), match=f"{name} beside it|multiple values"):
             engine.generate("Hello", **{name: "Hello"})
-    for call in (engine.generate, engine.submit, engine.stream, engine.astream):
+    for call in ways(engine):
         with pytest.raises(PromptError, match="there is no prompt"):
             call()
         with pytest.raises(UsageError, match="prompts are texts, token ids or chat messages"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driven import ways
 from families import build, config_of, prompts
 
 import jackfield
@@ -106,9 +108,7 @@ def test_settings_are_refused_before_anything_is_computed(
     given = {"max_new_tokens": 4, **given}
     for act in (
         lambda: engine.generate([PROMPT] * 2, settings=[{"max_new_tokens": 4}, given]),
-        lambda: engine.submit(PROMPT, **given),
-        lambda: engine.stream(PROMPT, **given),
-        lambda: engine.astream(PROMPT, **given),
+        *(functools.partial(way, PROMPT, **given) for way in ways(engine)[1:]),
     ):
         with pytest.raises((SettingsError, CacheFullError), match=says) as caught:
             act()
@@ -119,7 +119,7 @@ def test_settings_are_refused_before_anything_is_computed(
 
 def test_several_samples_have_no_single_reader(engine: jackfield.Engine) -> None:
     asked = {"num_return_sequences": 2, "temperature": 1.0, "max_new_tokens": 4}
-    for act in (engine.submit, engine.stream, engine.astream):
+    for act in ways(engine)[1:]:
         with pytest.raises(SettingsError, match="num_return_sequences=2 has no single reader"):
             act(PROMPT, **asked)
         with pytest.raises(UsageError, match="one prompt"):

@@ -17,12 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jackfield
+from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import TokenLogprob
 from jackfield.engine import report, requests
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
 from jackfield.engine.observer import Observer
 from jackfield.engine.requests import BACKLOG, Request
+from jackfield.errors import PromptError
 
 READERS = 6
 COUNT = 12
@@ -93,6 +95,53 @@ def test_all_are_woken_where_what_one_reads_cannot_be_made(
 
     found = asyncio.run(read_all())
     assert [type(one).__name__ for one in found] == ["ExecutionError"] * 3
+
+
+@pytest.mark.parametrize("way", ["asubmit", "astream"])
+def test_a_prompt_is_read_while_its_event_loop_goes_on(
+    engine: Engine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read to its end when another task of the same loop has run; errors come out there."""
+    gone_on, encode = threading.Event(), Text.encode
+
+    def slow(self: Text, *given: Any) -> list[int]:
+        assert gone_on.wait(30), "the event loop stands still"
+        return encode(self, *given)
+
+    monkeypatch.setattr(Text, "encode", slow)
+
+    async def ask(prompt: Any) -> list[int]:
+        if way == "asubmit":
+            return (await (await engine.asubmit(prompt, max_new_tokens=COUNT))).token_ids
+        found = [delta async for delta in engine.astream(prompt, max_new_tokens=COUNT)]
+        return [token for delta in found for token in delta.token_ids]
+
+    async def both() -> list[Any]:
+        asked = [asyncio.ensure_future(ask(prompt)) for prompt in (PROMPTS[0], [10**9])]
+        await asyncio.sleep(0.05)
+        assert not any(one.done() for one in asked)
+        gone_on.set()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found, refused = asyncio.run(both())
+    assert found == engine.generate(PROMPTS[0], max_new_tokens=COUNT)[0].token_ids
+    assert isinstance(refused, PromptError)
+    assert engine.statistics().finished == {"length": 2}
+
+
+def test_other_threads_run_while_a_long_prompt_is_read() -> None:
+    """The tokenizer of the demo model, which is of the fast kind: it works without the GIL."""
+    turns = []
+    with jackfield.load("demo") as engine:
+        text = engine._assembly.text
+        long = "Once upon a time there was a little dog. " * 4000
+        thread = threading.Thread(target=lambda: text.encode(long))
+        thread.start()
+        while thread.is_alive():
+            text.decode([5, 6, 7])
+            turns.append(1)
+            thread.join(0.001)
+    assert len(turns) > 10
 
 
 def test_an_event_loop_that_was_closed_keeps_nobody_from_being_woken() -> None:

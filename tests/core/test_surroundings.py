@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from driven import ways
 from families import build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -88,7 +89,7 @@ def test_autocast_is_refused_by_name(engine: jackfield.Engine) -> None:
     alone = text(engine)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            for call in (engine.generate, engine.submit, engine.stream, engine.astream):
+            for call in ways(engine):
                 with pytest.raises(UsageError, match=r"torch\.autocast.*dtype='b?float16'"):
                     call(PROMPTS[0], max_new_tokens=2)
             with pytest.raises(UsageError, match=r"torch\.autocast"):

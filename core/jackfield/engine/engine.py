@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -209,21 +210,31 @@ class Engine:
         finally:
             request.cancel()
 
-    def astream(self, prompt: Prompt | None = None, **settings: Any) -> AsyncIterator[Delta]:
-        """`stream` for an event loop: the same, to be read with ``async for``."""
-        prompt = _one(
-            taken(prompt, settings), "astream takes one prompt; call it once for each prompt"
-        )
-        return self._astream(self._sequence(prompt, settings))
+    async def asubmit(self, prompt: Prompt | None = None, **settings: Any) -> Request:
+        """`submit` for an event loop, which goes on while the prompt is read in another thread."""
+        return self._start(await self._aside(prompt, settings))
 
-    async def _astream(self, sequence: RunningSequence) -> AsyncIterator[Delta]:
-        request = self._start(sequence)
+    async def astream(self, prompt: Prompt | None = None, **settings: Any) -> AsyncIterator[Delta]:
+        """`stream` for an event loop, to be read with ``async for``, which begins by reading the
+        prompt in another thread: what `stream` raises is raised there.
+        """
+        request = self._start(await self._aside(prompt, settings))
         reader = Reader(request)  # where the loop is closed, nobody runs this function to its end
         try:
             async for delta in request:
                 yield delta
         finally:
             reader.leave()
+
+    async def _aside(self, prompt: Any, settings: dict[str, Any]) -> RunningSequence:
+        """The sequence of a request, made in another thread than the one that awaits it."""
+        self._intake.check_surroundings()  # of this thread
+
+        def read() -> RunningSequence:
+            one = _one(taken(prompt, settings), "this takes one prompt; call it once for each")
+            return self._sequence(one, settings)
+
+        return await asyncio.to_thread(read)
 
     def cancel(self, request: Request) -> None:
         """End a request; its completion has what there was. Nothing happens to one that ended."""

@@ -42,6 +42,10 @@ class Intake:
         _, wished, _, limits = self._wished(asked)
         resolve(wished, 1, limits)
 
+    def check_surroundings(self) -> None:
+        """Raise UsageError for what the calling thread asks of torch and no step would honour."""
+        refuse_autocast(input_device(self._model).type)
+
     def sequence(
         self, prompt: Any, asked: Mapping[str, Any], *, streams: bool = True
     ) -> RunningSequence:
@@ -59,7 +63,7 @@ class Intake:
     ) -> list[RunningSequence]:
         """The sequences of a request, checked; the first one reads the prompt for all."""
         self._bound.check_unchanged()
-        refuse_autocast(input_device(self._model).type)
+        self.check_surroundings()
         chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
