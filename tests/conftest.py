@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from command_line import cli as cli  # a fixture, for every folder
 from hypothesis import settings
 
 from jackfield.contracts import Backend

@@ -5,6 +5,7 @@ Run it after a change: `python tools/options_page.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,16 @@ def page() -> str:
     """The whole page."""
     command: Any = typer.main.get_command(app)
     parts = [HEAD, "## jackfield\n", _table(command)]
-    for name, one in command.commands.items():
+    for name, one in _commands(command):
         about = (one.help or "").strip().splitlines()[0]
         parts += [f"## jackfield {name}\n", f"{about}\n", _table(one)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, one in group.commands.items():
+        inner = getattr(one, "commands", None)
+        yield from ((f"{before}{name}", one),) if not inner else _commands(one, f"{before}{name} ")
 
 
 def _table(command: Any) -> str:

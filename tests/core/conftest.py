@@ -1,19 +1,13 @@
-"""Installed distributions made up for a test, and the command line run in this process."""
+"""Installed distributions made up for a test."""
 
 from __future__ import annotations
 
-import io
-import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jackfield.cli import run
 from jackfield.registry.backends import PluginRecord, Registry
 from jackfield.registry.discovery import discover, installed
 from jackfield.spelling import parse
@@ -116,45 +110,3 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     yield made
     for name in [name for name in sys.modules if name.startswith("outside_")]:
         del sys.modules[name]
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    def assert_failed(self, code: int, text: str) -> None:
-        """Assert that it failed with this one line and wrote nothing else."""
-        assert (self.code, self.out) == (code, ""), self
-        assert re.fullmatch(rf"error: .*{re.escape(text)}.*\n", self.err), self.err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-Cli = Callable[..., Done]
-
-
-@pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command line in this process; `stdin` is what is piped into it, None a terminal."""
-
-    # main() asks for this by an environment variable, before transformers is imported
-    monkeypatch.setattr("transformers.tokenization_utils_base.logger.disabled", True)
-
-    def call(*arguments: str, stdin: str | bytes | None = None) -> Done:
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        piped = Terminal() if data is None else io.TextIOWrapper(io.BytesIO(data))
-        monkeypatch.setattr(sys, "stdin", piped)
-        capfd.readouterr()
-        code = run(arguments)
-        return Done(code, *capfd.readouterr())
-
-    return call

@@ -16,7 +16,8 @@ from jackfield.cli.app import COMMANDS
 from jackfield.demo import MODEL_PATH
 
 if TYPE_CHECKING:
-    from conftest import Cli, Site
+    from command_line import Cli
+    from conftest import Site
 
 HELLO = "Hello! How can I help you?"
 
@@ -96,7 +97,8 @@ WRONG = {
         ("--file ./nowhere", "cannot read nowhere: No such file"),
         ("", "there is no prompt"),
         ("hi you", "unexpected extra argument"),
-        ("hi --port 3", "jackfield has no server"),
+        ("hi --port 3", "it is a flag of `jackfield serve`"),
+        ("hi --base-url http://x", "`jackfield chat --server URL` asks a server"),
         ("hi --num-beams 4", "write --decoding 'beam?num_beams=…'"),
         ("hi --load-in-4bit", "write --quantization bnb-4bit"),
         ("hi --max-batch-tokens 0", "max_batch_tokens must be a whole number"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Cli
+    from command_line import Cli
 
 HELLO = "Hello! How can I help you?"
 

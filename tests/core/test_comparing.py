@@ -19,7 +19,7 @@ from jackfield.estimates.evaluation import Evaluation, TaskScore
 from jackfield.estimates.perplexity import Perplexity, perplexity, token_logprobs
 
 if TYPE_CHECKING:
-    from conftest import Cli
+    from command_line import Cli
 
 
 def plainly(model: Any, ids: list[int], window: int, stride: int) -> float:

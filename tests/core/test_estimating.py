@@ -23,7 +23,7 @@ from jackfield.estimates.measuring import check
 from jackfield.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
-    from conftest import Cli
+    from command_line import Cli
 
 FAMILIES = ["llama", "llama-mqa", "gpt2", "gemma3", "mistral", "mixtral", "deepseek-v3"]
 

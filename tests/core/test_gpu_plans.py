@@ -16,7 +16,7 @@ from jackfield.errors import PlanError
 from jackfield.planning.planning import Plan
 
 if TYPE_CHECKING:
-    from conftest import Cli
+    from command_line import Cli
 
 pytest.importorskip("triton")
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from jackfield.cli import bench
 from jackfield.cli.chat import chat
 from jackfield.cli.check import check
 from jackfield.cli.doctor import doctor
@@ -88,3 +89,18 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))
+
+
+def _benches(context: typer.Context, usage: HelpOption = False) -> None:
+    """Measure how fast it is."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+benches = typer.Typer(rich_markup_mode=None)
+benches.callback(invoke_without_command=True, add_help_option=False, help=_usage(_benches))(
+    _benches
+)
+benches.command("serve", add_help_option=False, help=_usage(bench.serve))(with_flags(bench.serve))
+app.add_typer(benches, name="bench")

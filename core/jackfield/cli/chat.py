@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from jackfield.cli.generate import decoded, show, summary
-from jackfield.cli.options import Backends, Batches, ModelOption, Settings, load
+from jackfield.cli.options import Backends, Batches, Settings, flag, load
 from jackfield.cli.output import note, say
+from jackfield.cli.remote_chat import START_AFRESH, conversation
 from jackfield.errors import ExecutionError, PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -19,41 +20,87 @@ if TYPE_CHECKING:
     from jackfield.engine.engine import Engine
 
 GREETING = "/reset forgets the conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer"
-START_AFRESH = "/reset starts afresh"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A server that answers instead of a model in this process."""
+
+    server: Annotated[
+        str | None,
+        flag("--server", "URL", "Ask a server that speaks OpenAI's protocol.", "--base-url"),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", metavar="KEY", envvar="JACKFIELD_API_KEY", help="The key for --server."
+        ),
+    ] = None
+
+
+class Speaker(Protocol):
+    """Who answers, and what was said so far."""
+
+    messages: list[dict[str, str]]
+
+    def answer(self, text: str) -> None:
+        """Answer one message; what was shown of an answer that is stopped is remembered."""
 
 
 def chat(
     backends: Backends,
     settings: Settings,
     batches: Batches,
+    elsewhere: Elsewhere,
     name: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
     ] = None,
-    model: ModelOption = "demo",
+    model: Annotated[
+        str | None,
+        flag("--model", "MODEL", "A hub id, a folder, or demo; one of --server's.", "-m"),
+    ] = None,
 ) -> None:
     """Talk with a chat model; it sees the whole conversation each time.
 
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. When standard
-    input is a file or a pipe, each line of it is a message.
+    input is a file or a pipe, each line of it is a message. With --server the model is one of a
+    server's: any that speaks OpenAI's protocol.
 
     Example: jackfield chat demo --temperature 0.8
     """
-    if name is not None and model not in (name, "demo"):
+    if name is not None and model not in (None, name):
         raise UsageError(f"{name} and --model {model} name two models; give one")
-    model = name or model
-    asked = settings.to_dict()
-    with load(model, backends, batches) as engine:
-        conversation = Conversation(engine, asked)
-        conversation.check()
-        if sys.stdin.isatty():
-            note(GREETING)
-        while (line := _read_line()) is not None and line != "/exit":
-            if line == "/reset":
-                conversation.messages.clear()
-                note("the conversation is forgotten")
-            elif line:
-                conversation.answer(line)
+    model, asked = name or model, settings.to_dict()
+    if elsewhere.server is not None:
+        _refuse_of_engines(backends, batches)
+        with conversation(elsewhere.server, elsewhere.api_key, model, asked) as speaker:
+            _talk(speaker)
+        return
+    with load(model or "demo", backends, batches) as engine:
+        own = Conversation(engine, asked)
+        own.check()
+        _talk(own)
+
+
+def _refuse_of_engines(*groups: Any) -> None:
+    """Raise UsageError for a flag that says how a model is run: a server has decided that."""
+    for given, usual in ((group, type(group)()) for group in groups):
+        for one in fields(given):
+            if getattr(given, one.name) != getattr(usual, one.name):
+                written = one.name.replace("_", "-")
+                raise UsageError(f"--{written} is for the server to say, not for --server; drop it")
+
+
+def _talk(speaker: Speaker) -> None:
+    if sys.stdin.isatty():
+        note(GREETING)
+    while (line := _read_line()) is not None and line != "/exit":
+        if line == "/reset":
+            speaker.messages.clear()
+            note("the conversation is forgotten")
+        elif line:
+            speaker.answer(line)
 
 
 def _read_line() -> str | None:
@@ -87,7 +134,6 @@ class Conversation:
         self.engine.stream(probe, **self.settings)  # checks at once, computes when it is read
 
     def answer(self, text: str) -> None:
-        """Answer one message; what was shown of an answer that is stopped is remembered."""
         self.messages.append({"role": "user", "content": text})
         shown: list[str] = []
         try:

@@ -192,14 +192,15 @@ class Settings:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
         found = {key: value for key, value in given.items() if value is not None}
         for text in self.extra or ():
-            key, value = _assignment(text)
+            key, value = assignment(text)
             if key in found:
                 raise UsageError(f"the setting {key!r} is given twice; give it once")
             found[key] = value
         return found
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def assignment(text: str) -> tuple[str, Any]:
+    """The name and the value of --set KEY=VALUE. Raises UsageError."""
     key, mark, value = text.partition("=")
     key = key.strip().replace("-", "_")
     if not mark or not key:

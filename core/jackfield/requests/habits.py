@@ -247,12 +247,12 @@ DTYPES_OF: Mapping[str, str] = {
     "half": "float16",
 }
 
-_SERVER = "jackfield has no server yet; an engine serves requests from any thread in Python"
+_SERVER = "it is a flag of `jackfield serve`"
 _PAGES = "write --cache 'paged?"
 
 #: Flags of `transformers chat`, `serve`, `download` and `env` that are no keyword, without dashes.
 FLAGS: Mapping[str, str] = {
-    "base_url": _SERVER,
+    "base_url": "`jackfield chat --server URL` asks a server",
     "cb_block_size": f"{_PAGES}page_size=N'",
     "cb_max_batch_tokens": "write --max-batch-tokens N",
     "cb_max_memory_percent": f"{_PAGES}memory=0.5'",
@@ -260,9 +260,9 @@ FLAGS: Mapping[str, str] = {
     "cb_use_cuda_graph": "write --compile cuda_graph",
     "chat_template_kwargs": "write --set 'chat_template_kwargs={…}'",
     "continuous_batching": "requests always join at any step where the cache can: --cache paged",
-    "decision_config": _SERVER,
+    "decision_config": "no endpoint decides; log-probabilities do: generate --logprobs N --json",
     "default_seed": "write --seed N",
-    "enable_cors": _SERVER,
+    "enable_cors": "write `jackfield serve --cors-origin '*'`",
     "examples_path": "pipe messages into it, one a line",
     "force_model": "write --model MODEL",
     "generate_flags": "write --set key=value",
@@ -274,7 +274,7 @@ FLAGS: Mapping[str, str] = {
     "--prefill-tokens N",
     "model_id": "write --model MODEL",
     "model_timeout": _SERVER,
-    "non_blocking": _SERVER,
+    "non_blocking": "`jackfield serve` runs until a signal ends it; start it in the background",
     "port": _SERVER,
     "reasoning": "write --set 'chat_template_kwargs={…}' with what the model's template reads",
     "save_folder": "send what is shown into a file: `jackfield chat | tee FILE`",
@@ -297,6 +297,5 @@ COMMANDS: Mapping[str, str] = {
     "download": "`hf download MODEL` fetches a model",
     "env": "`jackfield doctor` says what is installed here",
     "run": "`jackfield generate PROMPT` makes text",
-    "serve": _SERVER,
     "version": "`jackfield --version` says it",
 }
