@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from jackfield.errors import SettingsError, quoted
 from jackfield.serving.parsing import harmony
 from jackfield.serving.parsing.frames import Body, Frame
-from jackfield.serving.parsing.tools import Tool, kinds
+from jackfield.serving.parsing.tools import Tool, kinds, ways
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = "%llguidance {}"
-_LEXEMES = ("TEXT: /(?s:.*)/", "BLANK: /[ \\n]{0,4}/")
+_LEXEMES = ("TEXT: /(?s:.*)/", "BLANK: /[ \\n]{1,4}/")
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -61,10 +62,12 @@ def of_frame(
     if required:
         start = f"{before} {mark(found)} calls"
     elif frame.bare:
-        first = re.escape(frame.first.strip() or "{")
-        tag = "<\\[" if thought is not None and not thinks else ""
-        rules.append(f"OTHER: /[^{first}{tag}\\s](?s:.*)/")
+        begins = {frame.first.strip() or "{", *(thought[0][:1] if thought and not thinks else ())}
+        rules.append(f"OTHER: /[^{re.escape(''.join(sorted(begins)))}\\s](?s:.*)/")
         start = f"{before} (calls | OTHER)?"
+        if frame.opens and frame.opens not in special:
+            rules.append(f"seek[lazy]: TEXT {mark(frame.opens)}")
+            start = f"{before} (calls | seek calls | OTHER)?"
     elif found in special:
         start = f"{before} (TEXT {mark(found)} calls){many} TEXT"
     else:
@@ -98,7 +101,7 @@ def _before(
         rules.append(f"thought: TEXT {mark(closes)}")
     else:
         rules.append(f"thought[lazy]: TEXT {mark(closes)}")
-    return "thought BLANK" if thinks else f"({mark(opens)} thought BLANK)?"
+    return "thought BLANK?" if thinks else f"({mark(opens)} thought BLANK?)?"
 
 
 def of_harmony(tools: Mapping[str, Tool], special: Mapping[str, int], *, required: bool) -> str:
@@ -167,19 +170,36 @@ def _python(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) 
 def _xml(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
     parts = [mark(f"<function={tool.name}>\n")]
     closes = mark("\n</parameter>")
-    for n, (key, schema) in enumerate(tool.properties.items()):
+    for n, key in enumerate(tool.properties):
+        schema = tool.schema(key)
         said = kinds(schema)
-        if said and "string" not in said:
+        if named := ways(schema):
+            listed = " | ".join(mark(way) or '""' for way in named)
+            rules.append(f"{rule}v{n}: ({listed}) {closes}")
+        elif said and "string" not in said:
             rules.append(f"{rule}v{n}: {_value(tool, schema)} {closes}")
-        elif isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
-            ways = " | ".join(mark(str(way)) or '""' for way in schema["enum"])
-            rules.append(f"{rule}v{n}: ({ways}) {closes}")
         else:
-            rules.append(f"{rule}v{n}[lazy]: TEXT {closes}")
+            rules.append(f"{rule}v{n}[lazy]: {_plain(tool, key)} {closes}")
         opens, line = mark(f"<parameter={key}>\n"), mark("\n")
         whole = f"{opens} {rule}v{n} {line}"
         parts.append(whole if key in tool.required else f"({whole})?")
     return " ".join([*parts, mark("</function>")])
+
+
+def _plain(tool: Tool, key: str) -> str:
+    """A string that stands there as it is."""
+    schema = tool.schema(key)
+    for unkept in ("format", "pattern"):
+        if tool.strict and unkept in schema:
+            raise SettingsError(
+                f"the function {quoted(tool.name)} is strict, and this model writes arguments in a "
+                f"form where the {unkept} of {quoted(key)} cannot be kept to; drop one of them"
+            )
+    least, most = (schema.get(name) for name in ("minLength", "maxLength"))
+    if not isinstance(least, int) and not isinstance(most, int):
+        return "TEXT"
+    bounds = f"{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}"
+    return f"/(?s:.{{{bounds}}})/"
 
 
 _BODIES: Mapping[Body, Callable[[Frame, Tool, str, _Mark, list[str]], str]] = {

@@ -13,6 +13,7 @@ from jackfield.errors import SettingsError, quoted
 #: What a request may say of calls; a mapping names the one function that is called.
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 
+_MOST_REFERENCES = 16  # from one to the next
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -45,12 +46,27 @@ class Tool:
         said = self.parameters.get("required")
         return frozenset(map(str, said)) if isinstance(said, list) else frozenset()
 
+    def schema(self, key: str) -> Mapping[str, Any]:
+        """The schema of one argument, wherever in `parameters` it stands."""
+        found = self.properties.get(key)
+        for _ in range(_MOST_REFERENCES):
+            reference = found.get("$ref") if isinstance(found, Mapping) else None
+            if not isinstance(reference, str) or not reference.startswith("#/"):
+                break
+            found = self.parameters
+            for part in reference.removeprefix("#/").split("/"):
+                found = found.get(part) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
     def read(self, key: str, text: str) -> Any:
         """The value of an argument that is written as plain text, as the schema says.
 
         It is a string where the schema allows one, or says nothing, or is not kept to.
         """
-        said = kinds(self.properties.get(key))
+        schema = self.schema(key)
+        if text in (named := ways(schema)):
+            return named[text]
+        said = kinds(schema)
         if text == "null" and "null" in said:
             return None
         if not said or "string" in said:
@@ -64,6 +80,13 @@ class Tool:
         return value if fits else text
 
 
+def ways(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an `enum` or a `const`, by how they are written as plain text."""
+    listed = schema.get("enum")
+    values = listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+    return {value if isinstance(value, str) else json.dumps(value): value for value in values}
+
+
 def _no_number(word: str) -> None:
     raise ValueError(word)
 
@@ -74,9 +97,7 @@ def kinds(schema: Any) -> set[str]:
         return set()
     said = schema.get("type")
     found = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
-    for value in schema["enum"] if isinstance(schema.get("enum"), list) else ():
-        found |= {name for name, types in _KINDS.items() if type(value) in types}
-    for key in ("anyOf", "oneOf"):
+    for key in ("anyOf", "oneOf", "allOf"):
         for other in schema[key] if isinstance(schema.get(key), list) else ():
             found |= kinds(other)
     return found
