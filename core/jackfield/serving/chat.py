@@ -13,7 +13,7 @@ from jackfield.serving.asking import Asking
 from jackfield.serving.logprobs import of_chat
 from jackfield.serving.runs import Run
 from jackfield.serving.schema.chat import ChatRequest
-from jackfield.serving.turns import Turn, turn_for
+from jackfield.serving.turns import turn_for
 
 _OBJECT = "chat.completion"
 
@@ -26,12 +26,12 @@ class Chat:
         self._engine = engine
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._turn: Turn = turn_for(body, asking, engine)
+        self._turn = turn_for(body, asking, engine)
         self.include_usage = body.include_usage
 
     @property
     def prompts(self) -> list[Any]:
-        return [[message.plain() for message in self.body.messages]]
+        return [self._turn.prompt]
 
     def asked(self) -> dict[str, Any]:
         return self._turn.asked
@@ -57,6 +57,8 @@ class Chat:
         parsers = [self._turn.parser() for _ in range(self.body.samples)]
         async for index, delta in run:
             said = parsers[index].said(delta)
+            if parsers[index].done and delta.completion is None:
+                run.cancel(index)
             logprobs = self._logprobs(delta)
             reason = parsers[index].finish_reason(delta)
             if not said and (logprobs or reason):

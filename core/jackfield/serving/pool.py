@@ -14,6 +14,7 @@ from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
 from jackfield.serving.errors import ApiError
 from jackfield.serving.settings import ModelSettings, ServerSettings
+from jackfield.serving.turns import format_for
 
 logger = logging.getLogger("jackfield.serving")
 
@@ -72,7 +73,7 @@ class Served:
             raise ApiError(503, f"{self.name}: {self.failure}", code="model_failed")
         self.state = "loading"
         try:
-            self.engine = await self.in_thread(lambda: self._load(self._model, **self._arguments))
+            self.engine = await self.in_thread(self._made)
         except Exception as error:
             self.state, self.failure = "failed", str(error)
             logger.error("cannot load %s: %s", self.name, error_text(error))
@@ -80,6 +81,12 @@ class Served:
                 raise ApiError(503, f"{self.name}: {error}", code="model_failed") from error
             raise
         self.state, self.failure = "ready", None
+
+    def _made(self) -> Engine:
+        engine = self._load(self._model, **self._arguments)
+        if getattr(engine.tokenizer, "chat_template", None):
+            format_for(engine)  # renders the template some times, which no request is to wait for
+        return engine
 
     async def in_thread(self, act: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, act)

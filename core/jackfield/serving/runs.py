@@ -126,6 +126,10 @@ class Run:
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
         }  # fmt: skip
 
+    def cancel(self, number: int) -> None:
+        """End one text; what it has comes as its last piece."""
+        self._requests[number].cancel()
+
     async def close(self) -> None:
         """Cancel what runs and give the engine back; a second call does nothing."""
         for request in self._requests:

@@ -2,35 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
+from jackfield.errors import JackfieldError
 from jackfield.serving.asking import Asking
+from jackfield.serving.errors import as_api_error, refused
+from jackfield.serving.parsing import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Calling,
+    Content,
+    Format,
+    Part,
+    Reasoning,
+    format_of,
+    merged,
+)
 from jackfield.serving.schema.chat import ChatRequest
+
+_FORMATS: WeakKeyDictionary[Engine, Format] = WeakKeyDictionary()
+_THINKS = "enable_thinking"  # how most templates call it
+_EFFORT = "reasoning_effort"
+
+
+def format_for(engine: Engine) -> Format:
+    """How an engine's model writes calls and thoughts; looked for once."""
+    if (found := _FORMATS.get(engine)) is None:
+        found = _FORMATS[engine] = format_of(engine.tokenizer)
+    return found
 
 
 class Said:
-    """Cuts one text into the fields of deltas."""
+    """Cuts one text into the fields of deltas; without a parser all of it is content."""
+
+    def __init__(self, parser: Calling | None = None) -> None:
+        self._parser = parser
+        self._called = False
+
+    @property
+    def done(self) -> bool:
+        """Whether what the model goes on to say is not wanted."""
+        return self._parser is not None and self._parser.done
 
     def said(self, delta: Delta) -> list[dict[str, Any]]:
-        return [{"content": delta.text}] if delta.text else []
+        """What a piece of text says, as fields of a message."""
+        if self._parser is None:
+            return [{"content": delta.text}] if delta.text else []
+        parts = list(self._parser.push(delta.text))
+        if delta.completion is not None:
+            parts += self._parser.finish()
+        return [field for part in merged(parts) for field in self._fields(part)]
+
+    def _fields(self, part: Part) -> list[dict[str, Any]]:
+        match part:
+            case Content(text):
+                return [{"content": text}]
+            case Reasoning(text):
+                return [{"reasoning_content": text}]
+            case CallBegun(index, number, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": number, "type": "function", "function": function}
+                return [{"tool_calls": [call]}]
+            case CallArguments(index, text):
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+            case CallEnded(_, whole):
+                self._called |= whole
+        return []
 
     def finish_reason(self, delta: Delta) -> str | None:
-        return delta.finish_reason
+        """Why the text ended, if it has."""
+        reason = delta.finish_reason
+        if reason == "cancelled" and self.done:
+            return "tool_calls"
+        return "tool_calls" if reason == "stop" and self._called else reason
 
 
 class Turn:
-    """What is asked of the engine for a turn; `parser` makes what reads one of its texts."""
+    """What is asked of the engine for a turn of a chat, and how its texts are read.
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self.asked = asked
+    `prompt` are the messages as the chat template has them, `asked` the engine's settings.
+    """
+
+    def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
+        messages = [message.plain() for message in body.messages]
+        asked = {**body.asked(), **asking.length(body.most, engine)}
+        self._format: Format | None = None
+        self._how: dict[str, Any] = {}
+        self._opened = False
+        tokenizer: Any = engine.tokenizer
+        if getattr(tokenizer, "chat_template", None):
+            told = template_kwargs(body, asking, str(tokenizer.get_chat_template()))
+            if told:
+                asked["chat_template_kwargs"] = told
+            self._read_by(format_for(engine), body, told)
+            messages = self._told(messages, asked, body)
+        self.prompt: Sequence[Any] = messages
+        self.asked = asking.completed(asked)
+
+    def _read_by(self, form: Format, body: ChatRequest, told: dict[str, Any]) -> None:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if not tools and (body.tool_choice not in (None, "none", "auto")):
+            raise refused("tool_choice: there are no tools to choose from", "tool_choice")
+        choice: Any = body.tool_choice or "auto"
+        one = not isinstance(choice, str)  # a function that is named is called once
+        self._how = {
+            "tools": tools or None,
+            "tool_choice": choice.model_dump() if one else choice,
+            "parallel": body.parallel_tool_calls is not False and not one,
+        }
+        if not tools and form.thought is None and form.name != "harmony":
+            return
+        self._format = form
+        last = body.messages[-1]
+        continued = ""
+        if body.continue_final_message and isinstance(last.content, str):
+            continued = last.content
+        self._opened = form.starts_in_reasoning(told, continued)
+
+    def _told(self, messages: list[Any], asked: dict[str, Any], body: ChatRequest) -> list[Any]:
+        """The messages as the template takes them; `asked` gets what calls and thoughts need."""
+        if self._format is None:
+            return messages
+        needed = self._format.settings(
+            **self._how, starts_in_reasoning=self._opened, model=body.model
+        )
+        if "grammar" in needed and (other := _structure_in(asked)) is not None:
+            raise refused(
+                f"a call that is required has a structure of its own; drop {other}",
+                ChatRequest.NAMES.get(other, other),
+            )
+        asked.update(needed)
+        return self._format.messages(messages)
 
     def parser(self) -> Said:
-        return Said()
+        """What reads one text of the turn."""
+        if self._format is None:
+            return Said()
+        return Said(self._format.parser(**self._how, starts_in_reasoning=self._opened))
+
+
+def _structure_in(asked: dict[str, Any]) -> str | None:
+    return next((n for n in ("json_schema", "regex", "grammar", "choices") if n in asked), None)
+
+
+def template_kwargs(body: ChatRequest, asking: Asking, source: str) -> dict[str, Any]:
+    """What a chat template is told: the server's defaults as far as it reads them, and the body's.
+
+    Raises ApiError for an effort that the template knows nothing of.
+    """
+    server = asking.settings
+    found = {name: v for name, v in server.chat_template_kwargs.items() if name in source}
+    if server.reasoning != "auto" and _THINKS in source:
+        found[_THINKS] = server.reasoning == "on"
+    if (effort := body.reasoning_effort) is not None:
+        if _EFFORT in source:
+            found[_EFFORT] = effort
+        elif _THINKS in source:
+            found[_THINKS] = effort != "none"
+        else:
+            raise refused(
+                f"reasoning_effort={effort!r}: the chat template of {body.model} knows no effort "
+                "and no switch of reasoning; drop it",
+                "reasoning_effort",
+            )
+    return found | (body.chat_template_kwargs or {})
 
 
 def turn_for(body: ChatRequest, asking: Asking, engine: Engine) -> Turn:
     """How the model takes its turn. Raises ApiError."""
-    asked = {**body.asked(), **asking.length(body.most, engine)}
-    return Turn(asking.completed(asked))
+    try:
+        return Turn(body, asking, engine)
+    except JackfieldError as error:
+        raise as_api_error(error, body.NAMES, "messages") from error

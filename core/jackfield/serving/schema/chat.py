@@ -114,7 +114,8 @@ class ChatRequest(Penalized):
     NAMES: ClassVar[Mapping[str, str]] = {
         **Penalized.NAMES,
         "max_new_tokens": "max_completion_tokens", "max_length": "max_completion_tokens",
-        "json_schema": "response_format", "tools": "tools", "documents": "documents",
+        "json_schema": "response_format", "tools": "tools", "tool_choice": "tool_choice",
+        "documents": "documents",
         "chat_template_kwargs": "chat_template_kwargs",
         "continue_final_message": "continue_final_message",
         "add_generation_prompt": "add_generation_prompt",

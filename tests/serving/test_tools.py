@@ -1,0 +1,162 @@
+"""Calls of tools over HTTP: streams and wholes, choices, agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import openai
+import pytest
+import torch
+from served import Served, serving
+from tool_templates import TEMPLATES
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import jackfield
+from jackfield.demo import MODEL_PATH
+
+pytest.importorskip("llguidance")
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+SAY: Any = [{"role": "user", "content": "What is the weather?"}]
+PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+         "required": ["place"], "additionalProperties": False}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+def loads(form: str) -> Any:
+    """Loads random weights with room for long prompts, the demo's tokenizer, and a template."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer.chat_template = TEMPLATES[form]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    return lambda _, **arguments: jackfield.load(model, tokenizer=tokenizer, **arguments)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving(loads("hermes")) as found:
+        yield found
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": SAY, "tools": TOOLS, "max_completion_tokens": 400} | more
+
+
+def streamed(client: OpenAI, **more: Any) -> tuple[dict[int, dict[str, str]], str | None]:
+    calls: dict[int, dict[str, str]] = {}
+    reason = None
+    for chunk in client.chat.completions.create(**asked(**more), stream=True):
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                own = calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
+                own["id"] += call.id or ""
+                assert call.function is not None
+                own["name"] += call.function.name or ""
+                own["arguments"] += call.function.arguments or ""
+    return calls, reason
+
+
+def test_the_function_that_is_named_is_called(client: OpenAI) -> None:
+    found = client.chat.completions.create(**asked(tool_choice=NAMED))
+    (choice,) = found.choices
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
+    calls, reason = streamed(client, tool_choice=NAMED)
+    assert reason == "tool_calls"
+    assert [(c["name"], c["arguments"]) for c in calls.values()] == [
+        ("weather", call.function.arguments)
+    ]
+
+
+def test_calls_at_once_have_ids_and_numbers_of_their_own(client: OpenAI) -> None:
+    how: Any = {"tool_choice": "required", "tools": TOOLS[:1]}
+    calls, reason = streamed(client, **how)
+    assert reason in ("tool_calls", "length")
+    assert [*calls] == [*range(len(calls))]
+    assert len(calls) > 1
+    assert len({call["id"] for call in calls.values()}) == len(calls)
+    alone, reason = streamed(client, **how, parallel_tool_calls=False)
+    assert (len(alone), reason) == (1, "tool_calls")
+
+
+def test_no_tool_may_be_called_where_none_is_chosen(client: OpenAI) -> None:
+    found = client.chat.completions.create(**asked(tool_choice="none"))
+    assert not found.choices[0].message.tool_calls
+
+
+def test_what_came_of_a_call_is_read(client: OpenAI) -> None:
+    call = {"id": "abcdefghi", "type": "function",
+            "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}  # fmt: skip
+    told: Any = [
+        *SAY,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
+    ]
+    found = client.chat.completions.create(**asked(messages=told))
+    assert found.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template_kwargs": {"enable_thoughts": True}}, "chat_template_kwargs"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_what_cannot_be_is_refused_by_its_field(
+    client: OpenAI, more: dict[str, Any], param: str
+) -> None:
+    basic = {name: value for name, value in asked().items() if name not in more}
+    body = {name: value for name, value in more.items() if value is not None}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**basic, extra_body=body)
+    assert caught.value.param == param
+
+
+def test_an_agent_calls_a_tool_and_reads_what_came_of_it(server: Served) -> None:
+    agents = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    asked_for = []
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            model = OpenAIChatModel("demo", provider=OpenAIProvider(openai_client=client))
+            agent = agents.Agent(model, output_type=str, retries=0)
+
+            @agent.tool_plain
+            def weather(place: Literal["Rome", "Oslo"]) -> str:
+                """The weather at a place."""
+                asked_for.append(place)
+                return "sunny"
+
+            settings = {"max_tokens": 600, "extra_body": {"tool_choice": NAMED}}
+            limits = agents.UsageLimits(request_limit=2)
+            await agent.run("What is the weather?", model_settings=settings, usage_limits=limits)
+
+    with pytest.raises(agents.UsageLimitExceeded):  # it must call it for ever
+        asyncio.run(run())
+    assert len(asked_for) == 2
