@@ -34,7 +34,8 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
     """Start a server of a test's own: `serve(**settings)`."""
+    before = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
         yield lambda **settings: stack.enter_context(serving(**settings))
-    hanging = [t for t in threading.enumerate() if t.name == "server"]
+    hanging = [t for t in threading.enumerate() if t.name == "server" and t not in before]
     assert not hanging

@@ -15,11 +15,15 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts and wall time of one request, in seconds from submission to its last token."""
+    """Token counts and wall time of one request, in seconds from submission to its last token.
+
+    `cached_tokens` of the prompt were found in the cache, when the request first entered it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Completion:
                 "prompt_tokens": self.usage.prompt_tokens,
                 "completion_tokens": self.usage.completion_tokens,
                 "seconds": round(self.usage.seconds, 6),
+                "cached_tokens": self.usage.cached_tokens,
             },
             "report": self.report.to_dict(),
         }

@@ -171,6 +171,8 @@ class Loop:
                 for other in beams[:at]:
                     self.cache.preempt(other)
                 return False
+        for beam in beams:
+            beam.num_found = beam.num_cached if beam.num_found is None else beam.num_found
         self.running += beams
         return True
 

@@ -111,7 +111,10 @@ class Observer:
             token_ids=sequence.new_tokens,
             finish_reason=sequence.finish_reason,
             usage=Usage(
-                sequence.prompt_length, sequence.num_new, time.perf_counter() - sequence.started
+                sequence.prompt_length,
+                sequence.num_new,
+                time.perf_counter() - sequence.started,
+                sequence.num_found or 0,
             ),
             ran=self._ran(sequence),
             logprobs=sequence.logprobs,

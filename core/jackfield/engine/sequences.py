@@ -33,14 +33,14 @@ class RunningSequence(Sequence):
     """A sequence while it runs. The loop and the cache mutate it; nobody else does.
 
     `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
-    what a search found of it. `passed_over` counts turns of its that others got. `report_before`
-    is what had run when the request came. `streams`: somebody reads along. Times are in seconds of
-    `time.perf_counter`.
+    what a search found of it. `num_found` tokens were in the cache when it first entered.
+    `passed_over` counts turns of its that others got. `report_before` is what had run when the
+    request came. `streams`: somebody reads along. Times are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
         "constraint", "detokenizer", "drafted", "error", "finish_reason", "first_token_at",
-        "logprobs", "passed_over", "report_before", "score", "started", "streams",
+        "logprobs", "num_found", "passed_over", "report_before", "score", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -66,6 +66,7 @@ class RunningSequence(Sequence):
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
         self.score: float | None = None
+        self.num_found: int | None = None
         self.passed_over = 0
         self.started = time.perf_counter()
         self.first_token_at: float | None = None

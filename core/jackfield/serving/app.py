@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -17,15 +19,24 @@ from jackfield.serving.asking import Asking
 from jackfield.serving.chat import Chat
 from jackfield.serving.completions import TextCompletion
 from jackfield.serving.errors import ApiError, of_validation
-from jackfield.serving.events import Events, stream, unless_gone
+from jackfield.serving.events import Events, Wire, stream, typed_stream, unless_gone
 from jackfield.serving.guards import Guard
 from jackfield.serving.keys import Keys
 from jackfield.serving.metrics import CONTENT_TYPE, Engines, Metrics
 from jackfield.serving.pool import Load, Pool
+from jackfield.serving.responses import Conversation, Responding, listed, retrieved
 from jackfield.serving.runs import Run
 from jackfield.serving.schema.chat import ChatRequest
 from jackfield.serving.schema.completions import CompletionRequest
+from jackfield.serving.schema.responses import (
+    ItemsQuery,
+    ResponsesRequest,
+    RetrieveQuery,
+)
 from jackfield.serving.settings import ServerSettings
+from jackfield.serving.store import Store
+
+Q = TypeVar("Q", bound=BaseModel)
 
 
 def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> FastAPI:
@@ -53,7 +64,8 @@ def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> Fas
     app.add_middleware(Guard, settings=settings, keys=Keys(settings.keys))
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+            CORSMiddleware, allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
         )  # fmt: skip
     return app
@@ -121,7 +133,11 @@ def _add_models(app: FastAPI, pool: Pool) -> None:
 
 
 def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: ServerSettings) -> None:
-    async def answered(request: Request, body: Any, kind: Any, prompt: str) -> Response:
+    store = Store(settings.stored_responses, settings.stored_bytes)
+
+    async def answered(
+        request: Request, body: Any, kind: Any, prompt: str, wire: Wire = stream
+    ) -> Response:
         request.state.said = {"model": body.model, "user": body.user}
         run = Run(pool[body.model], metrics, body.NAMES, prompt)
         try:
@@ -132,7 +148,7 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
             await run.close()
             raise
         if body.stream:
-            return Events(run, stream(answer.chunks(run)))
+            return Events(run, wire(answer.chunks(run)))
         found = await unless_gone(request, run, lambda: answer.whole(run))
         request.state.said["usage"] = found and found["usage"]
         return JSONResponse(found)
@@ -146,6 +162,51 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Go on with a text."""
         return await answered(request, body, TextCompletion, "prompt")
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Go on with a conversation, told as items."""
+        conversation = Conversation(body, store, request.state.owner)
+        kind = functools.partial(Responding, conversation=conversation, store=store)
+        return await answered(request, body, kind, "input", typed_stream)
+
+    _add_stored(app, store)
+
+
+def _add_stored(app: FastAPI, store: Store) -> None:
+    path = "/v1/responses/{response_id}"
+
+    @app.get(path)
+    async def response(request: Request, response_id: str) -> dict[str, Any]:
+        """A response that is stored."""
+        asked = query(request, RetrieveQuery)
+        return retrieved(store.get(request.state.owner, response_id), asked)
+
+    @app.get(f"{path}/input_items")
+    async def input_items(request: Request, response_id: str) -> dict[str, Any]:
+        """What it answers."""
+        asked = query(request, ItemsQuery)
+        return listed(store.get(request.state.owner, response_id), asked)
+
+    @app.delete(path)
+    async def delete(request: Request, response_id: str) -> dict[str, Any]:
+        """Forget it."""
+        store.delete(request.state.owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+def query(request: Request, kind: type[Q]) -> Q:
+    """What stands behind the path. Raises ApiError."""
+    asked: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if name.removesuffix("[]") == "include":  # a list, however the client writes lists
+            asked.setdefault("include", []).append(value)
+        else:
+            asked[name] = value
+    try:
+        return kind.model_validate(asked)
+    except ValidationError as error:
+        raise of_validation(error.errors()) from None
 
 
 def _add_errors(app: FastAPI) -> None:

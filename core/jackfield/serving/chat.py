@@ -28,6 +28,7 @@ class Chat:
         self._created = int(time.time())
         self._turn = turn_for(body, asking, engine)
         self.include_usage = body.include_usage
+        self.reasoning_tokens = 0
 
     @property
     def prompts(self) -> list[Any]:
@@ -46,19 +47,26 @@ class Chat:
         for index in range(self.body.samples):
             first = {"role": "assistant", "content": ""}
             yield {**head, "choices": [_choice(index, first)], **usage}
-        async for choice in self._choices(run):
+        async for choice in self.choices(run):
             yield {**head, "choices": [choice], **usage}
         if self.body.include_report:
             yield {**head, "choices": [], "jackfield": reports(run), **usage}
         if self.include_usage:
             yield {**head, "choices": [], "usage": run.usage()}
 
-    async def _choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
+    async def choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
+        """What the chunks have of each text; `reasoning_tokens` counts those of thoughts."""
         parsers = [self._turn.parser() for _ in range(self.body.samples)]
+        unsaid = [0] * self.body.samples  # tokens whose text is held back
         async for index, delta in run:
             said = parsers[index].said(delta)
             if parsers[index].done and delta.completion is None:
                 run.cancel(index)
+            unsaid[index] += len(delta.token_ids)
+            if said:
+                thought = "reasoning_content" in said[0]
+                self.reasoning_tokens += unsaid[index] if thought else 0
+                unsaid[index] = 0
             logprobs = self._logprobs(delta)
             reason = parsers[index].finish_reason(delta)
             if not said and (logprobs or reason):
@@ -82,7 +90,7 @@ class Chat:
             }
             for index in range(self.body.samples)
         ]  # fmt: skip
-        async for piece in self._choices(run):
+        async for piece in self.choices(run):
             _fold(choices[piece["index"]], piece)
         found = {**self._head(_OBJECT), "choices": choices, "usage": run.usage()}
         return found | ({"jackfield": reports(run)} if self.body.include_report else {})

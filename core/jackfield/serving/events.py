@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jackfield.serving.runs import Run
 
 T = TypeVar("T")
+Wire = Callable[[AsyncIterator[Any]], AsyncIterator[str]]
 DONE = "data: [DONE]\n\n"
 
 
@@ -51,6 +52,12 @@ async def stream(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
     except ApiError as error:
         yield event(error.body())
     yield DONE
+
+
+async def typed_stream(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+    """Chunks that have a type, which is the name of the event; the last of them is the end."""
+    async for chunk in chunks:
+        yield event(chunk, chunk["type"])
 
 
 async def unless_gone(request: Request, run: Run, act: Callable[[], Awaitable[T]]) -> T | None:

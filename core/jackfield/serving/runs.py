@@ -116,14 +116,17 @@ class Run:
     def _told(self, error: BaseException) -> ApiError:
         return as_api_error(self._served.cause(error), self._names, self._prompt)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens of all texts that have ended; each prompt counts once."""
         done = [self.completions[n] for n in sorted(self.completions)]
         per_prompt = max(1, len(self._requests) // max(1, self.prompts))
-        prompt = sum(c.usage.prompt_tokens for c in done[::per_prompt])
+        firsts = [c.usage for c in done[::per_prompt]]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
+        found = sum(usage.cached_tokens for usage in firsts)
         made = sum(c.usage.completion_tokens for c in done)
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": found},
         }  # fmt: skip
 
     def cancel(self, number: int) -> None:

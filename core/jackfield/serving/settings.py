@@ -91,6 +91,7 @@ class ServerSettings(BaseSettings):
     max_completion_tokens: Count | None = None
     max_samples: Count = 16
     stored_responses: Annotated[int, Field(ge=0)] = 1000
+    stored_bytes: Count = 256 * 1024 * 1024
     default_seed: int | None = None
     reasoning: Literal["auto", "on", "off"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
