@@ -39,6 +39,7 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
     Raises UsageError, before any model is loaded, where the address or the certificate is no good.
     """
     check_certificate(settings)
+    allow_files(settings.max_connections + 1024)
     with bound(settings) as listening:
         app = create_app(settings)
         config = uvicorn.Config(
@@ -95,6 +96,18 @@ def bound(settings: ServerSettings) -> Iterator[socket.socket]:
                 f"cannot serve at {host} port {port}: {error.strerror}; choose another with --port"
             ) from None
         yield made
+
+
+def allow_files(count: int) -> None:
+    """Have the process open so many files, as far as the system lets it: each client is one."""
+    try:
+        import resource
+    except ImportError:  # not on Windows, which has no such bound
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_certificate(settings: ServerSettings) -> None:
