@@ -23,12 +23,13 @@ DEMO = {"demo": {"model": "demo"}}
 
 @dataclass
 class Served:
-    """`url` without a path; `pool` and `settings` are the server's own."""
+    """`url` without a path; `pool` and `settings` are the server's own, `loop` is where it runs."""
 
     url: str
     pool: Pool
     settings: ServerSettings
     server: uvicorn.Server
+    loop: asyncio.AbstractEventLoop
 
     @property
     def engine(self) -> Engine:
@@ -44,16 +45,26 @@ def serving(load: Callable[..., Engine] = jackfield.load, **given: Any) -> Itera
     found = settings(**{"port": 0, "models": DEMO, **given})
     app = create_app(found, load)
     with bound(found) as listening:
-        server = Server(uvicorn.Config(app, log_config=None, lifespan="on", access_log=False))
+        config = uvicorn.Config(app, log_config=None, lifespan="on", access_log=False)
+        server = Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        run = lambda: asyncio.run(_serve(server, app.state.pool, found.preload, listening))  # noqa: E731
-        thread = threading.Thread(target=run, name="server")
+        loops: list[asyncio.AbstractEventLoop] = []
+
+        async def serve() -> None:
+            loops.append(asyncio.get_running_loop())
+            await _serve(server, app.state.pool, found.preload, listening)
+
+        def run_it() -> None:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(serve())
+
+        thread = threading.Thread(target=run_it, name="server")
         thread.start()
         while not server.started and thread.is_alive():
             thread.join(0.01)
         host, port = listening.getsockname()[:2]
         try:
-            yield Served(f"http://{host}:{port}", app.state.pool, found, server)
+            yield Served(f"http://{host}:{port}", app.state.pool, found, server, loops[0])
         finally:
             server.should_exit = True
             thread.join(60)

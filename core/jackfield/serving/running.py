@@ -53,7 +53,8 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
             ssl_keyfile=settings.ssl_keyfile,
             server_header=False,
         )
-        asyncio.run(_serve(Server(config), app.state.pool, listening, settings, say))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's, if there
+            runner.run(_serve(Server(config), app.state.pool, listening, settings, say))
 
 
 async def _serve(
