@@ -149,10 +149,14 @@ def benchmark_streams(large: Any, length: int, pace: str, benchmark: Any, capsys
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("places", [32, 64])
 @pytest.mark.parametrize("scheduler", ["fifo", "short-first"])
 @pytest.mark.parametrize("pace", PACED)
-def benchmark_short(small: Any, pace: str, scheduler: str, benchmark: Any, capsys: Any) -> None:
-    options = {"cache_implementation": PAGED, "scheduler": scheduler, **PACED[pace]}
+def benchmark_short(
+    small: Any, pace: str, scheduler: str, places: int, benchmark: Any, capsys: Any
+) -> None:
+    options = {"cache_implementation": PAGED, "scheduler": scheduler, "max_batch_size": places}
+    options |= PACED[pace]
     with jackfield.load(small, **options) as engine:
         engine._loop.clock = CLOCK
         engine.generate(prompt(64), max_new_tokens=4)

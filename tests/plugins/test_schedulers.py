@@ -74,39 +74,43 @@ def test_short_first_shares_a_step_by_what_is_left() -> None:
 
 
 def test_fifo_shares_a_step_between_the_first_and_the_shortest() -> None:
-    running, pending = [made(0, 20), made(1, 7), made(2, 1), made(3, 4)], [20, 7, 1, 4]
+    running, pending = [made(0, 80), made(1, 30), made(2, 1), made(3, 20)], [80, 30, 1, 20]
     schedule = FifoSchedule(100)
-    assert schedule.schedule(running, pending, 12, 0) == [6, 1, 1, 4]
+    assert schedule.schedule(running, pending, 41, 0) == [5, 15, 1, 20]
+    assert schedule.schedule(running, pending, 81, 0) == [30, 30, 1, 20]
+    assert schedule.schedule(running, pending, 3, 0) == [1, 0, 1, 1]
     assert schedule.schedule(running, pending, 2, 0) == [1, 0, 1, 0]
     assert schedule.schedule(running[:1], pending[:1], 12, 0) == [12]
-    assert schedule.schedule(running, [5, 7, 1, 4], 13, 0) == [5, 3, 1, 4]
+    assert schedule.schedule(running, [3, 30, 1, 20], 41, 0) == [3, 17, 1, 20]
+    running[0].arrival = -200.0
+    assert schedule.schedule(running, pending, 41, 0) == [20, 0, 1, 20]
+    running[0].arrival = 0.0
     running[1].settings = Settings(max_new_tokens=8, priority=1)
-    assert schedule.schedule(running, pending, 12, 0) == [0, 7, 1, 4]
-    running[3].arrival = -200.0
-    assert schedule.schedule(running, pending, 7, 0) == [0, 3, 1, 3]
-    assert FifoSchedule(100, shares=False).schedule(running[:2], [20, 5], 8, 0) == [3, 5]
+    assert schedule.schedule(running, pending, 41, 0) == [0, 30, 1, 10]
+    assert FifoSchedule(100, shares=False).schedule(running[:2], [80, 5], 8, 0) == [3, 5]
 
 
+@pytest.mark.parametrize(("patience", "part"), [(1e9, 8), (1.0, 2)])
 @given(lengths=st.lists(st.integers(2, 300), min_size=2, max_size=9), spare=st.integers(2, 64))
-@settings(max_examples=100, deadline=None)
-def test_whoever_comes_nobody_reads_for_more_than_twice_as_long_as_in_turn(
-    lengths: list[int], spare: int
+@settings(max_examples=60, deadline=None)
+def test_whoever_comes_who_came_first_has_a_part_of_every_step(
+    patience: float, part: int, lengths: list[int], spare: int
 ) -> None:
     """While shorter prompts come in every step, without an end."""
     running = [made(n, length) for n, length in enumerate(lengths)]
-    schedule, steps, before = FifoSchedule(1e9), 0, 0
+    schedule, steps, before = FifoSchedule(patience), 0, 0
     for number, first in enumerate(running):
         before += lengths[number]
         while first.num_cached < len(first.tokens):
             left = [s for s in running if s.num_cached < len(s.tokens)]
-            left += [made(1000 + 9 * steps + n, 2) for n in range(9)]
+            left += [made(1000 + 9 * steps + n, 2, arrival=10) for n in range(40)]
             pending = [len(s.tokens) - s.num_cached for s in left]
-            decoding = pending.count(1)
-            found = schedule.schedule(left, pending, spare + decoding, 0.0)
+            found = schedule.schedule(left, pending, spare + pending.count(1), 10.0)
+            assert sum(found) == spare + pending.count(1)
             for sequence, count in zip(left, found, strict=True):
                 sequence.num_cached += count
             steps += 1
-        assert steps <= 2 * -(-before // spare) + number + 1
+        assert steps <= before // -(-spare // part) + number + 1
 
 
 Load = Callable[..., Any]

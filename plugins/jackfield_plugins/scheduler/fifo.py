@@ -13,6 +13,8 @@ from jackfield.contracts import PATIENCE, BindContext, Schedule, Scheduler
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence
 
+PART, PART_IF_OVERDUE = 8, 2  # one in so many prompt tokens is for who came first
+
 
 @dataclass(frozen=True)
 class PatienceOptions:
@@ -28,9 +30,9 @@ class PatienceOptions:
 class Fifo(Scheduler):
     """Higher priorities enter first, equal ones in the order in which they came.
 
-    Half of a step's prompt tokens are for who came first, so that nobody reads its prompt for more
-    than twice as long as those before it need; the other half for who has least left to read, so
-    that a short prompt does not wait for a long one.
+    Of a step's prompt tokens an eighth is for who came first, and half once that one has waited for
+    longer than `patience`; the rest is for who has least left to read, so that short prompts do not
+    wait for long ones, and long ones are never at a standstill.
     """
 
     name = "fifo"
@@ -43,7 +45,7 @@ class Fifo(Scheduler):
 
 
 class FifoSchedule(Schedule):
-    """Tokens that decode first, then prompts. `shares`: two of them at a time."""
+    """Tokens that decode first, then prompts: in one order, or with `shares` in two."""
 
     def __init__(self, patience: float, *, shares: bool = True) -> None:
         self.patience = patience
@@ -64,16 +66,20 @@ class FifoSchedule(Schedule):
         prompts = [row for row, count in enumerate(num_uncached_tokens) if count > 1]
         prompts.sort(key=lambda row: self._place(running[row], now))
         if self._shares and len(prompts) > 1:
-            left -= _feed(prompts, num_uncached_tokens, found, left - left // 2)
+            part = PART_IF_OVERDUE if self._overdue(running[prompts[0]], now) else PART
+            left -= _feed(prompts, num_uncached_tokens, found, -(-left // part))
             prompts.sort(key=lambda row: shortest(running[row]))
         _feed(prompts, num_uncached_tokens, found, left)
         return found
 
     def _place(self, sequence: Sequence, now: float) -> tuple[float, ...]:
         """Who is overdue goes first, by arrival alone: else they could overtake each other."""
-        if now - sequence.arrival >= self.patience:
+        if self._overdue(sequence, now):
             return (0, sequence.arrival, sequence.id)
         return (1, *self._rank(sequence))
+
+    def _overdue(self, sequence: Sequence, now: float) -> bool:
+        return now - sequence.arrival >= self.patience
 
 
 def shortest(sequence: Sequence) -> tuple[float, ...]:
