@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,11 +118,25 @@ def serve(
     if new_key is not None:
         _print_key(new_key, *keys.new_key())
         return
-    logging.getLogger("jackfield.serving").setLevel(logging.INFO)
-    running.serve(
-        _settings(model, backends, batches, serving, config),
-        lambda text: print(text, file=sys.stderr),
-    )
+    found = _settings(model, backends, batches, serving, config)
+    with _logged():
+        running.serve(found, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Lines of the server's log on standard error as they are: those of requests are JSON."""
+    log, handler = logging.getLogger("jackfield.serving"), logging.StreamHandler()
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def _settings(
