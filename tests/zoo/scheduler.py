@@ -166,17 +166,6 @@ class Slow(Right):
         return (-sequence.settings.priority, sum(s.arrival < sequence.arrival for s in self.known))
 
 
-class Turns(Right):
-    """Places those that come by a number that goes on from call to call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def key(self, sequence: Any) -> Any:
-        self.calls += 1
-        return (-sequence.settings.priority, self.calls % 2)
-
-
 class Marks(Right):
     """Writes into requests whose turn it was."""
 
@@ -246,7 +235,6 @@ BY_HAND = (
     Wrong("by the address in memory",
           keyed(lambda s: (-s.settings.priority, id(s) * 2654435761 % 2**32)),
           "two schedules|another order|another engine"),
-    Wrong("by how often it was asked", of(Turns), "two schedules|another order"),
     Wrong("takes seconds for thousands", of(Slow), "takes .* s for|keeps"),
     Wrong("no patience", keyed(lambda s: (-s.settings.priority, s.id), 0), _SECONDS),
     Wrong("patience below zero", keyed(lambda s: (-s.settings.priority, s.id), -1.0), _SECONDS),
