@@ -101,9 +101,12 @@ def field_in(message: str, names: Mapping[str, str]) -> str | None:
 
 
 def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
-    """The answer to a body that is not as the schema says: of its first mistake."""
-    first = next(iter(errors))
-    path = [str(part) for part in first.get("loc", ()) if part != "body"]
+    """The answer to a body that is not as the schema says: of its first mistake.
+
+    Of several forms that a field may have, the one that was meant got furthest.
+    """
+    found = [(tuple(str(p) for p in e.get("loc", ()) if p != "body"), e) for e in errors]
+    path, first = max((f for f in found if f[0][:2] == found[0][0][:2]), key=lambda f: len(f[0]))
     # what stands between are names of alternatives, which a client has not written
     param = ".".join(part for part in path if not re.search(r"[\[\](-]|^function-", part))
     kind, what = first.get("type"), str(first.get("msg", "is wrong"))

@@ -70,7 +70,7 @@ class Sampling(Body):
 
     #: engine setting -> field, for messages
     NAMES: ClassVar[Mapping[str, str]] = {
-        "temperature": "temperature", "top_p": "top_p", "do_sample": "temperature",
+        "temperature": "temperature", "top_p": "top_p",
         **{name: name for name in OWN},
     }  # fmt: skip
 
