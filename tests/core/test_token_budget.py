@@ -145,7 +145,7 @@ def test_many_tiny_prompts_say_nothing_about_long_ones() -> None:
 
 def test_steps_that_nobody_waits_for_count_with_the_next_that_is() -> None:
     """A device works through what it was given; only who reads of it knows how long it took."""
-    budget, cost = TokenBudget(TARGET, MOST), linear(0.0, 0.0, 1e-3)
+    budget, cost = TokenBudget(TARGET, MOST), linear(0.0, 0.0, 1e-4)
     decoded(budget, 1, linear(0.001, 0.0, 0.0))
     queued = 0.0
     for _ in range(40):
@@ -156,7 +156,7 @@ def test_steps_that_nobody_waits_for_count_with_the_next_that_is() -> None:
         got = budget.tokens(1) - 1
         budget.count(scheduled(1, got), queued + cost(1, got), waited=True)
         queued = 0.0
-    assert cost(1, budget.tokens(1) - 1) <= TARGET
+    assert 0.9 * TARGET <= cost(1, budget.tokens(1) - 1) <= TARGET
 
 
 @functools.cache
