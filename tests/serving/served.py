@@ -52,7 +52,7 @@ def serving(load: Callable[..., Engine] = jackfield.load, **given: Any) -> Itera
 
         async def serve() -> None:
             loops.append(asyncio.get_running_loop())
-            await _serve(server, app.state.pool, found.preload, listening)
+            await _serve(server, app.state.pool, found.preloads, listening)
 
         def run_it() -> None:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

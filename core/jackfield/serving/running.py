@@ -64,7 +64,7 @@ async def _serve(
     settings: ServerSettings,
     say: Callable[[str], None],
 ) -> None:
-    if settings.preload:
+    if settings.preloads:
         for served in pool.models.values():
             async with served.lease() as engine:
                 say(engine.explain())

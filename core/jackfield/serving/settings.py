@@ -60,8 +60,8 @@ class KeySettings(BaseModel):
 class ServerSettings(BaseSettings):
     """All of a server's settings; in the environment each is called ``JACKFIELD_`` and its name.
 
-    `models` maps the names that clients use to models, `keys` names to API keys. Sizes are in
-    bytes, times in seconds.
+    `models` maps the names that clients use to models, `keys` names to API keys. `preload`: models
+    are loaded at the start; None: one that is alone is. Sizes are in bytes, times in seconds.
     """
 
     model_config = SettingsConfigDict(
@@ -69,7 +69,7 @@ class ServerSettings(BaseSettings):
     )
 
     models: dict[Name, ModelSettings] = Field(default_factory=dict)
-    preload: bool = True
+    preload: bool | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     keys: dict[Name, KeySettings] = Field(default_factory=dict)
@@ -115,6 +115,10 @@ class ServerSettings(BaseSettings):
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile go together; give both")
         return self
+
+    @property
+    def preloads(self) -> bool:
+        return len(self.models) == 1 if self.preload is None else self.preload
 
     @property
     def is_loopback(self) -> bool:
