@@ -80,6 +80,9 @@ LLAMA = """
 {%- if add_generation_prompt %}
   {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
+LLAMA_4 = LLAMA.replace(
+    """{{- '{"name": "'""", """{{- '<|python_start|><|python_end|>{"name": "'"""
+)
 
 _MISTRAL = """
 {{- bos_token }}
@@ -119,6 +122,7 @@ MISTRAL_NAMED = _MISTRAL.replace(
       {{- given if given is string else given | tojson }}
     {%- endfor %}""",
 )
+MISTRAL_IDS = MISTRAL_NAMED.replace("+ '[ARGS]' }}", "+ '[CALL_ID]' + call.id + '[ARGS]' }}")
 
 _TURNS = """
 {{- bos_token }}
@@ -143,6 +147,9 @@ PYTHONIC = _TURNS.replace(
       {{- ')' + (', ' if not loop.last else '') }}
     {%- endfor %}
     {{- ']' }}""",
+)
+PYTHONIC_MARKED = PYTHONIC.replace("{{- '[' }}", "{{- '<|tool_call_start|>[' }}").replace(
+    "{{- ']' }}", "{{- ']<|tool_call_end|>' }}"
 )
 CODER = _TURNS.replace(
     "CALLS",
@@ -226,7 +233,10 @@ TEMPLATES = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mistral_named": MISTRAL_NAMED,
+    "mistral_ids": MISTRAL_IDS,
     "pythonic": PYTHONIC,
+    "pythonic_marked": PYTHONIC_MARKED,
+    "llama_4": LLAMA_4,
     "coder": CODER,
     "deepseek": DEEPSEEK,
     "deepseek_bare": DEEPSEEK_BARE,

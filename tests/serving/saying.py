@@ -79,6 +79,7 @@ def written(name: str, content: str, calls: list[tuple[str, Any]]) -> str:
         head = head.rstrip()
     assert whole.startswith(head)
     text = whole[len(head) :]
+    text = text.removeprefix("<|python_start|><|python_end|>")
     for end in ("<|im_end|>\n", "<|eot_id|>", "<end>", "<|end|>", "<|call|>"):
         text = text.removesuffix(end)
     return text

@@ -14,9 +14,9 @@ from tool_templates import TEMPLATES
 from jackfield.serving.parsing import CallArguments, CallBegun, Content, Part, Reasoning, merged
 
 FORMS = [*TEMPLATES]
-#: Forms whose calls may come after text.
-MARKED = [name for name in FORMS if name not in ("llama", "pythonic")]
-ALONE = {"llama", "harmony"}  # whose templates write one call in a turn
+#: Forms whose templates write calls after text.
+MARKED = [name for name in FORMS if name not in ("llama", "llama_4", "pythonic", "deepseek")]
+ALONE = {"llama", "llama_4", "harmony"}  # whose templates write one call in a turn
 WORDS = st.sampled_from(["", "Let me see.", "a {b} [c]", "é\n\n`x`", "<tool_cal", "I call f(a=1)"])
 
 

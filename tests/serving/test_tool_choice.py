@@ -45,6 +45,7 @@ ENDS = {
     "harmony": ["<|end|>"],
     "coder": ["\n</parameter>", "<tool_call>"],
     "llama": ["{", "<|python_tag|>"] * 4,
+    "llama_4": ["{", "<|python_tag|>"] * 4,
     "pythonic": ["[", "<|python_start|>"] * 4,
 }
 NAMED = {"type": "function", "function": {"name": "book"}}
@@ -63,6 +64,9 @@ def of_bytes(name: str, *, special: bool) -> PreTrainedTokenizerFast:
         "llama": ["<|python_tag|>"],
         "mistral": ["[TOOL_CALLS]"],
         "mistral_named": ["[TOOL_CALLS]", "[ARGS]"],
+        "mistral_ids": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
+        "pythonic_marked": ["<|tool_call_start|>", "<|tool_call_end|>"],
+        "llama_4": ["<|python_tag|>"],
         "coder": ["<tool_call>", "</tool_call>"],
         "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
         "deepseek_bare": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<think>"],
@@ -342,7 +346,7 @@ def test_arguments_are_given_to_a_template_as_it_reads_them(name: str) -> None:
         with pytest.raises(PromptError, match="message 0: the arguments of a call are an object"):
             form(name).messages(bad)
     assert form(name).messages([3, {"role": "user"}, {"tool_calls": [3]}]) == [
-        3, {"role": "user"}, {"tool_calls": [3]},
+        3, {"role": "user"}, {"content": None, "tool_calls": [3]},
     ]  # fmt: skip
 
 

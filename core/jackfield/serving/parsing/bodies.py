@@ -102,6 +102,8 @@ def read_named(reader: Reader, sink: Sink, frame: Frame) -> Reading[None]:
     yield from reader.space()
     name = _known((yield from reader.run(_NAME, _LONGEST_NAME)), sink)
     yield from reader.space()
+    if frame.id_opens and (yield from reader.sees(frame.id_opens)):
+        yield from reader.run(_NAME, _LONGEST_NAME)
     yield from reader.expect(frame.name_ends.strip())
     yield from reader.space()
     yield from read_arguments(reader, sink, name)

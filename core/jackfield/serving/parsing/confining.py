@@ -150,8 +150,9 @@ def _object(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) 
 
 
 def _named(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:
-    head = f"{frame.name_opens}{tool.name}{frame.name_ends}"
-    return f"{mark(head)} {_json(tool)} {mark(frame.arguments_end)}"
+    name = mark(f"{frame.name_opens}{tool.name}{frame.id_opens}")
+    number = "/[a-zA-Z0-9]{9}/" if frame.id_opens else ""
+    return f"{name} {number} {mark(frame.name_ends)} {_json(tool)} {mark(frame.arguments_end)}"
 
 
 def _python(frame: Frame, tool: Tool, rule: str, mark: _Mark, rules: list[str]) -> str:

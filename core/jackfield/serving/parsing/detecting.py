@@ -6,6 +6,7 @@ arguments is looked up in the table of known forms. Nothing is concluded from a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.errors import PromptError
 from jackfield.requests.chat_settings import ChatSettings
 from jackfield.serving.parsing import harmony
-from jackfield.serving.parsing.frames import FRAMES, THOUGHTS, Frame
+from jackfield.serving.parsing.frames import EMPTY, FRAMES, THOUGHTS, Frame
 
 _ASKED = {"role": "user", "content": "Zq0aqZ"}
 _SAID, _THOUGHT = "Zq1sqZ", "Zq2tqZ"
@@ -51,18 +52,18 @@ class Probed:
 def calls_of(probed: Probed) -> tuple[Frame | None, bool, bool]:
     """The frame of calls, whether it is harmony's, and whether arguments must be given as text."""
     before = _heads(probed)
-    for as_text in (False, True):
-        for names in (_NAMES, _NAMES[:1]):
-            message = {"role": "assistant", "content": "", "tool_calls": _calls(names, as_text)}
-            for tools in (None, [_TOOL]):
-                text = probed.rendered(_ASKED, message, tools=tools)
-                if text is None:
-                    continue
-                if _is_harmony(text):
-                    return None, True, as_text
-                for frame in FRAMES:
-                    if _is_in(frame, text, names, before):
-                        return frame, False, as_text
+    for as_text, names, content, tools in itertools.product(
+        (False, True), (_NAMES, _NAMES[:1]), ("", None), (None, [_TOOL])
+    ):
+        message = {"role": "assistant", "content": content, "tool_calls": _calls(names, as_text)}
+        text = probed.rendered(_ASKED, message, tools=tools)
+        if text is None:
+            continue
+        if _is_harmony(text):
+            return None, True, as_text
+        for frame in FRAMES:
+            if _is_in(frame, text, names, before):
+                return frame, False, as_text
     return None, False, False
 
 
@@ -86,9 +87,9 @@ def _heads(probed: Probed) -> set[str]:
 
 
 def _bare(head: str) -> str:
-    """Without white space at its end, and without a thought that is empty."""
+    """Without white space at its end, and without a thought or code that is empty."""
     head = head.rstrip()
-    for opens, closes in THOUGHTS:
+    for opens, closes in (*EMPTY, *THOUGHTS):
         head = head.removesuffix(closes).rstrip().removesuffix(opens).rstrip()
     return head
 
@@ -123,7 +124,8 @@ def _body(frame: Frame, name: str) -> str:
     if frame.body == "named":
         around = (frame.name_opens, frame.name_ends, frame.arguments_end)
         opens, ends, end = (re.escape(mark.strip()) for mark in around)
-        return rf"{opens}\s*{name}\s*{ends}\s*{given}\s*{end}"
+        number = rf"{re.escape(frame.id_opens)}\w+" if frame.id_opens else ""
+        return rf"{opens}\s*{name}\s*{number}{ends}\s*{given}\s*{end}"
     if frame.body == "python":
         return rf"{name}\(\s*{_KEY}\s*=\s*[\"']{_VALUE}[\"']\s*\)"
     value = rf"<parameter={_KEY}>\s*{_VALUE}\s*</parameter>"

@@ -124,18 +124,20 @@ class Format:
         return self.thought is not None and not self.special.keys().isdisjoint(self.thought)
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages of a chat, with the arguments of calls as the chat template reads them.
+        """The messages of a chat, with calls as the chat template reads them.
 
-        OpenAI has them as text; most templates take an object. Raises PromptError.
+        OpenAI has their arguments as text; most templates take an object. No content is None, as
+        some templates tell calls by that. Raises PromptError.
         """
         return [self._message(n, message) for n, message in enumerate(messages)]
 
     def _message(self, number: int, message: Any) -> Any:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        if not isinstance(calls, list | tuple):
+        if not isinstance(calls, list | tuple) or not calls:
             return message
         where = f"message {number}"
-        return {**message, "tool_calls": [self._call(where, call) for call in calls]}
+        own = {"content": message.get("content") or None}
+        return {**message, **own, "tool_calls": [self._call(where, call) for call in calls]}
 
     def _call(self, where: str, call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None

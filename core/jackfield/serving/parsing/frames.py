@@ -25,6 +25,7 @@ class Frame:
         call_opens, call_closes: Around each call.
         key: Of an object, what its arguments are called.
         name_opens, name_ends, arguments_end: Around the name and the arguments of a `named` body.
+        id_opens: What comes before an id, between the name and the arguments.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Frame:
     name_opens: str = ""
     name_ends: str = ""
     arguments_end: str = ""
+    id_opens: str = ""
 
     @property
     def mark(self) -> str:
@@ -51,7 +53,8 @@ class Frame:
     def marks(self) -> tuple[str, ...]:
         """All that may be tokens of their own."""
         found = (self.opens, self.first, self.between, self.last, self.closes, self.call_opens,
-                 self.call_closes, self.name_opens, self.name_ends, self.arguments_end)  # fmt: skip
+                 self.call_closes, self.name_opens, self.name_ends, self.arguments_end,
+                 self.id_opens)  # fmt: skip
         return tuple(mark for mark in found if mark)
 
 
@@ -72,6 +75,8 @@ FRAMES = (
           between="\n"),
     Frame("Mistral", "object", opens="[TOOL_CALLS] ", first="[", between=", ", last="]"),
     Frame("Mistral with names", "named", call_opens="[TOOL_CALLS]", name_ends="[ARGS]"),
+    Frame("Mistral with names and ids", "named", call_opens="[TOOL_CALLS]", name_ends="[ARGS]",
+          id_opens="[CALL_ID]"),
     _DEEPSEEK,
     replace(_DEEPSEEK, name="DeepSeek V3", between="\n", name_opens="function<｜tool▁sep｜>",
             name_ends="\n```json\n", arguments_end="\n```"),
@@ -82,6 +87,8 @@ FRAMES = (
     Frame("Llama 3", "object", opens="<|python_tag|>", bare=True, between="; ", key="parameters"),
 )  # fmt: skip
 
+#: Marks that stand around nothing where calls come.
+EMPTY = (("<|python_start|>", "<|python_end|>"),)
 #: What stands around a thought.
 THOUGHTS = (
     ("<think>", "</think>"),
