@@ -425,6 +425,7 @@ DESIGNS: dict[str, Design] = {
     "forks that copy": Design(copies=True, pick=max),
     "whole pages of prefixes": Design(shares=True, pick=shuffled),
     "tokens of prefixes": Design(shares=True, partly=True),
+    "prefixes, to the bit": Design(page_size=3, shares=True, partly=True, swaps=True, rounding=0.0),
     "a cache that swaps": Design(swaps=True, pick=shuffled),
     "a cache that swaps and shares": Design(swaps=True, shares=True, partly=True, each_layer=True),
     "pages that move": Design(moves=True, pick=shuffled),

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernel import ZOO, of
+from kernel import ZOO, mlp, of, right_mlp
 from right_kernel import Right
 from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
+from jackfield.testing.checks import verdict
+from jackfield.testing.subject import uninstalled
+from jackfield.testing.suites import checks_of
 from jackfield_plugins.kernel.cpu_rms_norm import CpuRmsNorm
 
 SAMPLE = (
+    "rows beyond 1024 forgotten", "wider copies by address", "one activation for all",
     "no weight", "a sum for a mean", "columns beyond 128 forgotten", "strides ignored",
     "into its input", "a copy of the weight",
 )  # fmt: skip
@@ -31,6 +35,12 @@ def test_one_that_fits_no_layer_here_is_not_tried() -> None:
     assert [name for name in untried if not name.startswith(("everyone.", "running."))] == [
         "layers"
     ]
+
+
+def test_a_layer_that_overflows_in_float16_is_no_fault_of_a_kernel() -> None:
+    with uninstalled(mlp(right_mlp)()) as subject:
+        found = [verdict(c) for c in checks_of(subject) if c.name.startswith("LlamaMLP.dtype.")]
+    assert_right(found, 3)
 
 
 @pytest.mark.long

@@ -67,6 +67,57 @@ def _first_rows_only(module: Any, rows: Any) -> Any:
     return out
 
 
+def _rows_up_to(count: int) -> Callable[[Any, Any], Any]:
+    """A grid of so many programs."""
+
+    def forward(module: Any, rows: Any) -> Any:
+        out = right_of(module, rows).clone()
+        out.view(-1, out.shape[-1])[count:] = 0
+        return out
+
+    return forward
+
+
+def _tail_left_out(module: Any, rows: Any) -> Any:
+    wide, count = rows.float(), rows.shape[-1] // 8 * 8
+    mean = (wide * wide)[..., :count].sum(-1, keepdim=True) / rows.shape[-1]
+    return module.weight * (wide * torch.rsqrt(mean + module.variance_epsilon)).to(rows.dtype)
+
+
+def _by_address(module: Any) -> Any:
+    """Wider copies of weights, found by where the weights lie."""
+    kept: dict[int, Any] = {}
+
+    def forward(rows: Any) -> Any:
+        weight = kept.setdefault(module.weight.data_ptr(), module.weight.detach().float())
+        normed = right.normed(rows, module.variance_epsilon)
+        return (weight * normed.to(rows.dtype).float()).to(rows.dtype)
+
+    return forward
+
+
+def mlp(forward: Callable[[Any, Any], Any], **more: Any) -> Callable[[], Kernel]:
+    """`forward(module, rows)` in the place of a gated MLP."""
+    fits = {"fits": lambda self, module, options: type(module).__name__ == "LlamaMLP"}
+    return of(lambda module: lambda rows: forward(module, rows), has=fits, **more)
+
+
+def right_mlp(module: Any, rows: Any) -> Any:
+    gated = module.act_fn(module.gate_proj(rows)) * module.up_proj(rows)
+    return module.down_proj(gated)
+
+
+def _always_silu(module: Any, rows: Any) -> Any:
+    gated = torch.nn.functional.silu(module.gate_proj(rows)) * module.up_proj(rows)
+    return module.down_proj(gated)
+
+
+def _without_bias(module: Any, rows: Any) -> Any:
+    linear = torch.nn.functional.linear
+    gate, up = (linear(rows, own.weight) for own in (module.gate_proj, module.up_proj))
+    return linear(module.act_fn(gate) * up, module.down_proj.weight)
+
+
 def _flat(module: Any, rows: Any) -> Any:
     return right_of(module, rows.reshape(-1, rows.shape[-1]))
 
@@ -181,6 +232,18 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("all 0", changed(torch.zeros_like), "all 0"),
     Wrong("columns beyond 128 forgotten", doing(_first_column_only), "from column 128 on"),
     Wrong("rows beyond 64 forgotten", doing(_first_rows_only), "all 0"),
+    Wrong("rows beyond 1024 forgotten", doing(_rows_up_to(1024)), "all 0"),
+    Wrong("rows beyond 4096 forgotten", doing(_rows_up_to(4096)), "all 0"),
+    Wrong("rows beyond 65535 forgotten", doing(_rows_up_to(65535)), "all 0"),
+    Wrong("the last columns not summed", doing(_tail_left_out), "from 128 on are left out"),
+    Wrong("zeros for another family", of(
+        lambda module: torch.zeros_like,
+        has={"fits": lambda s, m, o: type(m).__name__ == "Olmo2RMSNorm"}), "all 0"),
+    Wrong("one activation for all", mlp(_always_silu), "hidden_act='gelu"),
+    Wrong("no biases", mlp(_without_bias), "mlp_bias=True"),
+    Wrong("one epsilon for all", doing(lambda m, r: m.weight * right.normed(
+        r, 1e-6).to(r.dtype)), "rms_norm_eps=0.2"),
+    Wrong("wider copies by address", of(_by_address), "copy of the old"),
     Wrong("rows in reverse", changed(lambda out: out.flip(-2)), "what row .* should be|off by"),
     Wrong("the first row for all", changed(lambda out: out[..., :1, :].expand_as(out).clone()),
           "what row 0 should be|off by"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.contracts import StepBlock
+from jackfield.contracts import PackedKVCache, StepBlock
 
 if TYPE_CHECKING:
     from jackfield.contracts import PackedLayer, PageTables, ScheduledSequence, Step
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WATCHED = 4  # sequences of a step whose tokens are sampled
 SAMPLES = 32  # tokens of a sequence that are remembered, with their keys and values
 READ_BACK = 256  # tokens of a sequence that are read back in one step
+#: What another computation of the same tokens may be off by, as a part of their length: whose pages
+#: are shared nobody says, and two steps of other shapes round in other ways.
+COMPUTED_AGAIN = PackedKVCache.rounding
 
 
 @dataclass(eq=False, slots=True)
@@ -36,23 +39,27 @@ class Sample:
 class Watched:
     """The samples of a sequence, and its tokens when the last was taken.
 
-    A copy: the members of a search become other texts before they go.
+    A copy: the members of a search become other texts before they go. The first `shared` samples
+    were taken of others that began alike, or of itself before its memory was taken.
     """
 
     salt: str
     tokens: Seq[int]
     samples: list[Sample] = field(default_factory=list)
+    shared: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Part:
     """Tokens of a request that are read back together: this step's (`sample` None), or a sample.
 
-    `slots` are where they are, `which` of this step's tokens or of the sample's they are.
+    `slots` are where they are, `which` of this step's tokens or of the sample's they are, and
+    `rounding` how far off they may be.
     """
 
     request: int
     sample: Sample | None
+    rounding: float
     slots: torch.Tensor
     which: torch.Tensor
 
@@ -111,6 +118,7 @@ class Contents:
                 if item.start and other.salt == own.salt:
                     known |= {id(one): one for one in _shared(other, own.tokens, item.start)}
             own.samples = list(known.values())[: SAMPLES // 4]
+            own.shared = len(own.samples)
             self._watched[sequence.id] = own
         room = SAMPLES - sum(len(sample.positions) for sample in own.samples)
         first, last = item.start, item.start + item.num_tokens - 1
@@ -136,15 +144,16 @@ class Contents:
             pool = pools[at].flatten(0, 1)
             if len(pool) < reading.end:
                 return f"the {what} of layer {layer} have {len(pool)} places, and {reading.end} due"
-            if parts:
+            for rounding in {part.rounding for part in parts}:
+                alike = [part for part in parts if part.rounding == rounding]
                 due = torch.cat(
                     [
                         (states if p.sample is None else p.sample.states[layer][at])[p.which]
-                        for p in parts
+                        for p in alike
                     ]
                 )
-                stored = pool[torch.cat([p.slots for p in parts])]
-                self._found.append((what, layer, parts, _near(stored, due, self._rounding)))
+                stored = pool[torch.cat([p.slots for p in alike])]
+                self._found.append((what, layer, alike, _near(stored, due, rounding)))
         for sample, which in reading.new:
             sample.states[layer] = (keys[which], values[which])
         return self.judged() if keys.device.type == "cpu" else ""
@@ -173,12 +182,21 @@ class Contents:
             own, first, size = tables.tables[row], tables.firsts[row], tables.page_size
             for sample, positions, which in self._wanted(row, at, item, tables):
                 slots = [own[(p - first) // size] * size + (p - first) % size for p in positions]
-                found.parts.append(Part(item.sequence.id, sample, put(slots), put(which)))
+                number = item.sequence.id
+                rounding = self._bound(number, sample)
+                found.parts.append(Part(number, sample, rounding, put(slots), put(which)))
                 found.end = max(found.end, *(slot + 1 for slot in slots))
             if (new := self._new.get(item.sequence.id)) is not None:
                 found.new.append((new, put([p - item.start + at for p in new.positions])))
         self._block.send()
         return found
+
+    def _bound(self, number: int, sample: Sample | None) -> float:
+        """How far off a sample of a sequence may be."""
+        own = self._watched.get(number)
+        others = () if own is None else own.samples[: own.shared]
+        shared = any(sample is one for one in others)
+        return max(self._rounding, COMPUTED_AGAIN) if shared else self._rounding
 
     def _wanted(
         self, row: int, at: int, item: ScheduledSequence, tables: PageTables

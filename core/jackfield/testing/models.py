@@ -166,10 +166,27 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     }
 )
 
+#: Configs of models whose layers are of other classes; of the same sizes.
+FAMILIES = tuple(
+    name
+    for name in (
+        "Olmo2Config", "Qwen3Config", "Phi3Config", "Gemma3TextConfig", "CohereConfig",
+        "GPTNeoXConfig", "Starcoder2Config", "MixtralConfig", "GraniteConfig", "NemotronConfig",
+        "Glm4Config", "SmolLM3Config", "Exaone4Config", "PhiConfig", "GemmaConfig", "ArceeConfig",
+        "Ernie4_5Config", "HunYuanDenseV1Config", "SeedOssConfig",
+    )
+    if hasattr(transformers, name)
+)  # fmt: skip
+
+
+def arguments_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The class and the arguments of the config of one of `MODELS`, or of `FAMILIES`."""
+    return MODELS.get(name) or (name, {**_COMMON, "head_dim": 12})
+
 
 def config_of(name: str, **changes: Any) -> transformers.PreTrainedConfig:
-    """The config of one of `MODELS`, with `changes` to its arguments."""
-    cls, arguments = MODELS[name]
+    """The config of one of `MODELS` or `FAMILIES`, with `changes` to its arguments."""
+    cls, arguments = arguments_of(name)
     config = getattr(transformers, cls)(**{**arguments, **changes})
     config._experts_implementation = "eager"  # the grouped product takes no float64
     return config  # type: ignore[no-any-return]

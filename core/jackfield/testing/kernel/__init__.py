@@ -13,13 +13,17 @@ from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.kernel import numbers, whole
 from jackfield.testing.kernel.keeping import inplace, repeated, together
 from jackfield.testing.kernel.layers import (
+    WHERE,
     Layer,
     agree,
     capabilities_of,
     fitting,
     layers,
+    variants,
 )
 from jackfield.testing.subject import Subject
+
+WHOLE = 6  # classes of layers of which all is checked; of others a few rows
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -31,13 +35,19 @@ def checks(subject: Subject) -> Iterator[Check]:
         found = {}
     if not found:
         yield Check("layers", "layers that it replaces", _fits_nothing)
-    for title, model in found.items():
+    for title, model in list(found.items())[:WHOLE]:
         yield from _of_a_class(subject, title, model)
-    yield from whole.checks(subject, found)
+    for title, model in list(found.items())[WHOLE:]:
+        calls = _Calls(subject, title, model)
+        yield Check(f"{title}.rows", f"{title}: rows", calls, cases=numbers.ROWS[0][:3])
+        yield Check(f"{title}.config", f"{title}: the config", _Configs(subject, title, model))
+    yield from whole.checks(subject, dict(list(found.items())[:WHOLE]))
 
 
 def _fits_nothing(_: object) -> None:
-    raise NotTriedError("it fits no layer of the kit's models, which are of transformers' families")
+    raise NotTriedError(
+        f"it fits no layer of the kit's {len(WHERE)} models: nothing that it computes was compared"
+    )
 
 
 class _Calls:
@@ -56,12 +66,41 @@ class _Calls:
         return f"at most {self._worst:.0%} of what rounding may be"
 
 
+class _Configs:
+    """Models whose configs say another activation, biases, another epsilon."""
+
+    def __init__(self, subject: Subject, title: str, model: str) -> None:
+        self._subject, self._which = subject, (title, model)
+
+    def __call__(self, _: object) -> str:
+        told = []
+        for changes in variants(*self._which):
+            what = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            try:
+                found = layers(self._subject, *self._which, **changes)
+            except NotTriedError:  # it refuses such a model
+                found = []
+            for layer in found[:1]:
+                given = numbers.Rows((3,)).made(layer, self._subject.seed)
+                try:
+                    numbers.held(layer, given)
+                except WrongError as error:
+                    raise WrongError(f"in a model with {what}: {error}") from None
+            told.append(what if found else f"{what}: not fitted")
+        if not told:
+            raise NotTriedError("no field of a config that the kit knows changes such layers")
+        return "; ".join(told)
+
+
 def _of_a_class(subject: Subject, title: str, model: str) -> Iterator[Check]:
     can = capabilities_of(subject)
     calls = partial(_Calls, subject, title, model)
     flat, deep = numbers.ROWS
     yield Check(f"{title}.rows", f"{title}: rows", calls(), cases=flat)
     yield Check(f"{title}.batches", f"{title}: rows of a batch", calls(), cases=deep)
+    many = calls(hidden_size=8)
+    yield Check(f"{title}.many_rows", f"{title}: rows", many, cases=numbers.MANY)
+    yield Check(f"{title}.config", f"{title}: the config", _Configs(subject, title, model))
     for size in (8, 48, 260):
         own = calls(hidden_size=size)
         yield Check(f"{title}.size.{size}", f"{title}: any size", own, cases=flat[:3])
@@ -77,7 +116,11 @@ def _of_a_class(subject: Subject, title: str, model: str) -> Iterator[Check]:
         return lambda _: run(layers(subject, title, model, **how), subject.seed)
 
     yield Check(f"{title}.repeated", f"{title}: calls one after the other", every(repeated))
-    yield Check(f"{title}.parameters", f"{title}: the layer's own parameters", every(inplace))
+    for dtype in sorted(can.dtypes):
+        yield Check(
+            f"{title}.parameters.{dtype}", f"{title}: the layer's own parameters, {dtype}",
+            every(inplace, dtype=dtype),
+        )  # fmt: skip
     if can.batch_invariant:
         for dtype in sorted(can.dtypes):
             yield Check(

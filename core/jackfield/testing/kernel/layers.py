@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ from jackfield.bridge.requirements import describe, meta_model
 from jackfield.contracts import BindContext, FusedLayer, KernelCapabilities, Requirements
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.checks import NotTriedError, WrongError
-from jackfield.testing.models import MODELS, build
+from jackfield.testing.models import FAMILIES, MODELS, arguments_of, build
 from jackfield.testing.subject import Subject
 
 #: The dtype in which everything is checked that is not about dtypes: the first that is declared.
 PREFERRED = ("float32", "float64", "bfloat16", "float16")
 #: A size of layers that is no power of two and no multiple of a vector.
 WIDE = 132
-MOST = 6  # classes of layers that are checked
+#: Where layers are looked for.
+WHERE = (*MODELS, *FAMILIES)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,14 +60,14 @@ class Layer:
 
 
 def fitting(subject: Subject) -> dict[str, str]:
-    """The classes of layers that `subject` fits -> the model of `MODELS` that has it."""
+    """The classes of layers that `subject` fits -> the model of `WHERE` that has it."""
     found: dict[str, str] = {}
-    for name in MODELS:
+    for name in WHERE:
         for module in build(name, seed=subject.seed).modules():
             title = type(module).__name__
             if title not in found and fits(subject, module):
                 found[title] = name
-    return dict(list(found.items())[:MOST])
+    return found
 
 
 def fits(subject: Subject, module: nn.Module) -> bool:
@@ -82,7 +83,7 @@ def fits(subject: Subject, module: nn.Module) -> bool:
 def agree(subject: Subject) -> str:
     """Raise WrongError unless `fits` says the same of a model with and without numbers."""
     count = 0
-    for name in MODELS:
+    for name in WHERE:
         model: Any = build(name, seed=subject.seed)
         before = {n: p.clone() for n, p in model.named_parameters()}
         there = [n for n, m in model.named_modules() if fits(subject, m)]
@@ -99,15 +100,15 @@ def agree(subject: Subject) -> str:
 
 
 def layers(
-    subject: Subject, title: str, name: str, dtype: str = "", hidden_size: int = WIDE
+    subject: Subject, title: str, name: str, dtype: str = "", hidden_size: int = WIDE, **more: Any
 ) -> list[Layer]:
     """The layers of that class in the model of that name, random, each with its function.
 
-    Raises NotTriedError where the backend refuses the model.
+    `more` are arguments of its config. Raises NotTriedError where the backend refuses the model.
     """
     wanted = getattr(torch, dtype or main_dtype(subject))
     sizes = {"hidden_size": hidden_size} | _heads(name)
-    model: Any = build(name, wanted, subject.seed, **sizes)
+    model: Any = build(name, wanted, subject.seed, **sizes, **more)
     model.to(subject.device)
     needs = requirements_of(subject, model)
     if reasons := reasons_against(subject.registered, needs, subject.options):
@@ -128,10 +129,43 @@ def layers(
     ]
 
 
+#: What layers may read of a config -> what is tried of it.
+READ: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu_pytorch_tanh", "relu", "silu"),
+    "hidden_activation": ("silu", "relu"),
+    "mlp_bias": (True,),
+    "use_bias": (True, False),
+    "rms_norm_eps": (0.2,),
+    "layer_norm_eps": (0.2,),
+    "norm_eps": (0.2,),
+}
+
+
+def variants(title: str, name: str) -> list[dict[str, Any]]:
+    """Changes to the config of a model that change what layers of that class are."""
+    config, usual = build(name).config, _described(title, name)
+    return [
+        {field: value}
+        for field, values in READ.items()
+        if hasattr(config, field)
+        for value in values
+        if _described(title, name, **{field: value}) != usual
+    ]
+
+
+def _described(title: str, name: str, **changes: Any) -> list[str]:
+    """Each layer of that class with its parts and numbers, as text."""
+    return [
+        f"{module} {[v for v in vars(module).values() if isinstance(v, int | float | str)]}"
+        for module in build(name, **changes).modules()
+        if type(module).__name__ == title
+    ]
+
+
 def _heads(name: str) -> dict[str, Any]:
     """What keeps the sizes of heads as they are in a wider model."""
-    own = {**MODELS[name][1]}
-    if MODELS[name][0] in ("DeepseekV3Config", "BloomConfig", "FalconConfig"):
+    cls, own = arguments_of(name)
+    if cls in ("DeepseekV3Config", "BloomConfig", "FalconConfig"):
         return {}
     return {"head_dim": own.get("head_dim", 12)}
 
