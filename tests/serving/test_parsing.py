@@ -54,11 +54,13 @@ PIECES = st.sampled_from(
 NOISE = st.lists(PIECES | st.text(max_size=3), max_size=14).map("".join)
 
 
+@pytest.mark.timeout(60)  # and not for ever
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 @given(text=NOISE, cuts=st.lists(st.integers(0, 400), max_size=30))
 @example(text='<tool_call>\n<tool_call>{"name": "now", "arguments": {}}', cuts=[])
 @example(text='{"name": "now", "parameters": {}};', cuts=[])
+@example(text="\x85<|start|> \u2003<tool_call>\x1c[TOOL_CALLS]\x0b<｜tool▁calls▁begin｜>", cuts=[])
 def test_any_text_in_any_pieces_has_the_same_parts(
     name: str, thinks: bool, text: str, cuts: list[int]
 ) -> None:

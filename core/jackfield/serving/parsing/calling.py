@@ -14,7 +14,7 @@ from jackfield.serving.parsing.parts import (
     Content,
     Reasoning,
 )
-from jackfield.serving.parsing.reader import Incremental, Reading
+from jackfield.serving.parsing.reader import SPACE, Incremental, Reading
 from jackfield.serving.parsing.tools import Tool
 
 _LETTERS = string.ascii_letters + string.digits
@@ -67,7 +67,7 @@ class Calling(Incremental):
             elif not reader.ended:
                 sure -= max((overlap(text, end) for end in ends), default=0)
             if places or not (reader.ended or not ends):
-                sure = len(text[:sure].rstrip())
+                sure = len(text[:sure].rstrip(SPACE))
             self._say(kind(text[:sure]))
             reader.at = sure
             if places or reader.ended:

@@ -16,7 +16,8 @@ Reading = Generator[None, None, T]
 DEEPEST = 64  # lists and objects inside one another
 _LONGEST_NUMBER = 400  # characters; Python reads no number of thousands
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+SPACE = " \t\r\n"  # and no other: what is held back must be what is skipped
+_SPACE = re.compile(f"[{SPACE}]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _DIGITS = re.compile(r"[-+.0-9eE]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
