@@ -162,7 +162,7 @@ def test_a_model_that_is_not_given(call: Any) -> None:
 
 def test_the_advice_about_a_chat_template_works(engine: jackfield.Engine) -> None:
     messages = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
-    advice = KEYWORDS["tools"].answer.partition(": ")[2].replace("…", "None")
+    advice = KEYWORDS["chat_template"].answer.partition(": ")[2].replace("…", "None")
     found = eval(advice, {"engine": engine, "messages": messages})  # noqa: S307 - ours
     assert found[0].token_ids == engine.generate(messages)[0].token_ids
 
