@@ -20,12 +20,17 @@ SAMPLE = (
 
 
 class Least(Right):
-    """The least that is right: one whole prompt or everybody's next token."""
+    """The least that is right: one whole prompt or everybody's next token, in turns."""
+
+    read_one = False
 
     def schedule(self, running: Any, uncached: Any, budget: int, now: float) -> Any:
         first = next((i for i, n in enumerate(uncached) if n > 1), None)
-        if first is None:
-            return [1] * len(uncached)
+        decode = [int(n == 1) for n in uncached]
+        if first is None or (self.read_one and any(decode)):
+            self.read_one = False
+            return decode
+        self.read_one = True
         return [min(n, budget) if i == first else 0 for i, n in enumerate(uncached)]
 
 
