@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.common import (
     Body,
     Names,
     Penalized,
+    PromptCacheOptions,
     ResponseFormat,
     Short,
     Text,
     structure,
+    text_or_list,
 )
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag("(text)")]
+    | Annotated[Annotated[list[TextPart], Field(max_length=10_000)], Tag("(list)")],
+    Discriminator(text_or_list),
+]
 
 
 class FunctionCall(Body):
@@ -40,7 +49,7 @@ class Message(Body):
     """A message of a conversation; content is a text or parts that are texts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=10_000)] | None = None
+    content: Content | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
     tool_call_id: Short | None = None
@@ -109,7 +118,15 @@ class ChatRequest(Penalized):
     verbosity: Literal["medium"] | None = None
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
     safety_identifier: Short | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    web_search_options: None = None
 
     NAMES: ClassVar[Mapping[str, str]] = {
         **Penalized.NAMES,

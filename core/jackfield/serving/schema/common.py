@@ -23,6 +23,11 @@ OWN = (
 )  # fmt: skip
 
 
+def text_or_list(value: Any) -> str:
+    """The tag of what may be a text or a list, so that an error is about the one it is."""
+    return "(list)" if isinstance(value, list) else "(text)"
+
+
 class Body(BaseModel):
     """A body of a request: an unknown field is an error."""
 
@@ -32,6 +37,13 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+
+
+class PromptCacheOptions(Body):
+    """How a prompt is cached: as it is here for everybody."""
+
+    mode: Literal["implicit"] | None = None
+    prewarm: Literal[False] | None = None
 
 
 class JsonSchema(Body):

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.chat import FunctionCall, Message, ToolCall
-from jackfield.serving.schema.common import Body, Names, Short, Text
+from jackfield.serving.schema.common import Body, Names, Short, Text, text_or_list
 
 #: An item, or an output of one: plain JSON as it is stored and sent.
 Json = dict[str, Any]
@@ -32,13 +32,22 @@ class OutputText(Body):
     logprobs: list[dict[str, Any]] | None = None
 
 
-Part = Annotated[InputText | OutputText, Field(discriminator="type")]
+def _part(value: Any) -> str | None:
+    """The tag of a part; in brackets, as a client has not written it."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return f"({kind})" if kind in ("input_text", "output_text") else None
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("(input_text)")] | Annotated[OutputText, Tag("(output_text)")],
+    Discriminator(
+        _part,
+        custom_error_type="part_kind",
+        custom_error_message="nothing here reads a part that is not of type input_text or "
+        "output_text; drop it",
+    ),
+]
 Parts = Annotated[list[Part], Field(max_length=10_000)]
-
-
-def text_or_list(value: Any) -> str:
-    """The tag of what may be a text or a list, so that an error is about the one it is."""
-    return "(list)" if isinstance(value, list) else "(text)"
 
 
 Content = Annotated[

@@ -21,13 +21,15 @@ from jackfield.serving.schema.common import (
     Body,
     JsonSchema,
     Names,
+    PromptCacheOptions,
     ResponseFormat,
     Sampling,
     Seed,
     Short,
     Text,
+    text_or_list,
 )
-from jackfield.serving.schema.items import Item, text_or_list
+from jackfield.serving.schema.items import Item
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_ITEMS = 9_999  # messages of a chat, but for the instructions
@@ -131,11 +133,6 @@ class BackgroundOptions(Body):
 
 class ImageOptions(Body):
     context_compression: Literal["auto", "disabled"] | None = None
-
-
-class PromptCacheOptions(Body):
-    mode: Literal["implicit"] | None = None
-    prewarm: Literal[False] | None = None
 
 
 class StreamOptions(Body):
