@@ -39,6 +39,9 @@ from jackfield.serving.store import Store
 Q = TypeVar("Q", bound=BaseModel)
 
 
+GONE = Response(status_code=499)  # which nobody reads
+
+
 def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> FastAPI:
     """The ASGI application of a server; `load` makes the engines.
 
@@ -54,6 +57,7 @@ def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> Fas
 
     app = FastAPI(
         title="jackfield", lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
         description="OpenAI's protocol over any transformers model and any plugged backend.",
     )  # fmt: skip
     app.state.pool, app.state.metrics, app.state.settings = pool, metrics, settings
@@ -61,7 +65,7 @@ def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> Fas
     _add_models(app, pool)
     _add_completions(app, pool, metrics, settings)
     _add_errors(app)
-    app.add_middleware(Guard, settings=settings, keys=Keys(settings.keys))
+    app.add_middleware(Guard, settings=settings, keys=Keys(settings.keys), metrics=metrics)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins,
@@ -138,20 +142,26 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
     async def answered(
         request: Request, body: Any, kind: Any, prompt: str, wire: Wire = stream
     ) -> Response:
-        request.state.said = {"model": body.model, "user": body.user}
-        run = Run(pool[body.model], metrics, body.NAMES, prompt)
-        try:
+        said = request.state.said = {"model": body.model, "user": body.user}
+        if settings.log_texts:
+            said[prompt] = body.model_dump(mode="json")[prompt]
+        run = Run(pool[body.model], metrics, body.NAMES, prompt, said, texts=settings.log_texts)
+
+        async def start() -> Any:
             engine = await run.open()
             answer = kind(body, Asking(settings, request.state.owner), engine)
             await run.start(engine, answer.prompts, answer.asked(), settings.max_samples)
-        except BaseException:
-            await run.close()
-            raise
-        if body.stream:
-            return Events(run, wire(answer.chunks(run)))
-        found = await unless_gone(request, run, lambda: answer.whole(run))
-        request.state.said["usage"] = found and found["usage"]
-        return JSONResponse(found)
+            return answer
+
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(run.close)
+            if (answer := await unless_gone(request, start())) is None:
+                return GONE
+            if body.stream:
+                stack.pop_all()  # which closes it itself
+                return Events(run, wire(answer.chunks(run)))
+            found = await unless_gone(request, answer.whole(run))
+            return GONE if found is None else JSONResponse(found)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +18,8 @@ from jackfield.errors import (
     error_text,
     shown,
 )
+
+logger = logging.getLogger("jackfield.serving")
 
 RETRY_AFTER = 1  # seconds after which a client that was turned away may ask again
 _KINDS = {
@@ -35,16 +39,24 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = RETRY_AFTER,
     ) -> None:
         super().__init__(message)
+        self._retry_after = retry_after
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        seconds = str(math.ceil(self._retry_after))
+        return {"Retry-After": seconds} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error")
@@ -58,6 +70,14 @@ class ApiError(Exception):
 def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
     """The caller's mistake, in the field `param`."""
     return ApiError(400, message, param=param, code=code)
+
+
+def told(error: Exception) -> ApiError:
+    """The answer to what was raised while one is made; a fault of our own goes into the log."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("an answer failed", exc_info=error)
+    return ApiError(500, f"the server failed: {error_text(error)}", code="internal_error")
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) -> ApiError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import StreamingResponse
 
-from jackfield.serving.errors import ApiError
+from jackfield.serving.errors import told
 from jackfield.serving.schema.common import as_json
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ async def stream(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
     try:
         async for chunk in chunks:
             yield event(chunk)
-    except ApiError as error:
-        yield event(error.body())
+    except Exception as error:  # noqa: BLE001 - whoever reads a stream is told of its end
+        yield event(told(error).body())
     yield DONE
 
 
@@ -60,9 +60,9 @@ async def typed_stream(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
         yield event(chunk, chunk["type"])
 
 
-async def unless_gone(request: Request, run: Run, act: Callable[[], Awaitable[T]]) -> T | None:
-    """What `act` makes of a run, which is closed then; None: the client went away meanwhile."""
-    work = asyncio.ensure_future(act())
+async def unless_gone(request: Request, act: Awaitable[T]) -> T | None:
+    """What is awaited; None, and it is cancelled: the client went away meanwhile."""
+    work = asyncio.ensure_future(act)
     gone = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +71,6 @@ async def unless_gone(request: Request, run: Run, act: Callable[[], Awaitable[T]
         work.cancel()
         gone.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
-        await run.close()
 
 
 async def _gone(request: Request) -> None:

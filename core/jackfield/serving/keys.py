@@ -55,10 +55,10 @@ class Keys:
     def count(self, owner: str) -> None:
         """Count a request. Raises ApiError (429) where the key's rate is used up."""
         bucket = self._buckets.get(owner)
-        if bucket is not None and not bucket.take():
+        if bucket is not None and (wait := bucket.take()):
             raise ApiError(
                 429, f"more than {bucket.per_minute} requests a minute with this key; wait",
-                code="rate_limit_exceeded",
+                code="rate_limit_exceeded", retry_after=wait,
             )  # fmt: skip
 
 
@@ -70,11 +70,12 @@ class Bucket:
         self._clock = clock
         self._left, self._seen = float(per_minute), clock()
 
-    def take(self) -> bool:
+    def take(self) -> float:
+        """Take one; 0, or, where none is left, the seconds until there will be one."""
         now = self._clock()
         grown = self._left + (now - self._seen) * self.per_minute / 60
         self._left, self._seen = min(float(self.per_minute), grown), now
         if self._left < 1:
-            return False
+            return (1 - self._left) * 60 / self.per_minute
         self._left -= 1
-        return True
+        return 0.0

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
@@ -20,6 +21,7 @@ logger = logging.getLogger("jackfield.serving")
 
 Load = Callable[..., Engine]
 State = Literal["cold", "loading", "ready", "failed"]
+RETRY_LOAD = 10.0  # seconds after which a model that could not be loaded is tried again
 WATCH_EVERY = 0.5  # seconds between looks at engines that hang and at those that idle
 
 
@@ -38,11 +40,16 @@ class Served:
         self.failure: str | None = None
         self.in_use = 0
         self.restarts_left = settings.restarts
+        self._hung = False
+        self._failed_at = 0.0
+        self._closed = False
         self._idle_since = time.monotonic()
         self._load, self._model = load, model.model
         own = {"max_waiting": settings.max_waiting, "stall_after": settings.stall_after}
         self._arguments = {**own, **model.arguments}
-        self._changing = asyncio.Lock()
+        #: What changes the engine now. A task of its own, which goes on when who began it leaves.
+        self._changing: asyncio.Task[None] | None = None
+        self._causes: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
         # Threads of its own: a load or a close that hangs must not keep prompts from being read.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="jackfield-load")
 
@@ -60,76 +67,118 @@ class Served:
             self._idle_since = time.monotonic()
 
     async def _ready(self) -> Engine:
-        if (engine := self.engine) is not None and not engine.closed:
-            return engine
-        async with self._changing:  # one loads, the others wait for it
-            if self.engine is None or self.engine.closed:
-                await self._start()
-            assert self.engine is not None
-            return self.engine
+        while (engine := self.engine) is None or engine.closed:
+            if self._changing is None:
+                self._check_failures()
+                self._change(self._start())
+            assert self._changing is not None
+            await asyncio.shield(self._changing)
+        return engine
+
+    def _check_failures(self) -> None:
+        """Raise ApiError where another attempt has no hope, or comes too soon after one."""
+        wait = RETRY_LOAD - (time.monotonic() - self._failed_at)
+        if self.restarts_left < 0 or (self.state == "failed" and wait > 0):
+            raise self._unavailable(max(wait, 1.0))
+
+    def _unavailable(self, retry_after: float) -> ApiError:
+        return ApiError(
+            503, f"{self.name}: {self.failure}", code="model_failed", retry_after=retry_after
+        )
+
+    def _change(self, act: Coroutine[Any, Any, None]) -> None:
+        def changed(task: asyncio.Task[None]) -> None:
+            self._changing = None
+            if not task.cancelled():
+                task.exception()  # is raised to those who wait, if there are any
+
+        self._changing = asyncio.create_task(act, name=f"jackfield-change-{self.name}")
+        self._changing.add_done_callback(changed)
 
     async def _start(self) -> None:
-        if self.restarts_left < 0:
-            raise ApiError(503, f"{self.name}: {self.failure}", code="model_failed")
         self.state = "loading"
         try:
             self.engine = await self.in_thread(self._made)
         except Exception as error:
-            self.state, self.failure = "failed", str(error)
-            logger.error("cannot load %s: %s", self.name, error_text(error))
-            if isinstance(error, JackfieldError):
-                raise ApiError(503, f"{self.name}: {error}", code="model_failed") from error
-            raise
-        self.state, self.failure = "ready", None
+            known = isinstance(error, JackfieldError)
+            self.state, self.failure = "failed", str(error) if known else error_text(error)
+            self._failed_at = time.monotonic()
+            logger.error("cannot load %s: %s", self.name, self.failure)
+            raise self._unavailable(RETRY_LOAD) from error
+        self.state, self.failure, self._hung = "ready", None, False
 
     def _made(self) -> Engine:
         engine = self._load(self._model, **self._arguments)
-        if getattr(engine.tokenizer, "chat_template", None):
+        if self._closed:  # while it was loaded
+            engine.close()
+        elif getattr(engine.tokenizer, "chat_template", None):
             format_for(engine)  # renders the template some times, which no request is to wait for
         return engine
 
     async def in_thread(self, act: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
-    def cause(self, error: BaseException) -> BaseException:
+    def cause(self, engine: Engine, error: BaseException) -> BaseException:
         """What ended a request: what its engine was taken out for, if it was."""
-        if isinstance(error, UsageError) and self.failure and not isinstance(error, QueueFullError):
-            return ApiError(503, f"{self.name}: {self.failure}", code="engine_failed")
+        why = self._causes.get(engine)
+        if why and isinstance(error, UsageError) and not isinstance(error, QueueFullError):
+            return ApiError(503, f"{self.name}: {why}", code="engine_failed")
         return error
 
-    async def look(self, timeout: float) -> None:
+    @property
+    def unready(self) -> str | None:
+        """Why it takes no requests, though it has been asked to; None: it does, or will load."""
+        if (engine := self.engine) is None or engine.closed:
+            broken = self.state in ("loading", "failed")
+            return f"{self.name}: {self.failure or 'is being loaded'}" if broken else None
+        health = engine.health()
+        if health.ready:
+            return None
+        why = f"a step hangs in {health.inside}" if health.stalled else "its queue is full"
+        return f"{self.name}: {why}"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether what keeps it from taking requests bears on it alone, and not on the server:
+        it is loaded, or cannot be.
+        """
+        return not self._hung and self.engine is None
+
+    def look(self, timeout: float) -> None:
         """Take the engine out where it hangs, and where nobody has wanted it for `timeout` s."""
         engine = self.engine
-        if engine is None or self._changing.locked():
+        if engine is None or self._changing is not None:
             return
         health = engine.health()
         if health.stalled:
-            await self._replace(engine, f"a step hangs in {health.inside or 'the model'}")
+            self._change(self._replace(engine, f"a step hangs in {health.inside or 'the model'}"))
         elif timeout and not self.in_use and time.monotonic() - self._idle_since > timeout:
-            async with self._changing:
-                if not self.in_use:
-                    logger.info("unloading %s, which idles", self.name)
-                    self.engine, self.state = None, "cold"
-                    await self.in_thread(engine.close)
+            logger.info("unloading %s, which idles", self.name)
+            self.engine, self.state = None, "cold"
+            self._change(self._stop(engine))
 
     async def _replace(self, engine: Engine, why: str) -> None:
         logger.error("%s: %s; its requests end, and it is loaded again", self.name, why)
-        async with self._changing:
-            self.engine, self.state, self.failure = None, "failed", why
-            self.restarts_left -= 1
-            with contextlib.suppress(JackfieldError):  # which says again that it hangs
-                await self.in_thread(engine.close)
-            if self.restarts_left >= 0:
-                with contextlib.suppress(ApiError):
-                    await self._start()
+        self._causes[engine] = why
+        self.engine, self.state, self.failure, self._hung = None, "failed", why, True
+        self.restarts_left -= 1
+        await self._stop(engine)  # says again that it hangs
+        if self.restarts_left >= 0:
+            await self._start()
+
+    async def _stop(self, engine: Engine) -> None:
+        try:
+            await self.in_thread(engine.close)
+        except Exception as error:  # noqa: BLE001 - of plugins; the engine is given up all the same
+            logger.error("closing %s: %s", self.name, error_text(error))
 
     async def close(self) -> None:
+        self._closed = True
+        if self._changing is not None:
+            self._changing.cancel()
         engine, self.engine, self.state = self.engine, None, "cold"
         if engine is not None:
-            try:
-                await self.in_thread(engine.close)
-            except JackfieldError as error:
-                logger.error("closing %s: %s", self.name, error)
+            await self._stop(engine)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -157,13 +206,9 @@ class Pool:
     @property
     def unready(self) -> str | None:
         """Why the server takes no requests now; None: it does."""
-        for served in self.models.values():
-            if served.state in ("loading", "failed"):
-                return f"{served.name}: {served.failure or 'is being loaded'}"
-            if served.engine is not None and not (health := served.engine.health()).ready:
-                why = f"a step hangs in {health.inside}" if health.stalled else "its queue is full"
-                return f"{served.name}: {why}"
-        return None
+        found = [(served, why) for served in self.models.values() if (why := served.unready)]
+        others = any(served.state == "ready" for served in self.models.values())
+        return next((why for served, why in found if not (others and served.elsewhere)), None)
 
     async def __aenter__(self) -> Pool:
         self._watching = asyncio.create_task(self._watch(), name="jackfield-watch")
@@ -183,6 +228,6 @@ class Pool:
             await asyncio.sleep(WATCH_EVERY)
             for served in self.models.values():
                 try:
-                    await served.look(timeout)
+                    served.look(timeout)
                 except Exception as error:  # noqa: BLE001 - the others are still to be watched
                     logger.error("watching %s: %s", served.name, error_text(error))

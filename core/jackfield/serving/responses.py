@@ -10,7 +10,7 @@ from typing import Any
 from jackfield.engine.engine import Engine
 from jackfield.serving.asking import Asking
 from jackfield.serving.chat import Chat, reports
-from jackfield.serving.errors import ApiError, refused
+from jackfield.serving.errors import ApiError, refused, told
 from jackfield.serving.output import Output
 from jackfield.serving.runs import Run
 from jackfield.serving.schema.items import (
@@ -100,8 +100,8 @@ class Responding:
             async for event in self._events(run):
                 yield {**event, "sequence_number": number}
                 number += 1
-        except ApiError as error:
-            for event in self._failed(error):
+        except Exception as error:  # noqa: BLE001 - whoever reads a stream is told of its end
+            for event in self._failed(told(error)):
                 yield {**event, "sequence_number": number}
                 number += 1
 

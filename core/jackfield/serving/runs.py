@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from jackfield.serving.errors import ApiError, as_api_error, field_in, in_fields
 from jackfield.serving.metrics import Metrics
 from jackfield.serving.pool import Served
 
+logger = logging.getLogger("jackfield.serving")
+
 #: Prompts are encoded, templates rendered and schemas compiled in these, beside the event loop.
 READERS = ThreadPoolExecutor(4, thread_name_prefix="jackfield-read")
 
@@ -23,23 +26,36 @@ READERS = ThreadPoolExecutor(4, thread_name_prefix="jackfield-read")
 class Run:
     """Texts that an engine makes for one body. Close it, whatever happens; then nothing is left.
 
-    `names` and `prompt` say which fields errors are about (`as_api_error`).
+    `names` and `prompt` say which fields errors are about (`as_api_error`). At its end `said` is
+    told what was made, with `texts` also the texts.
     """
 
     def __init__(
-        self, served: Served, metrics: Metrics, names: Mapping[str, str], prompt: str
+        self,
+        served: Served,
+        metrics: Metrics,
+        names: Mapping[str, str],
+        prompt: str,
+        said: dict[str, Any],
+        *,
+        texts: bool,
     ) -> None:
         self._served, self._metrics = served, metrics
         self._names, self._prompt = names, prompt
+        self._said, self._texts = said, texts
         self._stack = contextlib.AsyncExitStack()
         self._requests: list[Request] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._engine: Engine | None = None
+        self._closed = False
         self.completions: dict[int, Completion] = {}
         self.began = time.perf_counter()
         self.prompts = 1  # how many there are
 
     async def open(self) -> Engine:
         """The engine, which stays until this is closed. Raises ApiError."""
-        return await self._stack.enter_async_context(self._served.lease())
+        self._engine = await self._stack.enter_async_context(self._served.lease())
+        return self._engine
 
     async def start(
         self, engine: Engine, prompts: Sequence[Any], asked: Mapping[str, Any], limit: int
@@ -54,7 +70,11 @@ class Run:
 
         def submit() -> None:
             for prompt in prompts:
+                if self._closed:
+                    return
                 self._requests += engine.submit_samples(prompt, **asked)
+            if self._closed:  # while this thread was busy with what nobody waits for any more
+                self._cancel()
 
         try:
             await loop.run_in_executor(READERS, submit)
@@ -76,29 +96,23 @@ class Run:
             raise self._told(error) from error
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
-        queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue(2 * len(self._requests))
+        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(2 * len(self._requests))
 
         async def read(number: int, request: Request) -> None:
             try:
                 async for delta in request:
                     await queue.put((number, delta))
-            finally:
-                await queue.put((number, None))
+            except Exception as error:  # noqa: BLE001 - raised where the queue is read
+                await queue.put((number, error))
 
-        tasks = [asyncio.create_task(read(n, r)) for n, r in enumerate(self._requests)]
-        try:
-            left = len(tasks)
-            while left:
-                number, delta = await queue.get()
-                if delta is not None:
-                    yield number, delta
-                    continue
-                left -= 1
-                await tasks[number]  # raises what ended it
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self._readers = [asyncio.create_task(read(n, r)) for n, r in enumerate(self._requests)]
+        left = len(self._readers)
+        while left:
+            number, found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            left -= found.completion is not None
+            yield number, found
 
     def _seen(self, number: int, delta: Delta) -> Delta:
         now = time.perf_counter()
@@ -114,7 +128,12 @@ class Run:
         return delta
 
     def _told(self, error: BaseException) -> ApiError:
-        return as_api_error(self._served.cause(error), self._names, self._prompt)
+        if self._engine is not None:
+            error = self._served.cause(self._engine, error)
+        found = as_api_error(error, self._names, self._prompt)
+        if found.status >= 500:
+            logger.error("%s: %s", self._served.name, found.message)
+        return found
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all texts that have ended; each prompt counts once."""
@@ -135,6 +154,16 @@ class Run:
 
     async def close(self) -> None:
         """Cancel what runs and give the engine back; a second call does nothing."""
+        self._closed = True
+        self._cancel()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await self._stack.aclose()
+        self._said["usage"] = self.usage()
+        if self._texts:
+            self._said["texts"] = [self.completions[n].text for n in sorted(self.completions)]
+
+    def _cancel(self) -> None:
         for request in self._requests:
             request.cancel()
-        await self._stack.aclose()

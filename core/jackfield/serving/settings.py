@@ -88,6 +88,7 @@ class ServerSettings(BaseSettings):
     drain: Annotated[float, Field(ge=0)] = 30.0
     max_body: Count = 4 * 1024 * 1024
     max_depth: Count = 64
+    receive_timeout: Seconds = 30.0
     max_completion_tokens: Count | None = None
     max_samples: Count = 16
     stored_responses: Annotated[int, Field(ge=0)] = 1000
