@@ -7,16 +7,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 import jackfield
 from jackfield.engine.engine import Engine
 from jackfield.serving.app import create_app
+from jackfield.serving.connections import configured
 from jackfield.serving.pool import Pool
 from jackfield.serving.running import Server, bound
 from jackfield.serving.settings import ServerSettings, settings
+
+if TYPE_CHECKING:
+    import uvicorn
 
 DEMO = {"demo": {"model": "demo"}}
 
@@ -45,7 +47,7 @@ def serving(load: Callable[..., Engine] = jackfield.load, **given: Any) -> Itera
     found = settings(**{"port": 0, "models": DEMO, **given})
     app = create_app(found, load)
     with bound(found) as listening:
-        config = uvicorn.Config(app, log_config=None, lifespan="on", access_log=False)
+        config = configured(app, found)
         server = Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         loops: list[asyncio.AbstractEventLoop] = []

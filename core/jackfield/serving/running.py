@@ -15,6 +15,7 @@ import uvicorn
 
 from jackfield.errors import UsageError, shown
 from jackfield.serving.app import create_app
+from jackfield.serving.connections import configured
 from jackfield.serving.pool import Pool
 from jackfield.serving.settings import ServerSettings
 
@@ -42,17 +43,7 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
     allow_files(settings.max_connections + 1024)
     with bound(settings) as listening:
         app = create_app(settings)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=max(1, int(settings.drain)),
-            limit_concurrency=settings.max_connections,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            server_header=False,
-        )
+        config = configured(app, settings)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's, if there
             runner.run(_serve(Server(config), app.state.pool, listening, settings, say))
 
