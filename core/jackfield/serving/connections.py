@@ -66,7 +66,7 @@ def protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
             super().data_received(data)
             if self.transport.is_closing():
                 return
-            if self._late is None and (self.cycle is None or self.cycle.response_complete):
+            if self._late is None and self.cycle.response_complete:
                 self._wait()  # blank lines: nothing has begun, and nothing else waits any more
             elif self._late is not None and self._head > MAX_HEAD:
                 self._refuse(ApiError(431, f"the headers have more than {MAX_HEAD} bytes"))
