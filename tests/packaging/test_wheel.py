@@ -57,7 +57,7 @@ def dist_info(wheel: Path, name: str) -> str:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_has_every_source_file(names: set[str], package: str) -> None:
     folder = PACKAGES[package]
-    kinds = ("*.py", "*.cpp", "*.h", "*.html", "*.jinja", "copier.yml")
+    kinds = ("*.py", "*.cpp", "*.css", "*.h", "*.html", "*.js", "*.svg", "*.jinja", "copier.yml")
     sources = {path.relative_to(folder) for kind in kinds for path in folder.rglob(kind)}
     assert f"{package}/__init__.py" in names
     assert {source.as_posix() for source in sources} <= names

@@ -23,6 +23,7 @@ from jackfield.serving.events import Events, Wire, stream, typed_stream, unless_
 from jackfield.serving.guards import Guard
 from jackfield.serving.keys import Keys
 from jackfield.serving.metrics import CONTENT_TYPE, Engines, Metrics
+from jackfield.serving.page import add_page
 from jackfield.serving.pool import Load, Pool
 from jackfield.serving.responses import Conversation, Responding, listed, retrieved
 from jackfield.serving.runs import Run
@@ -64,6 +65,8 @@ def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> Fas
     _add_health(app, pool, metrics)
     _add_models(app, pool)
     _add_completions(app, pool, metrics, settings)
+    if settings.page:
+        add_page(app)
     _add_errors(app)
     app.add_middleware(Guard, settings=settings, keys=Keys(settings.keys), metrics=metrics)
     if settings.cors_origins:
