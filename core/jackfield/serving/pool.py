@@ -66,6 +66,12 @@ class Served:
             self.in_use -= 1
             self._idle_since = time.monotonic()
 
+    async def preload(self) -> Engine:
+        """Load it before anybody asks. Raises what `jackfield.load` raises."""
+        self.engine = await self.in_thread(self._made)
+        self.state = "ready"
+        return self.engine
+
     async def _ready(self) -> Engine:
         while (engine := self.engine) is None or engine.closed:
             if self._changing is None:

@@ -57,8 +57,7 @@ async def _serve(
 ) -> None:
     if settings.preloads:
         for served in pool.models.values():
-            async with served.lease() as engine:
-                say(engine.explain())
+            say((await served.preload()).explain())
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listening.getsockname()[:2]
     where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
