@@ -100,7 +100,7 @@ def test_items_say_what_the_chat_says(said: list[list[Any]]) -> None:
                              "logprobs": {"content": []}}  # fmt: skip
     for choice in pieces:
         _fold(whole, choice)
-    told = [message.plain() for message in messages(output.items, None, 0)]
+    told = [message.plain() for message in messages(output.items, None)]
     message = whole["message"]
     for name in ("content", "reasoning_content"):
         assert "".join(m.get(name) or "" for m in told) == (message.get(name) or "")
@@ -129,7 +129,7 @@ def test_a_turn_of_thought_text_and_calls_is_one_message() -> None:
     results = [
         {"type": "function_call_output", "call_id": f"call_{n}", "output": f"{n}"} for n in (0, 1)
     ]
-    first, *others = (m.plain() for m in messages([*output.items, *results], None, 0))
+    first, *others = (m.plain() for m in messages([*output.items, *results], None))
     assert first == {
         "role": "assistant", "content": "Let me", "reasoning_content": "hm",
         "tool_calls": [

@@ -12,6 +12,9 @@ import openai
 import pytest
 from served import Served, serving
 from test_tools import PLACE, SAY, loads
+from tool_templates import TEMPLATES, with_template
+
+from jackfield.serving.turns import key_of_thoughts
 
 pytest.importorskip("llguidance")
 
@@ -193,6 +196,44 @@ def test_effort_switches_reasoning(client: OpenAI) -> None:
     assert none.usage.input_tokens > low.usage.input_tokens  # a thought is shown as over
     assert none.reasoning is not None
     assert none.reasoning.effort == "none"
+
+
+def test_thoughts_are_told_as_the_template_reads_them() -> None:
+    found = {name: key_of_thoughts(with_template(TEMPLATES[name])) for name in TEMPLATES}
+    assert found["hermes"] == "reasoning_content"
+    assert found["harmony"] == "thinking"
+    assert found["deepseek_bare"] is None  # `thinking` is a variable there
+    for name, key in found.items():
+        assert (key is not None) == any(f"m.{k}" in TEMPLATES[name] for k in KEYS)
+
+
+KEYS = ("reasoning_content", "reasoning", "thinking")
+THINKS: Any = {"type": "reasoning", "summary": [],
+               "content": [{"type": "reasoning_text", "text": "so many words"}]}  # fmt: skip
+CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": "{}"}
+NOON = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
+
+
+@pytest.mark.parametrize(("form", "reads"), [("harmony", True), ("deepseek_bare", False)])
+def test_a_thought_is_told_where_the_model_is_told_thoughts(form: str, reads: bool) -> None:
+    with (
+        serving(loads(form)) as found,
+        openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        counts = [
+            response.usage.input_tokens
+            for items in ([THINKS, CALL, NOON], [CALL, NOON])
+            if (
+                response := client.responses.create(
+                    model="demo", input=[*SAY, *items], tools=TOOLS, max_output_tokens=1
+                )
+            ).usage
+        ]
+        assert (counts[0] > counts[1]) == reads
+        if not reads:
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(model="demo", input=[THINKS], max_output_tokens=1)
+            assert caught.value.param == "input"
 
 
 def test_an_agent_calls_a_tool_and_reads_what_came_of_it(server: Served) -> None:

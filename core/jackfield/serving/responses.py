@@ -29,6 +29,7 @@ from jackfield.serving.schema.responses import (
     in_fields_of_responses,
 )
 from jackfield.serving.store import Store, Stored
+from jackfield.serving.turns import key_of_thoughts
 
 
 class Conversation:
@@ -48,6 +49,7 @@ class Conversation:
                     "previous_response_not_found",
                 ) from None  # fmt: skip
         self.before = len(earlier)
+        called = {item["call_id"] for item in earlier if item["type"] == "function_call"}
         own = [user_message(body.input)] if isinstance(body.input, str) else body.input
         self.items = [*earlier]
         for at, item in enumerate(own):
@@ -57,6 +59,14 @@ class Conversation:
                 raise refused(f"input.{at}: no item of this id is stored", f"input.{at}.id")
             else:
                 self.items.append(stored)
+            last = self.items[-1]
+            if last["type"] == "function_call":
+                called.add(last["call_id"])
+            elif last["type"] == "function_call_output" and last["call_id"] not in called:
+                raise refused(
+                    f"input.{at}.call_id: no function_call before it has this call_id",
+                    f"input.{at}.call_id",
+                )
         if len(self.items) > MAX_ITEMS:
             raise refused(f"the conversation has more than {MAX_ITEMS} items", "input")
 
@@ -77,7 +87,11 @@ class Responding:
         self._kept = asking.settings.stored_responses > 0 and body.store is not False
         if body.store and not self._kept:
             raise refused("this server stores no responses; say store=false", "store")
-        said = messages(conversation.items, body.instructions, conversation.before)
+        items = conversation.items
+        if key_of_thoughts(engine.tokenizer) is None:  # the model is not told what it thought
+            items = [item for item in items if item["type"] != "reasoning"]
+        if not (said := messages(items, body.instructions)):
+            raise refused("input has nothing that this model is told; say something", "input")
         try:
             self._chat = Chat(body.chat(said), asking, engine)
         except ApiError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ from jackfield.serving.schema.chat import ChatRequest
 _FORMATS: WeakKeyDictionary[Engine, Format] = WeakKeyDictionary()
 _THINKS = "enable_thinking"  # how most templates call it
 _EFFORT = "reasoning_effort"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the first is that of our messages
 
 
 def format_for(engine: Engine) -> Format:
@@ -89,12 +91,12 @@ class Turn:
     """
 
     def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
-        messages = [message.plain() for message in body.messages]
+        tokenizer: Any = engine.tokenizer
+        messages = _renamed([message.plain() for message in body.messages], tokenizer)
         asked = {**body.asked(), **asking.length(body.most, engine)}
         self._format: Format | None = None
         self._how: dict[str, Any] = {}
         self._opened = False
-        tokenizer: Any = engine.tokenizer
         if getattr(tokenizer, "chat_template", None):
             told = template_kwargs(body, asking, str(tokenizer.get_chat_template()))
             if told:
@@ -144,6 +146,26 @@ class Turn:
         if self._format is None:
             return Said()
         return Said(self._format.parser(**self._how, starts_in_reasoning=self._opened))
+
+
+def key_of_thoughts(tokenizer: Any) -> str | None:
+    """What a chat template calls the thought of a message; None: it reads none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    source = str(tokenizer.get_chat_template())
+    reads = r"""(\.|\[["']|get\(["']|["']){}\b"""
+    return next((key for key in _THOUGHTS if re.search(reads.format(key), source)), None)
+
+
+def _renamed(messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """The messages, their thoughts called as the chat template calls them, if it reads any."""
+    key = key_of_thoughts(tokenizer)
+    if key in (None, _THOUGHTS[0]):
+        return messages
+    return [
+        {key if name == _THOUGHTS[0] else name: value for name, value in message.items()}
+        for message in messages
+    ]
 
 
 def _structure_in(asked: dict[str, Any]) -> str | None:

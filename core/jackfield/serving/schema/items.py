@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from jackfield.serving.errors import refused
 from jackfield.serving.schema.chat import FunctionCall, Message, ToolCall
 from jackfield.serving.schema.common import Body, Names, Short, Text, text_or_list
 
@@ -170,31 +169,23 @@ def as_json(item: InputMessage | Call | CallOutput | ReasoningItem) -> Json:
     return {"id": new_id(item.type), **found}
 
 
-def messages(items: Sequence[Json], instructions: str | None, before: int) -> list[Message]:
-    """The conversation as a chat has it; the first `before` items are those of earlier responses.
+def messages(items: Sequence[Json], instructions: str | None) -> list[Message]:
+    """The conversation as a chat has it.
 
-    A thought, a text and calls that follow one another are one message of the assistant. Raises
-    ApiError for what came of a call that nobody made.
+    A thought, a text and calls that follow one another are one message of the assistant.
     """
     found: list[Message] = []
     if instructions is not None:
         found.append(_message("system", instructions))
-    called: set[str] = set()
-    for at, item in enumerate(items):
+    for item in items:
         if item["type"] == "message" and item["role"] != "assistant":
             found.append(_message(item["role"], _joined(item["content"])))
         elif item["type"] == "function_call_output":
-            if item["call_id"] not in called:
-                raise refused(
-                    f"no function_call before it has the call_id of input item {at - before}",
-                    f"input.{at - before}.call_id",
-                )
             found.append(_result(item))
         else:
             if not _goes_on(found, item):
                 found.append(_message("assistant", None))
             _add(found[-1], item)
-            called |= {item["call_id"]} if item["type"] == "function_call" else set()
     return found
 
 

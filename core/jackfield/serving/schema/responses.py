@@ -211,8 +211,10 @@ class ResponsesRequest(Sampling):
             "model", "temperature", "top_p", "user", "stream", "seed", "parallel_tool_calls",
             "chat_template_kwargs", "prompt_cache_key", "safety_identifier", "include_report", *OWN,
         )  # fmt: skip
+        ended = bool(messages) and messages[-1].role == "assistant"
         return ChatRequest(
             messages=messages,
+            add_generation_prompt=True if ended else None,  # what it says is another message
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
