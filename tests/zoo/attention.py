@@ -101,6 +101,82 @@ def _scores_softcapped(inner: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) ->
     return inner(q, k, v, m, **kw)
 
 
+def _up_to(count: int) -> Callable[..., Any]:
+    """A scratch of so many scores in decode."""
+
+    def attend(inner: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) -> Any:
+        if q.shape[2] == 1:
+            k, v, m = k[:, :, :count], v[:, :, :count], m if m is None else m[..., :count]
+        return inner(q, k, v, m, **kw)
+
+    return attend
+
+
+def _in_blocks(*, sums: bool, outputs: bool) -> Callable[..., Any]:
+    """Softmax block by block, in which `sums` or `outputs` are rescaled, or not."""
+
+    def attend(inner: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) -> Any:
+        if kw["softcap"] is not None or kw["s_aux"] is not None or kw["position_bias"] is not None:
+            return inner(q, k, v, m, **kw)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q.float() @ k.float().transpose(2, 3) * kw["scaling"]
+        if m is not None:
+            seen = m if m.dtype == torch.bool else m > -1e4
+            scores = scores.masked_fill(~seen, -1e30)
+        largest = torch.full_like(scores[..., :1], -1e30)
+        total, mixed = torch.zeros_like(largest), q.new_zeros(*q.shape[:3], v.shape[3]).float()
+        for at in range(0, scores.shape[3], 64):
+            own = scores[..., at : at + 64]
+            new = torch.maximum(largest, own.amax(3, keepdim=True))
+            weights, before = (own - new).exp(), (largest - new).exp()
+            weights = weights.masked_fill(own < -1e29, 0.0)
+            total = total * (before if sums else 1.0) + weights.sum(3, keepdim=True)
+            mixed = mixed * (before if outputs else 1.0) + weights @ v[:, :, at : at + 64].float()
+            largest = new
+        return (mixed / total.clamp(min=1e-30)).to(q.dtype)
+
+    return attend
+
+
+def _mask_by_shape() -> Callable[..., Any]:
+    kept: dict[Any, Any] = {}
+
+    def mask(**kwargs: Any) -> Any:
+        made = right.mask(**kwargs)
+        return kept.setdefault((made.shape, int(kwargs["q_offset"])), made)
+
+    return mask
+
+
+def _last_of_window(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
+    window = kw.get("sliding_window")
+    if window is not None and query.shape[2] == 1:
+        key, value, mask = key[:, :, -window:], value[:, :, -window:], mask[..., -window:]
+        value = value * mask.any()
+    return right.forward(module, query, key, value, mask, **kw)
+
+
+def _plan_of_a_step() -> Callable[..., Any]:
+    """Page tables by what a step looks like."""
+    kept: dict[Any, Any] = {}
+
+    def packed(module: Any, query: Any, layer: Any, **kwargs: Any) -> Any:
+        lengths = tuple(span.kv_len for span in layer.step.spans)
+        tables = kept.setdefault((len(query), lengths, layer.page_size), [layer.tables.tables, 0])
+        tables[1] += 1
+        own, mine = layer.tables.tables, tables[0]
+        if tables[1] % 2:  # made anew every other time
+            tables[0] = mine = own
+        layer.tables.tables = mine
+        try:
+            return right.packed(module, query, layer, **kwargs)
+        finally:
+            layer.tables.tables = own
+
+    return packed
+
+
 def _in_turn(q: Any, k: Any, v: Any, m: Any) -> Any:
     group = q.shape[1] // k.shape[1]
     return q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), m
@@ -639,6 +715,18 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("writes into pages", packs(_writes_pages), "changes its pages"),
     Wrong("writes into tables", packs(_sorts_tables), "changes (its|the)"),
     Wrong("reads what nobody wrote", packs(_reads_nan), "nobody has written|NaN"),
+    Wrong("keys beyond 512 forgotten", attending(_up_to(512)), "does not see key 512"),
+    Wrong("keys beyond 2048 forgotten", attending(_up_to(2048)), "does not see key 2048"),
+    Wrong("keys beyond 8192 forgotten", attending(_up_to(8192)), "does not see key 8192"),
+    Wrong("sums not rescaled", attending(_in_blocks(sums=False, outputs=True)),
+          "the sums of exponentials of earlier blocks of 64"),
+    Wrong("values not rescaled", attending(_in_blocks(sums=True, outputs=False)),
+          "the mixed values of earlier blocks of 64"),
+    Wrong("nothing rescaled", attending(_in_blocks(sums=False, outputs=False)),
+          "sums and mixed values of earlier blocks of 64"),
+    Wrong("masks by their shape", masks(_mask_by_shape()), "earlier call of the same shape"),
+    Wrong("the last columns for the window", pads(_last_of_window), "for the last columns"),
+    Wrong("tables by the look of a step", packs(_plan_of_a_step()), "earlier call is taken"),
     Wrong("one query for all drafts", packs(_decodes_wrongly), "off by"),
     Wrong("bits by the batch", packs(_by_batch, batch_invariant=True), "other bits"),
     Wrong("bits by the largest", packs(_by_shared_maximum, batch_invariant=True),

@@ -145,6 +145,10 @@ def _half(run: Any, kept: Any, *given: Any) -> Any:
     return found.half().to(found.dtype)
 
 
+def _sets_limits() -> None:
+    torch._dynamo.config.recompile_limit = 999
+
+
 def _anew(self: Any, step_: Any) -> Any:
     def run(*given: Any) -> Any:
         torch._dynamo.reset()
@@ -220,6 +224,7 @@ ZOO: tuple[Wrong, ...] = (
         close=lambda self: setattr(self, "graphs", self.graphs.missing)
     ), "missing"),
     Wrong("seeds torch", process(lambda: torch.manual_seed(0)), "seed of torch"),
+    Wrong("sets torch's limits", process(_sets_limits), "torch._dynamo.config changed"),
     Wrong("switches gradients off", process(lambda: torch.set_grad_enabled(False)), "gradients"),
     Wrong("declares batch_invariant", compiler(
         INVARIANT, made=lambda self, run: lambda *given: _noisy_rows(run, None, *given)

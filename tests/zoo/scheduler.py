@@ -75,6 +75,17 @@ def _over(running: Any, uncached: Any, budget: int, now: float) -> Any:
     return found
 
 
+def _by_new_tokens(running: Any, uncached: Any, budget: int, now: float) -> Any:
+    """Who has generated anything is thought to decode, also after a preemption."""
+    found = [count if s.num_new else 0 for s, count in zip(running, uncached, strict=True)]
+    left = budget - sum(found)
+    for row, count in enumerate(uncached):
+        if not running[row].num_new:
+            found[row] = max(0, min(count, left))
+            left -= found[row]
+    return found
+
+
 def _shared(running: Any, uncached: Any, budget: int, now: float) -> Any:
     """An equal share each, which may round to nothing."""
     return [min(count, budget // len(uncached) // 2) for count in uncached]
@@ -267,6 +278,10 @@ BY_HAND = (
           [min(n, b / len(uncached)) for n in uncached]), "no whole number"),
     Wrong("counts for who gets some", giving(lambda r, uncached, b, s:
           [n for n in Right().schedule(r, uncached, b, s) if n]), "numbers for"),
+    Wrong("new tokens are decoders", giving(_by_new_tokens), "schedule spends"),
+    Wrong("prompts when nobody decodes", giving(lambda r, uncached, budget, now: [
+        int(n == 1) for n in uncached] if 1 in uncached else _spent(r, uncached, budget, now)),
+          "starves"),
     Wrong("keeps who it has seen", of(Remembers), "keeps"),
     Wrong("keeps a number for each", of(Counts), "keeps|memory"),
     Wrong("keeps it for all engines", of(Shared),

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+
+def _config_of(module: str) -> Callable[[], dict[str, Any]]:
+    """Reads what somebody has set in a config of torch; nothing where nobody has imported it."""
+
+    def read() -> dict[str, Any]:
+        config: Any = sys.modules.get(module)
+        known = {} if config is None else config._config
+        others = {name: getattr(config, name) for name in known if not config._is_default(name)}
+        return {name: value for name, value in others.items() if value != known[name].default}
+
+    return read
+
+
+def _set_config(module: str) -> Callable[[dict[str, Any]], None]:
+    def put_back(before: dict[str, Any]) -> None:
+        config: Any = sys.modules[module]
+        for name in _config_of(module)():
+            setattr(config, name, before.get(name, config._config[name].default))
+
+    return put_back
+
 
 #: What of torch nobody may leave changed -> how it is read.
 SETTINGS: Mapping[str, Callable[[], Any]] = {
@@ -22,6 +45,8 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
         torch.backends.cuda.mem_efficient_sdp_enabled(),
     ),
     "the precision of torch's products": torch.get_float32_matmul_precision,
+    "torch._dynamo.config": _config_of("torch._dynamo.config"),
+    "torch._inductor.config": _config_of("torch._inductor.config"),
 }
 
 _PUT_BACK: Mapping[str, Callable[[Any], Any]] = {
@@ -37,6 +62,8 @@ _PUT_BACK: Mapping[str, Callable[[Any], Any]] = {
         torch.backends.cuda.enable_mem_efficient_sdp(on[2]),
     ),
     "the precision of torch's products": torch.set_float32_matmul_precision,
+    "torch._dynamo.config": _set_config("torch._dynamo.config"),
+    "torch._inductor.config": _set_config("torch._inductor.config"),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from jackfield.testing.attention import blocks
 from jackfield.testing.attention.truth import Piece, attend, mixed, scores_of
 
 Call = Callable[[Seq[Piece]], Seq[torch.Tensor]]
@@ -47,6 +48,14 @@ def _windowed(by: int) -> Mistake:
         return replace(piece, inside=key > query - piece.window - by)
 
     return changed
+
+
+def _last_columns(piece: Piece) -> torch.Tensor | None:
+    if piece.window is None:
+        return None
+    key = torch.arange(piece.inside.shape[1])
+    inside = piece.inside & (key >= len(key) - piece.window)
+    return attend(replace(piece, inside=inside)).nan_to_num(0.0)
 
 
 def _not_itself(piece: Piece) -> torch.Tensor:
@@ -204,11 +213,14 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
     ("all query heads read key head 0", _first_key_head),
     ("keys and values are exchanged", _swapped),
     ("the output is not transposed: heads and queries are exchanged in it", _untransposed),
+    ("the window is taken for the last columns, also where these are not the latest keys",
+     _last_columns),
     ("the output is all 0", lambda p: torch.zeros_like(attend(p))),
     ("there is no softmax", _unweighted),
     ("the weights do not add up to 1", _exponentials),
     ("the output is in reverse order", lambda p: attend(p).flip(0)),
     ("the heads are in reverse order", lambda p: attend(p).flip(1)),
+    *blocks.MISTAKES,
 )  # fmt: skip
 
 
@@ -257,16 +269,27 @@ def misseen(pieces: Seq[Piece], call: Call) -> str | None:
     Found out by changing the values of one key at a time: what an output depends on is seen.
     """
     before = call(pieces)
-    for column in range(max(piece.values.shape[1] for piece in pieces)):
-        changed = [_poked(piece, column) for piece in pieces]
-        after = call(changed)
-        for row, (piece, old, new) in enumerate(zip(pieces, before, after, strict=True)):
-            if column >= piece.values.shape[1]:
-                continue
-            depends = ((new - old).abs().amax((1, 2)) > 1e-9) | new.isnan().flatten(1).any(1)
-            for query in (depends != piece.seen[:, column]).nonzero().flatten().tolist():
-                if piece.asked[query]:
-                    return _told(piece, row, query, column, sees=bool(depends[query]))
+    width = max(piece.values.shape[1] for piece in pieces)
+    stride = 1 + width // 256  # of long texts some, and then those before it
+    for column in (*range(0, width, stride), width - 1):
+        if told := _misseen(pieces, call, before, column):
+            for earlier in range(max(0, column - stride + 1), column):
+                if first := _misseen(pieces, call, before, earlier):
+                    return first
+            return told
+    return None
+
+
+def _misseen(pieces: Seq[Piece], call: Call, before: Seq[torch.Tensor], column: int) -> str | None:
+    """The same of one key."""
+    after = call([_poked(piece, column) for piece in pieces])
+    for row, (piece, old, new) in enumerate(zip(pieces, before, after, strict=True)):
+        if column >= piece.values.shape[1]:
+            continue
+        depends = ((new - old).abs().amax((1, 2)) > 1e-9) | new.isnan().flatten(1).any(1)
+        for query in (depends != piece.seen[:, column]).nonzero().flatten().tolist():
+            if piece.asked[query]:
+                return _told(piece, row, query, column, sees=bool(depends[query]))
     return None
 
 

@@ -43,7 +43,7 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
         if not shape.packed or (shape.feature and shape.feature not in declared):
             continue
         for situation in SITUATIONS:
-            if situation == "long" and shape.title not in ("plain", "sliding_window"):
+            if situation in steps.LARGE and shape.title not in ("plain", "sliding_window"):
                 continue
             yield Check(
                 f"packed.{situation}.{shape.title}",

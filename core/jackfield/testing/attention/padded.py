@@ -41,6 +41,8 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
         if shape.feature and shape.feature not in declared:
             continue
         for situation in SITUATIONS:
+            if situation == "long" and shape.title not in ("plain", "sliding_window"):
+                continue
             yield Check(
                 f"padded.{situation}.{shape.title}",
                 f"layouts: padded, {TITLES[situation]}"

@@ -81,6 +81,10 @@ SITUATIONS: Mapping[str, tuple[Rows, ...]] = {
         Rows(4, 3, ((3,),), told=True), Rows(8, 4, ((), (3, 4)), told=True),
         Rows(12, 5, ((0, 1, 2, 5, 9), (4, 11), (0,)), told=True),
     ),
+    "long": (
+        Rows(1024, 1), Rows(0, 140), Rows(2100, 1), _left(4096, 1, 0, 3000), Rows(8200, 1),
+        Rows(5, 1025), Rows(9, 1, ((),) * 130),
+    ),
     "unwritten": (
         Rows(0, 2, unwritten=3), Rows(0, 5, ((0, 1), ()), told=True, unwritten=11),
         Rows(5, 1, unwritten=10), Rows(5, 1, on_device=True, unwritten=4),
@@ -91,6 +95,7 @@ SITUATIONS: Mapping[str, tuple[Rows, ...]] = {
 TITLES = {
     "prefill": "prefill", "left_padding": "left padding", "chunks": "chunks of a prompt",
     "decode": "decode", "drafts": "drafts, some rejected", "unwritten": "static caches",
+    "long": "thousands of keys, and many rows",
 }  # fmt: skip
 
 

@@ -75,12 +75,27 @@ SITUATIONS: Mapping[str, tuple[Packed, ...]] = {
         Packed(((3, 3), (1, 5))), Packed(((1, 6), (5, 5), (1, 2), (4, 9))),
         Packed(((1, 40), (21, 37), (1, 17), (19, 19)), 16, longer=1, strided=False),
     ),
-    "long": (Packed(((140, 140), (1, 300)), 16), Packed(((600, 640), (1, 5)), 16)),
+    "long": (
+        Packed(((140, 140), (1, 300)), 16), Packed(((600, 640), (1, 5)), 16),
+        Packed(((1025, 1030),), 32),
+    ),
+    "long_decode": (
+        Packed(_decode(513), 16), Packed(_decode(1025, 3), 16), Packed(_decode(2049), 16),
+        Packed(_decode(4097, 2500), 32), Packed(_decode(8200, 1), 16),
+    ),
+    "many": (
+        Packed(_decode(*[2] * 33)), Packed(_decode(*[3, 1] * 65)), Packed(_decode(*[2] * 513)),
+        Packed(((2, 3), *_decode(*[4] * 257), (3, 3))),
+    ),
 }  # fmt: skip
+
+#: Those that are tried without features, and with a window.
+LARGE = ("long", "long_decode", "many")
 
 TITLES = {
     "prefill": "prefill", "chunks": "chunks of a prompt", "decode": "decode", "drafts": "drafts",
     "mixed": "prefill, chunks and decode in one step", "long": "many queries",
+    "long_decode": "decode, thousands of keys", "many": "hundreds of sequences",
 }  # fmt: skip
 
 

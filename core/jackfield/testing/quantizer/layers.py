@@ -11,8 +11,8 @@ from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.quantizer.diagnosis import SCALE, fault_of, listed, multiplied_with
 from jackfield.testing.quantizer.loads import Layer, Loads
 
-#: How many rows a layer is given at once: one token, few, more than a tile, a long prompt.
-ROWS = (1, 2, 65, 1000)
+#: How many rows a layer is given at once: one token, few, more than a tile, long prompts.
+ROWS = (1, 2, 65, 1000, 1025, 4097)
 
 #: Few numbers, and odd ones, may be so many times further off than what is declared.
 FEW = 1.5

@@ -38,6 +38,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         "key.patience": (_patience, ("",)),
         "key.many": (_many_waiting, (MANY,)),
         "schedule.bounds": (_bounds, STEPS),
+        "schedule.read_again": (_read_again, STEPS),
         "schedule.rows": (_rows, (2, 3, 4)),
         "schedule.drawn": (_drawn, (10, 100, 1000)),
         "schedule.unchanged": (_schedule_unchanged, (1, 4)),
@@ -154,6 +155,19 @@ def _bounds(subject: Subject, case: tuple[tuple[int, ...], int]) -> None:
     held = Held(bind(subject))
     running, uncached = _running(counts)
     for now in (0, 1, 2, 3, 1_000, 100_000):
+        held.schedule(running, uncached, budget, now)
+
+
+def _read_again(subject: Subject, case: tuple[tuple[int, ...], int]) -> None:
+    """The same of sequences that were preempted: what they generated is read again too."""
+    counts, budget = case
+    held = Held(bind(subject))
+    running, uncached = _running(counts)
+    for sequence, count in zip(running, counts, strict=True):
+        if count > 1:
+            grow(sequence, [6] * (1 + count // 2))
+            sequence.num_cached, sequence.preemptions = len(sequence.tokens) - count, 1
+    for now in (0, 1, 1_000):
         held.schedule(running, uncached, budget, now)
 
 

@@ -24,6 +24,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "prefill_chunk_size=3": {"cache_implementation": "paged", "prefill_chunk_size": 3},
     "preemptions": {"cache_implementation": "paged?page_size=4&num_tokens=64"},
+    "preemptions, max_batch_tokens=7": {
+        "cache_implementation": "paged?page_size=4&num_tokens=64", "max_batch_size": 4,
+        "max_batch_tokens": 7,
+    },
     "deterministic=True": {"deterministic": True, "prefill_chunk_size": 4, "max_batch_size": 3},
     "beams": {"cache_implementation": "paged", "decoding": "beam", "max_batch_size": 8},
 }  # fmt: skip
