@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
 from jackfield.engine.observer import Observer
 from jackfield.engine.requests import BACKLOG, Request
-from jackfield.errors import PromptError
+from jackfield.errors import ExecutionError, PromptError
 
 READERS = 6
 COUNT = 12
@@ -147,8 +148,9 @@ def test_other_threads_run_while_a_long_prompt_is_read() -> None:
 def test_an_event_loop_that_was_closed_keeps_nobody_from_being_woken() -> None:
     gone, here = asyncio.new_event_loop(), asyncio.new_event_loop()
     gone.close()
-    woken = [asyncio.Event() for _ in range(3)]
-    requests.wake([(gone, woken[0]), (here, woken[1]), (here, woken[2])])
+    wakers = [requests.Waker(loop) for loop in (gone, here, here)]
+    woken = [waker.woken for waker in wakers]
+    requests.wake(wakers)
     here.run_until_complete(asyncio.wait_for(woken[1].wait(), 10))
     assert [one.is_set() for one in woken] == [False, True, True]
     here.close()
@@ -244,3 +246,60 @@ def test_a_slow_reader_gets_few_deltas_and_the_same_text(engine: Engine) -> None
     assert [token for delta in found for token in delta.token_ids] == completion.token_ids
     assert [one for delta in found for one in delta.logprobs] == completion.logprobs
     assert [delta.completion for delta in found] == [None] * (len(found) - 1) + [completion]
+
+
+def open_request() -> Request:
+    return Request(0, lambda request: None, streams=True)
+
+
+def told(request: Request, text: str, completion: Any = None) -> None:
+    requests.wake(request.deliver(Delta(text, [1], completion)))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_paced_reader_is_woken_for_the_first_and_for_the_end(merged: bool) -> None:
+    """The interval is longer than the test may take; what comes in it is handed out at the end."""
+    request, end = open_request(), SimpleNamespace(finish_reason="stop")
+    found: list[str] = []
+
+    async def read() -> None:
+        async for delta in request.paced(3600.0, merged=merged):
+            found.append(delta.text)  # noqa: PERF401 - looked at meanwhile
+
+    async def act() -> None:
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        told(request, "a")
+        while not found:
+            await asyncio.sleep(0)
+        for text in "bcd":
+            told(request, text)
+            await asyncio.sleep(0.01)
+        assert found == ["a"]
+        told(request, "e", end)
+        await asyncio.wait_for(reader, 60)
+
+    asyncio.run(act())
+    assert found == (["a", "bcde"] if merged else list("abcde"))
+    assert request._wakers == []
+
+
+def test_a_paced_reader_looks_when_the_interval_is_over() -> None:
+    request = open_request()
+
+    async def act() -> None:
+        paced = aiter(request.paced(0.05, merged=True))
+        told(request, "a")
+        assert (await anext(paced)).text == "a"
+        began = asyncio.get_running_loop().time()
+        waits = asyncio.ensure_future(anext(paced))
+        await asyncio.sleep(0)
+        told(request, "b")
+        told(request, "c")
+        assert (await asyncio.wait_for(waits, 60)).text == "bc"
+        assert asyncio.get_running_loop().time() - began >= 0.045
+        requests.wake(request.fail(ValueError("no")))
+        with pytest.raises(ExecutionError, match="no"):
+            await asyncio.wait_for(anext(paced), 60)
+
+    asyncio.run(act())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn
@@ -14,10 +16,29 @@ from jackfield.errors import ExecutionError, JackfieldError, UsageError, error_t
 
 BACKLOG = 64  # deltas that are kept apart; a reader who is further behind gets them as one
 
-#: Who waits in an event loop, and for what.
-Waker = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-
 FORKED = "an engine does not survive a fork; load one in the child process"
+
+
+class Waker:
+    """Somebody who waits in an event loop; before `not_before` they are woken for an end only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.woken = asyncio.Event()
+        self.not_before = 0.0  # on the clock `time.monotonic`
+
+    async def wait(self, rest: float = 0.0) -> None:
+        """Wait until it is woken, or `rest` seconds are over, in which what came is not told."""
+        if not rest:
+            await self.woken.wait()
+            return
+        self.not_before = time.monotonic() + rest
+        timer = self.loop.call_later(rest, self.woken.set)
+        try:
+            await self.woken.wait()
+        finally:
+            self.not_before = 0.0
+            timer.cancel()
 
 
 class Request:
@@ -76,30 +97,56 @@ class Request:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        while True:
-            await self._wait(lambda: bool(self._deltas) or self.done)
-            delta = self._next()
-            if delta is None:
-                return
+        async for delta in self._read(self._next, 0.0):
             yield delta
-            if delta.completion is not None:
-                return
+
+    async def paced(self, interval: float, *, merged: bool) -> AsyncIterator[Delta]:
+        """``async for`` where waking the reader costs much: once in `interval` seconds at most.
+
+        The first delta and the end come at once. With `merged` all that has come meanwhile is
+        handed out as one delta.
+        """
+        async for delta in self._read(self._all_that_came if merged else self._next, interval):
+            yield delta
+
+    async def _read(
+        self, take: Callable[[], Delta | None], interval: float
+    ) -> AsyncIterator[Delta]:
+        rest = 0.0  # nothing has been handed out yet
+        with self._awoken() as waker:
+            while True:
+                waker.woken.clear()
+                ended = self.done  # looked at first: what comes before it has ended is taken
+                if (delta := take()) is not None:
+                    yield delta
+                    if delta.completion is not None:
+                        return
+                    rest = interval
+                elif ended:
+                    return
+                else:
+                    await waker.wait(rest)
+                    rest = 0.0
 
     def __await__(self) -> Generator[Any, None, Completion]:
-        yield from self._wait(lambda: self.done).__await__()
+        yield from self._ended().__await__()
         return self.result()
 
-    async def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait in the running event loop until `ready`."""
+    async def _ended(self) -> None:
+        with self._awoken() as waker:
+            while not self.done:
+                await waker.wait()
+                waker.woken.clear()
+
+    @contextlib.contextmanager
+    def _awoken(self) -> Iterator[Waker]:
+        """What is set in the running event loop with each delta, and at the end."""
         self._check_process()
-        woken = asyncio.Event()
-        waker = (asyncio.get_running_loop(), woken)
+        waker = Waker(asyncio.get_running_loop())
         with self._changed:
             self._wakers.append(waker)
         try:
-            while not ready():
-                await woken.wait()
-                woken.clear()
+            yield waker
         finally:
             with self._changed:
                 self._wakers.remove(waker)
@@ -108,6 +155,13 @@ class Request:
         """In a forked child nothing more comes, and a lock may be held by a thread that is gone."""
         if os.getpid() != self._process and not self.done:
             raise UsageError(FORKED)
+
+    def _all_that_came(self) -> Delta | None:
+        with self._changed:
+            if len(self._deltas) > 1:
+                deltas, self._deltas = self._deltas, deque()
+                return Delta.merged(deltas)
+        return self._next()
 
     def _next(self) -> Delta | None:
         """The next delta, where something has come; None where all were handed out before."""
@@ -151,7 +205,8 @@ class Request:
     def _told(self) -> list[Waker]:
         """Wake the threads that wait; returns the event loops that do."""
         self._changed.notify_all()
-        return self._wakers[:]
+        now = time.monotonic()
+        return [waker for waker in self._wakers if self.done or waker.not_before <= now]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError("a request is its engine's and cannot be copied; copy its result()")
@@ -160,8 +215,8 @@ class Request:
 def wake(wakers: Iterable[Waker]) -> None:
     """Wake all of them, each event loop once: that is a system call, and a turn of the loop."""
     waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for loop, woken in wakers:
-        waiting.setdefault(loop, []).append(woken)
+    for waker in wakers:
+        waiting.setdefault(waker.loop, []).append(waker.woken)
     for loop, all_of_it in waiting.items():
         try:
             loop.call_soon_threadsafe(_set, all_of_it)

@@ -148,7 +148,7 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
         said = request.state.said = {"model": body.model, "user": body.user}
         if settings.log_texts:
             said[prompt] = body.model_dump(mode="json")[prompt]
-        run = Run(pool[body.model], metrics, body.NAMES, prompt, said, texts=settings.log_texts)
+        run = Run(pool[body.model], metrics, body.NAMES, prompt, said, settings)
 
         async def start() -> Any:
             engine = await run.open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jackfield.engine.completions import Delta
@@ -13,6 +13,7 @@ from jackfield.serving.asking import Asking
 from jackfield.serving.logprobs import of_chat
 from jackfield.serving.runs import Run
 from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.schema.common import as_json
 from jackfield.serving.turns import turn_for
 
 _OBJECT = "chat.completion"
@@ -40,23 +41,24 @@ class Chat:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.body.model}
 
-    async def chunks(self, run: Run) -> AsyncIterator[dict[str, Any]]:
-        """``chat.completion.chunk`` objects."""
+    async def chunks(self, run: Run) -> AsyncIterator[str]:
+        """``chat.completion.chunk`` objects, as JSON."""
         head = self._head(f"{_OBJECT}.chunk")
         usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
+        with_choice = around(head, usage)
         for index in range(self.body.samples):
-            first = {"role": "assistant", "content": ""}
-            yield {**head, "choices": [_choice(index, first)], **usage}
+            yield with_choice(_choice(index, {"role": "assistant", "content": ""}))
         async for choice in self.choices(run):
-            yield {**head, "choices": [choice], **usage}
+            yield with_choice(choice)
         if self.body.include_report:
-            yield {**head, "choices": [], "jackfield": reports(run), **usage}
+            yield as_json({**head, "choices": [], "jackfield": reports(run), **usage})
         if self.include_usage:
-            yield {**head, "choices": [], "usage": run.usage()}
+            yield as_json({**head, "choices": [], "usage": run.usage()})
 
     async def choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
         """What the chunks have of each text; `reasoning_tokens` counts those of thoughts."""
         parsers = [self._turn.parser() for _ in range(self.body.samples)]
+        run.merges = parsers[0].plain  # else which tokens are thoughts depends on the pieces
         unsaid = [0] * self.body.samples  # tokens whose text is held back
         async for index, delta in run:
             said = parsers[index].said(delta)
@@ -94,6 +96,12 @@ class Chat:
             _fold(choices[piece["index"]], piece)
         found = {**self._head(_OBJECT), "choices": choices, "usage": run.usage()}
         return found | ({"jackfield": reports(run)} if self.body.include_report else {})
+
+
+def around(head: dict[str, Any], tail: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
+    """Chunks with one choice each, as JSON: all but the choice is the same, and made once."""
+    before, _, after = as_json({**head, "choices": [0], **tail}).rpartition("[0]")
+    return lambda choice: f"{before}[{as_json(choice)}]{after}"
 
 
 def _choice(

@@ -10,9 +10,10 @@ from typing import Any
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
 from jackfield.serving.asking import Asking
-from jackfield.serving.chat import reports
+from jackfield.serving.chat import around, reports
 from jackfield.serving.logprobs import of_text
 from jackfield.serving.runs import Run
+from jackfield.serving.schema.common import as_json
 from jackfield.serving.schema.completions import CompletionRequest
 
 
@@ -42,19 +43,22 @@ class TextCompletion:
             "model": self.body.model,
         }  # fmt: skip
 
-    async def chunks(self, run: Run) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, run: Run) -> AsyncIterator[str]:
+        """``text_completion`` objects, as JSON."""
         usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
+        with_choice = around(self._head, usage)
         async for choice in self._choices(run):
-            yield {**self._head, "choices": [choice], **usage}
+            yield with_choice(choice)
         if self.body.include_report:
-            yield {**self._head, "choices": [], "jackfield": reports(run), **usage}
+            yield as_json({**self._head, "choices": [], "jackfield": reports(run), **usage})
         if self.include_usage:
-            yield {**self._head, "choices": [], "usage": run.usage()}
+            yield as_json({**self._head, "choices": [], "usage": run.usage()})
 
     async def _choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
         if self.body.echo:
             for number in range(len(self.prompts) * self.body.samples):
                 yield _choice(number, self._echoed(number // self.body.samples))
+        run.merges = True
         async for number, delta in run:
             logprobs = self._logprobs(number, delta)
             if delta.text or logprobs or delta.finish_reason:

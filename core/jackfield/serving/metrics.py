@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -16,6 +16,23 @@ if TYPE_CHECKING:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Counts the tokens of one model, and how long they took."""
+
+    made: Counter
+    first: Histogram
+    later: Histogram
+
+    def came(self, tokens: int, now: float, before: float | None, began: float) -> None:
+        """`tokens` of a text that was asked for at `began`, whose last ones came `before`."""
+        self.made.inc(tokens)
+        if before is None:
+            self.first.observe(now - began)
+        else:
+            self.later.observe((now - before) / tokens)
 
 
 class Metrics:
@@ -36,20 +53,15 @@ class Metrics:
             "time_per_output_token_seconds", "Between tokens.", ("model",),
             buckets=_TOKEN_SECONDS, **own,
         )  # fmt: skip
-        self._last: WeakKeyDictionary[Any, dict[int, float]] = WeakKeyDictionary()
 
     def answered(self, endpoint: str, model: str, status: int) -> None:
         self._requests.labels(endpoint, model, str(status)).inc()
 
-    def came(self, model: str, tokens: int, number: int, run: Any, now: float) -> None:
-        """`tokens` of a run's text `number` have come."""
-        self._tokens.labels(model).inc(tokens)
-        last = self._last.setdefault(run, {})
-        if number in last:
-            self._later.labels(model).observe((now - last[number]) / tokens)
-        else:
-            self._first.labels(model).observe(now - run.began)
-        last[number] = now
+    def tokens_of(self, model: str) -> Tokens:
+        """What counts the tokens of one model. To be kept: finding it takes as long as counting."""
+        return Tokens(
+            self._tokens.labels(model), self._first.labels(model), self._later.labels(model)
+        )
 
     def show(self) -> bytes:
         return generate_latest(self.registry)

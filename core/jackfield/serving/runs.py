@@ -16,6 +16,7 @@ from jackfield.engine.requests import Request
 from jackfield.serving.errors import ApiError, as_api_error, field_in, in_fields, refused
 from jackfield.serving.metrics import Metrics
 from jackfield.serving.pool import Served
+from jackfield.serving.settings import ServerSettings
 
 logger = logging.getLogger("jackfield.serving")
 
@@ -27,7 +28,8 @@ class Run:
     """Texts that an engine makes for one body. Close it, whatever happens; then nothing is left.
 
     `names` and `prompt` say which fields errors are about (`as_api_error`). At its end `said` is
-    told what was made, with `texts` also the texts.
+    told what was made, with `log_texts` also the texts. What comes of a text is looked at every
+    `stream_interval` seconds, the first and the last at once; `merges`: as one delta.
     """
 
     def __init__(
@@ -37,12 +39,13 @@ class Run:
         names: Mapping[str, str],
         prompt: str,
         said: dict[str, Any],
-        *,
-        texts: bool,
+        settings: ServerSettings,
     ) -> None:
-        self._served, self._metrics = served, metrics
+        self._served, self._counted = served, metrics.tokens_of(served.name)
+        self._last: dict[int, float] = {}  # when something came of each text
         self._names, self._prompt = names, prompt
-        self._said, self._texts = said, texts
+        self._said, self._texts = said, settings.log_texts
+        self._interval = settings.stream_interval
         self._stack = contextlib.AsyncExitStack()
         self._requests: list[Request] = []
         self._readers: list[asyncio.Task[None]] = []
@@ -51,6 +54,7 @@ class Run:
         self.completions: dict[int, Completion] = {}
         self.began = time.perf_counter()
         self.prompts = 1  # how many there are
+        self.merges = False
 
     async def open(self) -> Engine:
         """The engine, which stays until this is closed. Raises ApiError."""
@@ -85,7 +89,7 @@ class Run:
         """(number of the text, what came of it), as it comes. Raises ApiError."""
         try:
             if len(self._requests) == 1:
-                async for delta in self._requests[0]:
+                async for delta in self._deltas(self._requests[0]):
                     yield 0, self._seen(0, delta)
                 return
             async for number, delta in self._merged():
@@ -95,12 +99,15 @@ class Run:
         except Exception as error:
             raise self._told(error) from error
 
+    def _deltas(self, request: Request) -> AsyncIterator[Delta]:
+        return request.paced(self._interval, merged=self.merges)
+
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(2 * len(self._requests))
 
         async def read(number: int, request: Request) -> None:
             try:
-                async for delta in request:
+                async for delta in self._deltas(request):
                     await queue.put((number, delta))
             except Exception as error:  # noqa: BLE001 - raised where the queue is read
                 await queue.put((number, error))
@@ -115,9 +122,10 @@ class Run:
             yield number, found
 
     def _seen(self, number: int, delta: Delta) -> Delta:
-        now = time.perf_counter()
         if delta.token_ids:
-            self._metrics.came(self._served.name, len(delta.token_ids), number, self, now)
+            now = time.perf_counter()
+            self._counted.came(len(delta.token_ids), now, self._last.get(number), self.began)
+            self._last[number] = now
         if (completion := delta.completion) is not None:
             self.completions[number] = completion
             if completion.finish_reason == "error":

@@ -62,6 +62,8 @@ class ServerSettings(BaseSettings):
 
     `models` maps the names that clients use to models, `keys` names to API keys. `preload`: models
     are loaded at the start; None: one that is alone is. Sizes are in bytes, times in seconds.
+    `stream_interval` is how often a stream is written to at most; its first piece and its last
+    come at once.
     """
 
     model_config = SettingsConfigDict(
@@ -91,6 +93,7 @@ class ServerSettings(BaseSettings):
     receive_timeout: Seconds = 30.0
     max_completion_tokens: Count | None = None
     max_samples: Count = 16
+    stream_interval: Annotated[float, Field(ge=0, le=1)] = 0.02
     stored_responses: Annotated[int, Field(ge=0)] = 1000
     stored_bytes: Count = 256 * 1024 * 1024
     default_seed: int | None = None

@@ -47,6 +47,11 @@ class Said:
         self._called = False
 
     @property
+    def plain(self) -> bool:
+        """Whether all of it is content, however it is cut."""
+        return self._parser is None
+
+    @property
     def done(self) -> bool:
         """Whether what the model goes on to say is not wanted."""
         return self._parser is not None and self._parser.done

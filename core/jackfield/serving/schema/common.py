@@ -167,6 +167,9 @@ def structure(wanted: ResponseFormat | None, param: str) -> dict[str, Any]:
     return {"json_schema": {"type": "object"} if schema is None else schema}
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def as_json(value: Any) -> str:
     """JSON as it goes over the wire."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
