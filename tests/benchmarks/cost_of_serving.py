@@ -1,6 +1,6 @@
 """What a token costs on its way from the engine to the socket.
 
-    python tests/benchmarks/cost_of_serving.py [--clients 1,8,32] [--rounds 3] [--profile FILE]
+    python tests/benchmarks/cost_of_serving.py [--clients 1,8,32] [--rounds 3] [--profile FILE] [--interval S]
 
 The small model inside the package makes stories of 64 tokens for so many clients at a time: in this
 process (`stream`: coroutines that read `astream`; `submit`: nobody reads along), and over HTTP,
@@ -165,7 +165,8 @@ if __name__ == "__main__":
     asked.add_argument("--clients", default="1,8,32")
     asked.add_argument("--rounds", type=int, default=3)
     asked.add_argument("--profile", type=Path)
+    asked.add_argument("--interval", type=float, default=0.02, help="the server's stream_interval")
     given = asked.parse_args()
-    with serving() as served:
+    with serving(stream_interval=given.interval) as served:
         for clients in map(int, given.clients.split(",")):
             compare(served, clients, given.rounds, given.profile)
