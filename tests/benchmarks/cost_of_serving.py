@@ -1,6 +1,7 @@
 """What a token costs on its way from the engine to the socket.
 
-    python tests/benchmarks/cost_of_serving.py [--clients 1,8,32] [--rounds 3] [--profile FILE] [--interval S]
+    python tests/benchmarks/cost_of_serving.py [--clients 1,8,32] [--rounds 3]
+        [--interval SECONDS] [--profile FILE]
 
 The small model inside the package makes stories of 64 tokens for so many clients at a time: in this
 process (`stream`: coroutines that read `astream`; `submit`: nobody reads along), and over HTTP,
