@@ -6,7 +6,7 @@ import { Plot } from "./plots.js";
 
 const EVERY = 1000; // milliseconds
 const plots = {
-  speed: new Plot("Throughput", " tokens/s", 10, 1),
+  speed: new Plot("Tokens a second", "", 10, 1),
   running: new Plot("Running", "", 4),
   waiting: new Plot("Waiting", "", 4),
   cache: new Plot("Cache in use", " %", 100, 1),
