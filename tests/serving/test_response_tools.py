@@ -14,7 +14,7 @@ from served import Served, serving
 from test_tools import PLACE, SAY, loads
 from tool_templates import TEMPLATES, with_template
 
-from jackfield.serving.turns import key_of_thoughts
+from jackfield.serving.turns import _renamed, key_of_thoughts
 
 pytest.importorskip("llguidance")
 
@@ -205,6 +205,11 @@ def test_thoughts_are_told_as_the_template_reads_them() -> None:
     assert found["deepseek_bare"] is None  # `thinking` is a variable there
     for name, key in found.items():
         assert (key is not None) == any(f"m.{k}" in TEMPLATES[name] for k in KEYS)
+    thought = {"role": "assistant", "reasoning_content": "hm"}  # not every transformers renames it
+    assert _renamed([thought], with_template(TEMPLATES["harmony"])) == [
+        {"role": "assistant", "thinking": "hm"}
+    ]
+    assert _renamed([thought], with_template(TEMPLATES["hermes"])) == [thought]
 
 
 KEYS = ("reasoning_content", "reasoning", "thinking")
