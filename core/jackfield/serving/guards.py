@@ -176,8 +176,12 @@ async def answer_error(error: ApiError, send: Send) -> None:
 
 
 def _log(scope: Scope, own: dict[str, Any], status: int) -> None:
-    """One line of JSON; no prompt and no answer is in it, but where `log_texts` is on."""
-    if not logger.isEnabledFor(logging.INFO):
+    """One line of JSON; no prompt and no answer is in it, but where `log_texts` is on.
+
+    Probes that come every few seconds and are well are not told.
+    """
+    well = status < 400 and scope["path"].startswith(("/health/", "/metrics"))
+    if well or not logger.isEnabledFor(logging.INFO):
         return
     line = {
         "event": "request", "id": own["id"], "client_id": own["client_id"],
