@@ -1,0 +1,183 @@
+"""jackfield serve against `transformers serve --continuous-batching`, one set of weights, in turn.
+
+    python tests/benchmarks/serve_against_transformers.py [--model demo | half-billion]
+        [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
+
+Starts one server, asks it with `jackfield bench serve`, ends it, starts the other, and so on: never
+two at a time. `half-billion` has Qwen2.5-0.5B's shape, random weights in bfloat16, and a tokenizer
+of bytes. Prints for each number of clients the median over the rounds of both and of the ratio, and
+how many of eight greedy answers are the same text. OMP_NUM_THREADS counts for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jackfield.client.prompts import Beginnings
+from jackfield.demo import MODEL_PATH
+
+READY_WITHIN = 600.0  # seconds: transformers imports for long where the machine is busy
+Load = dict[str, Any]
+
+
+def save(model: str, folder: Path) -> None:
+    if model == "demo":
+        shutil.copytree(MODEL_PATH, folder)
+        return
+    import torch
+    from workload import half_billion
+
+    made = half_billion(torch.bfloat16)
+    made.save_pretrained(folder)
+    byte_tokenizer(made.config.vocab_size).save_pretrained(folder)
+
+
+def byte_tokenizer(size: int) -> Any:
+    """One token a byte; the ids above are words that no text is cut into."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: number for number, letter in enumerate(letters)}
+    words |= {f"Ġw{number}": number for number in range(len(letters), size)}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def command(server: str, folder: Path, port: int) -> list[str]:
+    if server == "jackfield":
+        return [sys.executable, "-m", "jackfield", "serve", str(folder), "--port", str(port)]
+    program = Path(sys.executable).with_name("transformers")
+    started = [str(program)] if program.exists() else [
+        sys.executable, "-c", "from transformers.cli.transformers import main; main()",
+    ]  # fmt: skip
+    return [
+        *started, "serve", str(folder), "--continuous-batching", "--port", str(port),
+        "--host", "127.0.0.1",
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(server: str, folder: Path, log: Path) -> Iterator[str]:
+    """A server process until the block is left; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("ab") as out:
+        process = subprocess.Popen(command(server, folder, port), stdout=out, stderr=out)
+    try:
+        until = time.monotonic() + READY_WITHIN
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{server} does not serve:\n{log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def texts(url: str, folder: Path) -> list[str]:
+    asked = {"model": str(folder), "max_tokens": 32, "temperature": 0}
+    found = []
+    for number in range(8):
+        body = {**asked, "prompt": Beginnings(7)(number)}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
+        answer.raise_for_status()
+        found.append(answer.json()["choices"][0]["text"])
+    return found
+
+
+def measured(url: str, folder: Path, given: argparse.Namespace, seed: int) -> dict[int, Load]:
+    words = [
+        "bench", "serve", "--url", url, "--model", str(folder), "--endpoint", "completions",
+        "--concurrency", given.clients, "--max-tokens", str(given.max_tokens), "--json",
+        "--seed", str(seed),
+    ]  # fmt: skip
+    words += ["--requests", str(given.requests)] if given.requests else []
+    words += ["--prompt-tokens", str(given.prompt_tokens)] if given.prompt_tokens else []
+    done = subprocess.run(
+        [sys.executable, "-m", "jackfield", *words], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return {load["concurrency"]: load for load in json.loads(done.stdout)["loads"]}
+
+
+FIGURES = {
+    "requests/s": lambda load: load["requests_per_second"],
+    "tokens/s": lambda load: load["tokens_per_second"],
+    "first token p50, ms": lambda load: 1000 * load["time_to_first_token"]["p50"],
+    "first token p95, ms": lambda load: 1000 * load["time_to_first_token"]["p95"],
+    "per token p50, ms": lambda load: 1000 * load["time_per_token"]["p50"],
+    "per token p95, ms": lambda load: 1000 * load["time_per_token"]["p95"],
+}
+
+
+def show(ours: list[dict[int, Load]], theirs: list[dict[int, Load]]) -> None:
+    for clients in ours[0]:
+        pairs = [(a[clients], b[clients]) for a, b in zip(ours, theirs, strict=True)]
+        failed = [sum(load["failed"] for load in side) for side in zip(*pairs, strict=True)]
+        print(f"\n{clients} clients (failed: {failed[0]} and {failed[1]})")
+        print(f"{'':22}{'jackfield':>12}{'transformers':>14}{'ratio':>8}")
+        for name, of in FIGURES.items():
+            mine, other = ([of(load) for load in side] for side in zip(*pairs, strict=True))
+            better = [
+                a / b if name.endswith("/s") else b / a for a, b in zip(mine, other, strict=True)
+            ]
+            print(
+                f"{name:22}{statistics.median(mine):12.4g}{statistics.median(other):14.4g}"
+                f"{statistics.median(better):8.2f}"
+            )
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("--model", choices=("demo", "half-billion"), default="demo")
+    asked.add_argument("--clients", default="1,8,32")
+    asked.add_argument("--rounds", type=int, default=2)
+    asked.add_argument("--requests", type=int)
+    asked.add_argument("--max-tokens", type=int, default=64)
+    asked.add_argument("--prompt-tokens", type=int)
+    given = asked.parse_args()
+    found: dict[str, list[dict[int, Load]]] = {"jackfield": [], "transformers": []}
+    said: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / given.model
+        save(given.model, folder)
+        for turn in range(given.rounds):
+            for server, loads in found.items():
+                with running(server, folder, Path(place) / f"{server}.log") as url:
+                    said[server] = texts(url, folder)
+                    loads.append(measured(url, folder, given, turn))
+    same = sum(a == b for a, b in zip(said["jackfield"], said["transformers"], strict=True))
+    print(f"{given.model}: {same} of {len(said['jackfield'])} greedy answers are the same text")
+    show(found["jackfield"], found["transformers"])
+
+
+if __name__ == "__main__":
+    main()
