@@ -31,6 +31,7 @@ from jackfield.client.prompts import Beginnings
 from jackfield.demo import MODEL_PATH
 
 READY_WITHIN = 600.0  # seconds: transformers imports for long where the machine is busy
+READY = {"jackfield": "/health/ready", "transformers": "/health"}
 Load = dict[str, Any]
 
 
@@ -83,7 +84,7 @@ def running(server: str, folder: Path, log: Path) -> Iterator[str]:
         process = subprocess.Popen(command(server, folder, port), stdout=out, stderr=out)
     try:
         until = time.monotonic() + READY_WITHIN
-        while not answers(url):
+        while not answers(f"{url}{READY[server]}"):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{server} does not serve:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
@@ -99,7 +100,7 @@ def running(server: str, folder: Path, log: Path) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     return False
 
 
