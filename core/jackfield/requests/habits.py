@@ -264,7 +264,7 @@ FLAGS: Mapping[str, str] = {
     "default_seed": "write --seed N",
     "enable_cors": "write `jackfield serve --cors-origin '*'`",
     "examples_path": "pipe messages into it, one a line",
-    "force_model": "write --model MODEL",
+    "force_model": "write `jackfield serve MODEL`",
     "generate_flags": "write --set key=value",
     "generation_config": "write --set key=value for each of its settings",
     "host": _SERVER,

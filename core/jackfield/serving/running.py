@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -23,14 +24,15 @@ logger = logging.getLogger("jackfield.serving")
 
 
 class Server(uvicorn.Server):
-    """The first SIGTERM or SIGINT drains: nobody new is let in, answers are finished; a second one
-    stops at once.
+    """The first SIGTERM or SIGINT drains: nobody new is let in, answers are finished, and the
+    process ends well. A second one ends it at once, whatever hangs.
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._captured_signals.append(sig)
         if self.should_exit:
-            self.force_exit = True
+            logger.error("stopped by a second signal; answers are cut off")
+            os._exit(128 + sig)
+        logger.info("draining: answers are finished; a second signal stops at once")
         self.should_exit = True
 
 
@@ -74,8 +76,9 @@ def bound(settings: ServerSettings) -> Iterator[socket.socket]:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         made = socket.socket(family)
-    except OSError as error:
-        raise UsageError(f"cannot serve at {host}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        why = getattr(error, "strerror", None) or shown(error)
+        raise UsageError(f"cannot serve at {shown(host)}: {why}") from None
     with made:
         if sys.platform != "win32":
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,7 +110,8 @@ def check_certificate(settings: ServerSettings) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        # a key with a passphrase is no good: nobody is there to be asked for it
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=str)
     except (OSError, ValueError) as error:
         pair = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
         raise UsageError(
