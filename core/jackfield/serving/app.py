@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -36,6 +37,10 @@ from jackfield.serving.schema.responses import (
 )
 from jackfield.serving.settings import ServerSettings
 from jackfield.serving.store import Store
+from jackfield.serving.tracing import Traced, traces
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 Q = TypeVar("Q", bound=BaseModel)
 
@@ -43,18 +48,24 @@ Q = TypeVar("Q", bound=BaseModel)
 GONE = Response(status_code=499)  # which nobody reads
 
 
-def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> FastAPI:
-    """The ASGI application of a server; `load` makes the engines.
+def create_app(
+    settings: ServerSettings,
+    load: Load = jackfield.api.load,
+    tracing: Callable[[], TracerProvider | None] = traces,
+) -> FastAPI:
+    """The ASGI application of a server; `load` makes the engines, `tracing` what takes spans.
 
     Its lifespan opens the pool, and closes every engine at its end.
     """
-    pool, metrics = Pool(settings, load), Metrics()
+    pool, metrics, provider = Pool(settings, load), Metrics(), tracing()
     metrics.registry.register(Engines(pool))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with pool:
             yield
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)  # sends what is left
 
     app = FastAPI(
         title="jackfield", lifespan=lifespan, docs_url=None, redoc_url=None,
@@ -69,6 +80,8 @@ def create_app(settings: ServerSettings, load: Load = jackfield.api.load) -> Fas
         add_page(app)
     _add_errors(app)
     app.add_middleware(Guard, settings=settings, keys=Keys(settings.keys), metrics=metrics)
+    if provider is not None:
+        app.add_middleware(Traced, provider=provider)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins,

@@ -124,6 +124,8 @@ class Run:
     def _seen(self, number: int, delta: Delta) -> Delta:
         if delta.token_ids:
             now = time.perf_counter()
+            if not self._last:
+                self._said["first_token"] = round(now - self.began, 4)
             self._counted.came(len(delta.token_ids), now, self._last.get(number), self.began)
             self._last[number] = now
         if (completion := delta.completion) is not None:
@@ -169,6 +171,8 @@ class Run:
         await asyncio.gather(*self._readers, return_exceptions=True)
         await self._stack.aclose()
         self._said["usage"] = self.usage()
+        ended = [self.completions[n].finish_reason for n in sorted(self.completions)]
+        self._said["finish"] = ended
         if self._texts:
             self._said["texts"] = [self.completions[n].text for n in sorted(self.completions)]
 
