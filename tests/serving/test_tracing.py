@@ -25,6 +25,7 @@ export = pytest.importorskip("opentelemetry.sdk.trace.export")
 SECRET = "Sort these numbers: 41 7 88 23"
 ANSWER = "7 23 41 88"
 BODY = {"model": "demo", "messages": [{"role": "user", "content": SECRET}]}
+SAMPLED = {"stream": True, "n": 2, "temperature": 1, "seed": 1, "max_completion_tokens": 3}
 DOCS = Path(__file__).parents[2] / "docs/serving.md"
 
 
@@ -49,7 +50,7 @@ def test_a_span_has_figures_and_no_text(traced: served.Served, spans: Any) -> No
     url = f"{traced.url}/v1/chat/completions"
     whole = httpx.post(url, json=BODY, headers={"traceparent": parent})
     assert whole.json()["choices"][0]["message"]["content"] == ANSWER
-    stream = httpx.post(url, json={**BODY, "stream": True, "n": 2, "max_completion_tokens": 3})
+    stream = httpx.post(url, json={**BODY, **SAMPLED})
     wrong = httpx.post(url, json={**BODY, SECRET: SECRET})
     httpx.post(f"{traced.url}/v1/nothing/{ANSWER}", json={})
     httpx.get(f"{traced.url}/v1/models")
