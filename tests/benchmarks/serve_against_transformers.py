@@ -6,7 +6,7 @@
 Starts one server, asks it with `jackfield bench serve`, ends it, starts the other, and so on: never
 two at a time. `half-billion` has Qwen2.5-0.5B's shape, random weights in bfloat16, and a tokenizer
 of bytes. Prints for each number of clients the median over the rounds of both and of the ratio, and
-how many of eight greedy answers are the same text. OMP_NUM_THREADS counts for both.
+how many of four greedy answers are the same text. OMP_NUM_THREADS counts for both.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def answers(url: str) -> bool:
 
 
 def texts(url: str, folder: Path) -> list[str]:
-    asked = {"model": str(folder), "max_tokens": 32, "temperature": 0}
+    asked = {"model": str(folder), "max_tokens": 24, "temperature": 0}
     found = []
-    for number in range(8):
+    for number in range(4):
         body = {**asked, "prompt": Beginnings(7)(number)}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False)
         answer.raise_for_status()
@@ -175,6 +175,8 @@ def main() -> None:
                 with running(server, folder, Path(place) / f"{server}.log") as url:
                     said[server] = texts(url, folder)
                     loads.append(measured(url, folder, given, turn))
+                rates = [f"{n}: {one['requests_per_second']:.3g}" for n, one in loads[-1].items()]
+                print(f"{server}, round {turn}: requests/s {', '.join(rates)}", flush=True)
     same = sum(a == b for a, b in zip(said["jackfield"], said["transformers"], strict=True))
     print(f"{given.model}: {same} of {len(said['jackfield'])} greedy answers are the same text")
     show(found["jackfield"], found["transformers"])
