@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -264,7 +265,10 @@ def test_the_plan_is_shown(opened: Opened, server: Served) -> None:
 
 
 @needs_browser
-def test_figures_are_plotted_while_somebody_looks(opened: Opened, server: Served) -> None:
+def test_figures_are_plotted_while_somebody_looks(
+    opened: Opened, server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jackfield.serving")
     labels = "[...document.querySelectorAll('#plots svg')].map((one) => one.ariaLabel)"
     with opened() as page:
         ask(page, STORY)
@@ -274,6 +278,8 @@ def test_figures_are_plotted_while_somebody_looks(opened: Opened, server: Served
         count = len(page.asked)
         page.run("new Promise((done) => setTimeout(done, 1500))")
         assert len(page.asked) == count
+    assert '"path": "/v1/chat/completions"' in caplog.text
+    assert "/v1/report" not in caplog.text
     seen = {"tokens_out": 5, "running": 3, "waiting": 2, "cache": {"pages": 8, "pages_used": 2}}
     health = {"failure": None, "stalled": True, "inside": "attention", "ready": False}
     body = json.dumps({"demo": {"statistics": seen, "health": health}})

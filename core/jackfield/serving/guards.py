@@ -178,9 +178,9 @@ async def answer_error(error: ApiError, send: Send) -> None:
 def _log(scope: Scope, own: dict[str, Any], status: int) -> None:
     """One line of JSON; no prompt and no answer is in it, but where `log_texts` is on.
 
-    Probes that come every few seconds and are well are not told.
+    Probes that come every few seconds, and the page's figures, are not told while they are well.
     """
-    well = status < 400 and scope["path"].startswith(("/health/", "/metrics"))
+    well = status < 400 and scope["path"].startswith(("/health/", "/metrics", "/v1/report"))
     if well or not logger.isEnabledFor(logging.INFO):
         return
     line = {
