@@ -315,6 +315,50 @@ class TruncatesInName(RightCache):
         sequence.num_cached = tokens + 1
 
 
+class FindsFromPrepare(RightCache):
+    """What a step is given can be found before it was written: also where the step fails."""
+
+    def prepare(self, step: Any) -> Any:
+        found = super().prepare(step)
+        self.ends = {item.sequence.id: item.start + item.num_tokens for item in step.scheduled}
+        return found
+
+    def commit(self, step: Any, kept: Any) -> None:
+        self.ends = {}
+        super().commit(step, kept)
+
+    def release(self, sequences: Any) -> None:
+        for sequence in sequences:
+            if sequence.id in self.running and sequence.id in getattr(self, "ends", ()):
+                sequence.num_cached = self.ends[sequence.id]
+        super().release(sequences)
+
+
+class TruncatesForOthers(RightCache):
+    """What is left of a text that became another one is written to, whoever finds it."""
+
+    def truncate(self, sequence: Any, tokens: int) -> None:
+        super().truncate(sequence, tokens)
+        for group in self.groups:
+            table = group.tables.get(sequence.id)
+            for page in () if table is None else table.pages:
+                group.allocator.users[page] = 1
+
+
+class EvictsInName(RightCache):
+    """Pages of the oldest texts are free again, and can still be found."""
+
+    def release(self, sequences: Any) -> None:
+        super().release(sequences)
+        gone = getattr(self, "gone", 0)
+        if len(self.known) > 4 + gone:
+            for group, table in zip(self.groups, self.known[gone][2], strict=True):
+                for page in table.pages:
+                    if group.allocator.users.pop(page, 0):
+                        group.allocator.free.append(page)
+            self.gone = gone + 1
+
+
 class KeepsTheStates(RightCache):
     """Pages of one step are the model's own tensors, which it uses again."""
 
@@ -551,6 +595,9 @@ PAGES: dict[str, tuple[type[RightCache], Design, str]] = {
     "takes back pages": (TakesBackPages, PAGE, r"token|page|NaN|never"),
     "truncates too much": (TruncatesTooMuch, PAGE, r"token|page|NaN|never"),
     "truncates in name": (TruncatesInName, PAGE, r"truncate"),
+    "finds from prepare on": (FindsFromPrepare, RICH, r"never given|num_cached|changed"),
+    "truncates for others": (TruncatesForOthers, RICH, r"request|page|KeyError|token"),
+    "evicts in name": (EvictsInName, RICH, r"request|page|KeyError"),
     "keeps the model's tensors": (KeepsTheStates, PAGE, r"NaN"),
     "scales in place": (ScalesInPlace, PAGE, r"write changed"),
     "stores scaled": (StoresScaled, PAGE, r"1\.\d+ times"),

@@ -19,7 +19,7 @@ from jackfield.errors import JackfieldError, UsageError, first_line, quoted
 from jackfield.hookspecs import HOOKS
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.registry.discovery import registry
-from jackfield.spelling import nearest
+from jackfield.spelling import AUTO, nearest
 
 TEMPLATE = Path(__file__).with_name("template")
 
@@ -121,6 +121,8 @@ def _check_name(kind: str, name: str) -> None:
             f"NAME is the backend's, and its package is called jackfield-NAME; leave 'jackfield-' "
             f"out: jackfield new {kind} {name.removeprefix('jackfield-') or 'NAME'}"
         )
+    if name == AUTO:
+        raise UsageError(f"{AUTO!r} leaves the choice to jackfield; take another name")
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{quoted(name)} cannot be the name of a backend: it must be lower-case words joined "

@@ -54,6 +54,7 @@ def check(
     from jackfield.testing.subject import subject_of
     from jackfield.testing.suites import checks_of
 
+    _usable(device, limit, html)
     patterns = tuple(only or ())
     subject = subject_of(backend, kind, seed=seed, device=device)
     checks = chosen(checks_of(subject), patterns)
@@ -74,6 +75,22 @@ def check(
         _summary(report)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _usable(device: str, limit: float, html: Path | None) -> None:
+    """Raise UsageError for what cannot be, before anything is checked."""
+    import torch
+
+    from jackfield.errors import UsageError
+
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device takes cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA GPU here; leave it out for the CPU")
+    if not 0 < limit < float("inf"):
+        raise UsageError(f"--limit takes a factor above 0, not {limit:g}")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise UsageError(f"--html {html}: there is no folder for such a file; make it first")
 
 
 def _nothing(patterns: tuple[str, ...]) -> Exception:
@@ -97,3 +114,5 @@ def _tell(out: Console, verdict: Verdict) -> None:
 def _summary(report: Report) -> None:
     counts = ", ".join(f"{number} {outcome}" for outcome, number in report.counts.items())
     say(f"{report.backend}: {counts} (seed {report.seed}, {report.hardware})")
+    for warning in report.warnings:
+        say(f"warning: {warning}")

@@ -47,6 +47,16 @@ class Report:
         return not outcomes["failed"] and outcomes["passed"] > 0
 
     @property
+    def warnings(self) -> list[str]:
+        """What a reader might take for proven, and is not."""
+        own = [v for v in self.verdicts if not v.name.startswith(("everyone.", "running."))]
+        compared = [v for v in own if v.outcome in ("passed", "failed") and v.name != "fits"]
+        untried = [v for v in own if v.outcome == "not tried"]
+        if not untried or compared:
+            return []
+        return [f"nothing that it computes was compared with anything: {untried[0].message}"]
+
+    @property
     def counts(self) -> Counter[str]:
         """How many checks had each outcome."""
         return Counter(verdict.outcome for verdict in self.verdicts)
@@ -58,6 +68,7 @@ class Report:
             "kind": self.kind,
             "passed": self.passed,
             "counts": dict(self.counts),
+            "warnings": self.warnings,
             "seed": self.seed,
             "versions": self.versions,
             "hardware": self.hardware,

@@ -39,7 +39,8 @@ def _driven(bench: Bench, scene: Scene) -> Check:
         _by_hand(bench)
         drafts = "drafts" in scene.needs.get("decoding", ())
         name = bench.whole if scene.whole else bench.sharp
-        name = bench.taking_back if drafts else name
+        if drafts and not (scene.whole and bench.packed):
+            name = bench.taking_back
         with bench.drive(name, what=scene.capability, **scene.needs) as driver:
             scene.run(driver, case)
             driver.judge.check_scale()
@@ -141,6 +142,10 @@ def _engines(bench: Bench) -> Iterator[Check]:
     yield Check("engine.cache_salt", "contract", of(runs.salts, bench.whole))
     yield Check("engine.cancelled", "contract", of(runs.cancellations))
     yield Check("engine.failed_step", "contract", of(runs.failures))
+    if bench.packed:
+        small = {} if bench.small is None else {"cache_implementation": bench.small}
+        yield Check("engine.failed_prompts", "contract", of(runs.failures, bench.whole))
+        yield Check("engine.filled", "contract", of(runs.filled, bench.whole, **small))
     if bench.packed:
         yield Check("engine.preempted", "contract", of(runs.preemptions))
     if declared.rollback:

@@ -7,7 +7,8 @@ from typing import Any
 
 from jackfield.contracts import ScheduledSequence, Sequence, Settings, Step
 from jackfield.testing.cache.driver import Driver
-from jackfield.testing.checks import WrongError
+from jackfield.testing.checks import NotTriedError, WrongError
+from jackfield.testing.models import VOCAB
 
 
 def _admitted(driver: Driver, tokens: Seq[int] | int, *, salt: str = "") -> Sequence:
@@ -121,6 +122,44 @@ def truncated(driver: Driver, case: tuple[int, int]) -> None:
             driver.truncate(sequence, sequence.num_cached - back)
     driver.step()
     driver.step()
+
+
+def truncated_and_shared(driver: Driver, length: int) -> None:
+    """A draft model's text becomes another one; who asks for the first finds that, or nothing."""
+    first = _admitted(driver, length)
+    driver.step()
+    tokens = list(first.tokens[:length])
+    for back in (1, 5, length // 2):
+        driver.truncate(first, first.num_cached - back)
+        for _ in range(back + 2):
+            driver.step()
+        other = _admitted(driver, [*tokens, 3])
+        driver.step()
+        driver.release(other)
+
+
+def filled(driver: Driver, length: int) -> None:
+    """Prompts that come, leave and come again until a small pool was filled several times."""
+    known = [driver.tokens(length)]
+    known += [[(t + 5 * n) % VOCAB for t in known[0]] for n in range(1, 9)]
+    for number in range(60):
+        tokens = known[number * (1 + number // 9) % 9]
+        if len(driver.running) > 2:
+            driver.release(driver.running[0])
+        while driver.admit(tokens) is None:
+            driver.release(driver.running[0])
+        driver.step()
+        driver.step()
+        for sequence in list(driver.aside):
+            if not driver.resume(sequence):
+                driver.release(sequence)
+        driver.step()
+    usage = driver.cache.usage()
+    if usage is not None and usage.pages * usage.page_size > 60 * length:
+        raise NotTriedError(
+            f"its pool has {usage.pages * usage.page_size} tokens, and no option `num_tokens` "
+            "makes it small"
+        )
 
 
 def forked(driver: Driver, length: int) -> None:
@@ -245,12 +284,17 @@ def forgotten(driver: Driver, length: int) -> None:
 
 def failed_step(driver: Driver, length: int) -> None:
     """A step that ends without `commit`: all are released, and the next ones find nothing of it."""
-    for layers in (1, 0, 1):
-        driver.admit(length)
+    for stepped, layers in ((True, 1), (False, 0), (False, 1)):
+        tokens = driver.tokens(length)
+        driver.admit(tokens)
         driver.admit(length + 3)
-        if layers:
+        if stepped:
             driver.step()
         fail(driver, layers)
+        driver.release_all()
+        driver.admit(tokens)  # asked again
+        driver.step()
+        driver.step()
         driver.release_all()
     again(driver, length)
 

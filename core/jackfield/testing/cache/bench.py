@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,8 @@ from jackfield.contracts import (
 from jackfield.engine.checked_cache import CheckedCache
 from jackfield.engine.checked_packed import CheckedPackedCache
 from jackfield.engine.padded import laid_out
-from jackfield.errors import PlanError
+from jackfield.errors import JackfieldError, PlanError
+from jackfield.spelling import Selection, parse
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.lossy import SteppedReference
 from jackfield.testing.checks import NotTriedError, WrongError
@@ -81,6 +83,21 @@ class Bench:
     @property
     def packed(self) -> bool:
         return self.declared.layout == "packed"
+
+    @functools.cached_property
+    def small(self) -> str | None:
+        """What selects it with a pool that a few prompts fill; None: it has no such option."""
+        subject, given = self.subject, parse(self.subject.selection)
+        if not any(field.name == "num_tokens" for field in fields(subject.options)):
+            return None
+        for tokens in (224, 1024, 4096):
+            arguments = {**given.arguments, "num_tokens": str(tokens)}
+            try:
+                subject.registered.options(arguments)
+            except JackfieldError:
+                continue
+            return str(Selection(given.name, given.distribution, arguments))
+        return None
 
     @property
     def sharp(self) -> str:

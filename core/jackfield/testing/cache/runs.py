@@ -173,16 +173,24 @@ def failures(engine: Engine) -> None:
     def failing(inputs: Any) -> Any:
         calls[0] += 1
         found = forward(inputs)
-        if calls[0] in (1, 4):
+        if calls[0] in (1, 4, 6):
             raise RuntimeError("the kit's own failure")
         return found
 
     loop.forward = failing
-    for text in prompts((9, 4)):
+    for text in prompts((9, 4, 40)):
         with contextlib.suppress(Exception):
             engine.generate([text, *prompts(LENGTHS)], max_new_tokens=6)
     loop.forward = forward
     rows(engine)
+    engine.generate(prompts((9, 4, 40)), max_new_tokens=3)  # those of the steps that failed
+
+
+def filled(engine: Engine) -> None:
+    """Long prompts again and again, of which a small pool has room for few."""
+    for _ in range(3):
+        for text in prompts((40, 33, 50, 41, 60, 39)):
+            engine.generate([text, text[:34]], max_new_tokens=4)
 
 
 def cancellations(engine: Engine) -> None:

@@ -52,7 +52,7 @@ def scenes(bench: Bench) -> Iterator[Scene]:
     yield of("store.chunks", acts.chunks, (7, 3, 1))
     yield of("store.rows", acts.ragged, ((3, 5), (1, 6, 3), (6, 1, 33, 4), (9, 2, 5, 17, 1)))
     yield of("store.reused", acts.again, (1, 6, 20), "contract")
-    yield of("store.after_a_failed_step", acts.failed_step, (3, 9), "contract")
+    yield of("store.after_a_failed_step", acts.failed_step, (3, 9, 40), "contract")
     yield of("store.released_twice", acts.never_admitted, (4,), "contract")
     if packed:
         yield of("continuous.joins", acts.joins, (2, 7, 18), "contract")
@@ -62,6 +62,12 @@ def scenes(bench: Bench) -> Iterator[Scene]:
         yield of("prefixes.windows", acts.shared, (6, 33), "contract")
         yield of("prefixes.shared", acts.shared, (6, 16, 32, 37, 70), "contract", whole=True)
         yield of("prefixes.cache_salt", acts.salted, (9, 33, 70), "contract", whole=True)
+        yield of(
+            "prefixes.after_a_failed_step", acts.failed_step, (9, 40, 70), "contract", whole=True
+        )
+        small = {} if bench.small is None else {"cache_implementation": bench.small}
+        for name, whole in (("store.filled", False), ("prefixes.filled", True)):
+            yield of(name, acts.filled, (9, 33, 50), "contract", whole=whole, **small)
         yield of("prefixes.forget", acts.forgotten, (9, 33, 70), "contract", whole=True)
     if declared.static_shapes and not packed:
         yield of("static_shapes.addresses", acts.fixed_addresses, (3, 9), "static_shapes")
@@ -87,6 +93,11 @@ def scenes(bench: Bench) -> Iterator[Scene]:
         yield of(
             "rollback.truncate", acts.truncated, ((6, 1), (9, 4), (34, 5)), what, decoding=DRAFTS
         )
+    if declared.rollback and packed:
+        yield of(
+            "rollback.truncate_shared", acts.truncated_and_shared, (9, 34, 70), what,
+            whole=True, decoding=DRAFTS,
+        )  # fmt: skip
     if declared.rollback and declared.forks and packed:
         both = {**DRAFTS, **BEAMS}
         yield of("forks.with_drafts", acts.forked_with_drafts, (3, 9, 32), "forks", decoding=both)
