@@ -162,5 +162,9 @@ def _settings(
 
 
 def _print_key(name: str, key: str, digest: str) -> None:
-    print(key)
-    say(f"the key is shown once; in the file of --config write: [keys.{name}] sha256 = {digest!r}")
+    if not name or any(character.isspace() for character in name):
+        raise UsageError(f"--new-key {name!r}: the name of a key has no spaces")
+    print(key, flush=True)
+    say("the key is shown once, on standard output; write into the file of --config:")
+    say(f"[keys.{json.dumps(name, ensure_ascii=False)}]")
+    say(f'sha256 = "{digest}"')
