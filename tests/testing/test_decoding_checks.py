@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from decoding import ZOO, Lookup, of
 from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
+from jackfield import contracts
 from jackfield.contracts import Decoding, DecodingCapabilities, Strategy
+from jackfield.testing.checks import verdict
+from jackfield.testing.subject import uninstalled
+from jackfield.testing.suites import checks_of
 from jackfield_plugins.decoding.assisted import Assisted
 from jackfield_plugins.decoding.beam import Beam
 from jackfield_plugins.decoding.prompt_lookup import PromptLookup
@@ -20,6 +26,17 @@ SAMPLE = (
     "keeps sequences after release", "changes an early token of a long text",
     "does not ask for rollback", "another beam's score", "no length penalty",
 )  # fmt: skip
+
+
+def test_the_search_of_the_docs_keeps_every_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs/hooks.md").read_text()
+    (code,) = re.findall(r"```python\n(class Greedy.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = vars(contracts).copy()
+    exec(compile(code, "docs/hooks.md", "exec"), names)  # noqa: S102 - our own page
+    made = of(names["Greedy"], forks=True, rollback=False, settings=frozenset())
+    with uninstalled(made()) as subject:
+        rules = ("beams.rules", "beams.forbidden", "beams.eos", "beams.stop_strings")
+        assert_right([verdict(c) for c in checks_of(subject) if c.name in rules], 4)
 
 
 class Again(Strategy):

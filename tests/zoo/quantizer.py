@@ -47,6 +47,12 @@ ZOO: tuple[Wrong, ...] = (
 -    return (groups * scales[..., None].float()).flatten(1)
 +    return (groups * scales.roll(1, 1)[..., None].float()).flatten(1)
 """),
+    wrong("rows beyond 4096 forgotten", r"rows .* of 4097 are wrong", """
+-        return nn.functional.linear(states, self.weight.to(states.dtype), self.bias)
++        found = nn.functional.linear(states, self.weight.to(states.dtype), self.bias)
++        found.flatten(0, -2)[4096:] = 0
++        return found
+"""),
     wrong("weights twice as large", r"2 times those of the file", """
 -    return (groups * scales[..., None].float()).flatten(1)
 +    return (groups * 2 * scales[..., None].float()).flatten(1)
