@@ -273,7 +273,8 @@ def test_a_bound_on_requests_that_are_open() -> None:
         slow = {"model": "demo", "prompt": "Tell me", "stream": True, "max_tokens": 400,
                 "logit_bias": {"0": -100, "1": -100}}  # fmt: skip
         with client.stream("POST", f"{served.url}/v1/completions", json=slow) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # hangs up when it is forgotten
+            next(lines)
             refused = client.post(served.url + CHAT, json=SAY)
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"

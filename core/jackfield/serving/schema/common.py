@@ -72,7 +72,7 @@ class Sampling(Body):
     # of jackfield
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     cache_salt: Short | None = None
     decoding: Short | None = None
     regex: Text | None = None
