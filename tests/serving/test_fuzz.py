@@ -141,7 +141,8 @@ PARTNERS: dict[str, tuple[str, ...]] = {
     "messages": ("max_completion_tokens", "max_tokens"), "input": ("max_output_tokens",),
     "prompt": ("max_tokens",), "add_generation_prompt": ("continue_final_message",),
     "continue_final_message": ("messages", "add_generation_prompt"),
-    "instructions": ("input", "max_output_tokens"), "tools": ("tool_choice",), "documents": ("messages",),
+    "instructions": ("input", "max_output_tokens"),
+    "tools": ("tool_choice",), "documents": ("messages",),
 }  # fmt: skip
 
 
