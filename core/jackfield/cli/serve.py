@@ -152,8 +152,11 @@ def _settings(
     arguments = {**backends.arguments(), **batches.arguments()}
     defaults = {**Backends().arguments(), **Batches().arguments()}
     own = {name: value for name, value in arguments.items() if value != defaults[name]}
-    if model is not None or config is None:
-        given["models"] = {model or "demo": {"model": model or "demo", **own}}
+    if model is not None or (own and config is None):
+        name = model or "demo"
+        folder = Path(name)
+        shown = folder.resolve().name if folder.is_dir() else name
+        given["models"] = {shown: {"model": name, **own}}
     elif own:
         raise UsageError(
             f"{', '.join(sorted(own))} of which model? Write it into {config}, or name one MODEL"

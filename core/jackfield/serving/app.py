@@ -86,7 +86,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID"],
+            allow_headers=["*"],  # the client for browsers has headers of its own
         )  # fmt: skip
     return app
 
@@ -97,6 +97,7 @@ def _add_health(app: FastAPI, pool: Pool, metrics: Metrics) -> None:
         """The server answers."""
         return {"status": "alive"}
 
+    @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> Response:
         """Whether requests are taken: 200, or 503 with the reason."""

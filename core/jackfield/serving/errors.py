@@ -28,6 +28,16 @@ _KINDS = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    504: "server_error",
+}
+
+#: What the engine advises, where a request says it otherwise.
+_WORDS = {
+    "set do_sample=True or temperature, or num_beams": "give temperature",
+    "offer it with jackfield.load(decoding={'name': 'plugin:…'})": (
+        "offer it with `jackfield serve --decoding`, or in the server's file"
+    ),
+    "or load with a larger max_waiting": "or raise the server's max_waiting",
 }
 
 
@@ -89,7 +99,7 @@ def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) ->
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full")
+        return ApiError(429, in_fields(str(error), {}), code="queue_full")
     if isinstance(error, SettingsError | PromptError | CacheFullError):
         field = field_in(str(error), names)
         if field is None and not isinstance(error, SettingsError):
@@ -105,6 +115,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) ->
 
 def in_fields(message: str, names: Mapping[str, str]) -> str:
     """A message of the engine in the words of the request."""
+    for words, ours in _WORDS.items():
+        message = message.replace(words, ours)
     for name, field in names.items():
         message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", field, message)
     return message
@@ -132,6 +144,6 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     kind, what = first.get("type"), str(first.get("msg", "is wrong"))
     if kind == "json_invalid":
         return refused(f"the body is not JSON: {shown(what)}", None)
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "none_required"):
         what = f"nothing here reads the field {param!r}; drop it"
     return refused(f"{param or 'the body'}: {shown(what, 500)}", param or None)

@@ -180,7 +180,7 @@ def _log(scope: Scope, own: dict[str, Any], status: int) -> None:
 
     Probes that come every few seconds, and the page's figures, are not told while they are well.
     """
-    well = status < 400 and scope["path"].startswith(("/health/", "/metrics", "/v1/report"))
+    well = status < 400 and scope["path"].startswith(("/health", "/metrics", "/v1/report"))
     if well or not logger.isEnabledFor(logging.INFO):
         return
     line = {

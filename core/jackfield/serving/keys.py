@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import time
 from collections.abc import Callable, Mapping
 
 from jackfield.serving.errors import ApiError
-from jackfield.serving.settings import KeySettings
+from jackfield.serving.settings import KeySettings, digest
 
 
 def new_key() -> tuple[str, str]:
     """A key and its SHA-256, of which only the latter is to be kept."""
     key = f"jf-{secrets.token_urlsafe(32)}"
     return key, digest(key)
-
-
-def digest(key: str) -> str:
-    """Keys are random and long, so that a fast hash is as good as a slow one."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Keys:

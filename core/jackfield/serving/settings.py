@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +19,12 @@ from pydantic_settings import (
 
 from jackfield.errors import UsageError, shown
 from jackfield.requests.arguments import OF_LOADING
+
+
+def digest(key: str) -> str:
+    """Keys are random and long, so that a fast hash is as good as a slow one."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -111,6 +119,8 @@ class ServerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> ServerSettings:
+        if not self.models:
+            self.models = {"demo": ModelSettings(model="demo")}
         if not (self.is_loopback or self.keys or self.allow_unauthenticated):
             raise ValueError(
                 f"host {self.host} can be reached by others, and there is no API key: add a key "
@@ -156,11 +166,24 @@ class ServerSettings(BaseSettings):
 
 
 _OF_FILE = "_of_file"
+_KEY = "JACKFIELD_API_KEY"
+#: Variables that others of jackfield's parts read.
+_OTHERS = frozenset({
+    _KEY, "JACKFIELD_DISABLE", "JACKFIELD_KERNEL_LOCK", "JACKFIELD_LOAD_TIMEOUT",
+    "JACKFIELD_PLUGINS", "JACKFIELD_TRUSTED_PUBLISHERS",
+})  # fmt: skip
 
 
 def settings(file: Path | None = None, **flags: Any) -> ServerSettings:
     """The settings of a server. Raises UsageError, with one line for all that is wrong."""
-    given: dict[str, Any] = {**flags, _OF_FILE: {} if file is None else _read(file)}
+    of_file = {} if file is None else _read(file)
+    if "models" in flags and ("models" in of_file or "JACKFIELD_MODELS" in os.environ):
+        where = file if "models" in of_file else "JACKFIELD_MODELS"
+        raise UsageError(f"a model is named, and {where} names others; leave one of the two out")
+    _check_environment()
+    if key := os.environ.get(_KEY):  # one for both ends, as its own client reads it
+        of_file.setdefault("keys", {"default": {"sha256": digest(key)}})
+    given: dict[str, Any] = {**flags, _OF_FILE: of_file}
     try:
         return ServerSettings(**given)
     except ValidationError as error:
@@ -168,6 +191,18 @@ def settings(file: Path | None = None, **flags: Any) -> ServerSettings:
         raise UsageError(f"{where}: {'; '.join(map(_line, error.errors()))}") from None
     except ValueError as error:  # of the environment: no JSON where there should be
         raise UsageError(f"the server's settings in the environment: {shown(error)}") from None
+
+
+def _check_environment() -> None:
+    """Raise UsageError for a variable that looks like a setting and is none."""
+    known = {f"JACKFIELD_{name.upper()}" for name in ServerSettings.model_fields} | _OTHERS
+    for variable in sorted(os.environ):
+        name = variable.partition("__")[0]
+        if variable.startswith("JACKFIELD_") and name not in known and "_BENCH_" not in name:
+            raise UsageError(
+                f"{variable} in the environment is no setting of a server; unset it "
+                "(docs/serving.md lists all of them)"
+            )
 
 
 def _line(error: Any) -> str:

@@ -132,9 +132,11 @@ def _tool(where: str, function: Mapping[str, Any]) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping | None):
         raise SettingsError(f"{where}.parameters must be a JSON schema, not {quoted(parameters)}")
-    if (parameters or {}).get("type", "object") != "object":
+    if parameters is not None and parameters.get("type", "object") != "object":
         raise SettingsError(f"{where}.parameters must be the schema of an object")
-    return Tool(name, {"type": "object", **(parameters or {})}, bool(strict))
+    if parameters is None:  # it takes none
+        parameters = {"properties": {}, "additionalProperties": False}
+    return Tool(name, {"type": "object", **parameters}, bool(strict))
 
 
 def chosen(tools: Mapping[str, Tool], choice: ToolChoice) -> tuple[Mapping[str, Tool], bool]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jackfield.serving.errors import refused
 
@@ -29,9 +29,17 @@ def text_or_list(value: Any) -> str:
 
 
 class Body(BaseModel):
-    """A body of a request: an unknown field is an error."""
+    """A body of a request: an unknown field is an error, and null is none, wherever it stands."""
 
     model_config = ConfigDict(extra="forbid", strict=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """As clients send back what they were told: every field that nobody filled is null."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):

@@ -1,0 +1,44 @@
+"""Settings that nobody may overlook: whose models, whose key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jackfield.errors import UsageError
+from jackfield.serving.settings import digest, settings
+
+DEMO = {"demo": {"model": "demo"}}
+
+
+def test_without_a_model_the_demo_is_served() -> None:
+    assert [*settings(max_waiting=9).models] == ["demo"]
+
+
+def test_models_come_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('[models.small]\nmodel = "demo"\n')
+    assert [*settings(file).models] == ["small"]
+    with pytest.raises(UsageError, match=re.escape(str(file))):
+        settings(file, models=DEMO)
+    monkeypatch.setenv("JACKFIELD_MODELS", '{"a": {"model": "demo"}}')
+    with pytest.raises(UsageError, match="JACKFIELD_MODELS"):
+        settings(models=DEMO)
+    assert [*settings().models] == ["a"]
+
+
+def test_the_key_of_the_environment_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACKFIELD_API_KEY", "secret")
+    assert settings().keys["default"].sha256 == digest("secret")
+    assert settings(host="0.0.0.0").keys
+
+
+@pytest.mark.parametrize("name", ["JACKFIELD_FOO", "JACKFIELD_MODEL", "JACKFIELD_PORTS__A"])
+def test_a_variable_that_is_no_setting_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError, match=name):
+        settings()
