@@ -44,6 +44,7 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "new": (("new", "attention", "my-kernel"), "", None),
     "check": (("check", "fifo", "--only", "schedule.again"), "", None),
     "lock": (("lock", "--json"), "", None),
+    "serve": (("serve", "--new-key", "ann"), "", None),
 }
 #: What is compiled has to be kept, so these name the variable where it cannot be.
 KEEPING: dict[str, tuple[str, ...]] = {

@@ -18,9 +18,9 @@ if HERE:
     from served import Served, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """One that several tests ask; none may change it."""
+    """One that the tests of a file ask; none may change it, and other files count engines."""
     with serving() as found:
         yield found
 

@@ -111,6 +111,22 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def paused(served: Served) -> Iterator[None]:
+    """The next step waits until the block is left."""
+    gate = threading.Event()
+
+    def wait(*_: Any) -> None:
+        gate.wait(30)
+
+    handle = served.engine.model.register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        gate.set()
+        handle.remove()
+
+
+@contextlib.contextmanager
 def open_streams(served: Served, count: int, **more: Any) -> Iterator[list[httpx.Response]]:
     """Streams of which something has come."""
     with contextlib.ExitStack() as stack:
@@ -139,7 +155,7 @@ def ended(answer: httpx.Response) -> str:
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(calm: Served) -> None:
-    with open_streams(calm, 4):
+    with open_streams(calm, 4), paused(calm):
         until(lambda: calm.engine.statistics().waiting == 2)
         answer = ask(calm, most=1)
         assert answer.status_code == 429
@@ -221,11 +237,14 @@ def test_a_client_frees_its_pages_within_a_step(calm: Served) -> None:
 
 def test_a_step_that_raises_is_told_to_all_and_is_over(faults: Faults) -> None:
     with serving(faults.load, models={"demo": {"model": "demo", "max_batch_size": 2}}) as served:
-        faults.good, faults.act = 10, faults.fail
+        faults.good = 100_000
         found: list[httpx.Response] = []
         asker = threading.Thread(target=lambda: found.append(ask(served)))
         with open_streams(served, 2) as streams:
-            asker.start()
+            with paused(served):
+                asker.start()
+                until(lambda: served.engine.statistics().waiting == 1)
+                faults.good, faults.act = 10, faults.fail
             told = [events(stream)[-1] for stream in streams]
         asker.join()
         for error in (error["error"] for error in [*told, found[0].json()]):

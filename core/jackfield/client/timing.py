@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 from jackfield.client.address import told
@@ -22,7 +22,7 @@ class Timed:
     due: float
     sent: float = 0.0
     ended: float = 0.0
-    came: array[float] = field(default_factory=lambda: array("d"))
+    came: MutableSequence[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
     prompt_tokens: int | None = None
     counted: bool = False
