@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import jackfield
 from jackfield.errors import UsageError
+from jackfield.serving.errors import ApiError
+from jackfield.serving.pool import Pool
 from jackfield.serving.settings import digest, settings
 
 DEMO = {"demo": {"model": "demo"}}
@@ -42,3 +45,10 @@ def test_a_variable_that_is_no_setting_is_an_error(
     monkeypatch.setenv(name, "1")
     with pytest.raises(UsageError, match=name):
         settings()
+
+
+def test_a_model_is_also_called_what_it_was_loaded_from() -> None:
+    pool = Pool(settings(models={"small": {"model": "demo"}}), jackfield.load)
+    assert pool["demo"] is pool["small"]
+    with pytest.raises(ApiError, match="there are small"):
+        pool["other"]

@@ -44,7 +44,7 @@ class Served:
         self._failed_at = 0.0
         self._closed = False
         self._idle_since = time.monotonic()
-        self._load, self._model = load, model.model
+        self._load, self.source = load, model.model
         own = {"max_waiting": settings.max_waiting, "stall_after": settings.stall_after}
         self._arguments = {**own, **model.arguments}
         #: What changes the engine now. A task of its own, which goes on when who began it leaves.
@@ -114,7 +114,7 @@ class Served:
         self.state, self.failure, self._hung = "ready", None, False
 
     def _made(self) -> Engine:
-        engine = self._load(self._model, **self._arguments)
+        engine = self._load(self.source, **self._arguments)
         if self._closed:  # while it was loaded
             engine.close()
         elif getattr(engine.tokenizer, "chat_template", None):
@@ -199,8 +199,12 @@ class Pool:
         self._watching: asyncio.Task[None] | None = None
 
     def __getitem__(self, name: str) -> Served:
-        """Raises ApiError (404) for a name that is not listed: nothing else is ever loaded."""
-        if (served := self.models.get(name)) is None:
+        """By its name, or by what it was loaded from, as it was written there.
+
+        Raises ApiError (404) for what is not listed: nothing else is ever loaded.
+        """
+        by_source = (s for s in self.models.values() if s.source == name)
+        if (served := self.models.get(name) or next(by_source, None)) is None:
             raise ApiError(
                 404,
                 f"there is no model {quoted(name)} here; there are {', '.join(self.models)}",
