@@ -73,7 +73,7 @@ def test_a_signal_drains(number: signal.Signals) -> None:
     with started("--port", "0") as server, streaming(server.url) as lines:
         server.process.send_signal(number)
         deadline = time.monotonic() + 5
-        with contextlib.suppress(httpx.ConnectError):
+        with contextlib.suppress(httpx.NetworkError):
             while httpx.get(f"{server.url}/health/ready"):
                 assert time.monotonic() < deadline
         assert server.process.poll() is None
