@@ -155,7 +155,11 @@ def ended(answer: httpx.Response) -> str:
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(calm: Served) -> None:
-    with open_streams(calm, 4), paused(calm):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(paused(calm))
+        stack.enter_context(open_streams(calm, 1))
+        until(lambda: calm.engine.statistics().running == 1)
+        stack.enter_context(open_streams(calm, 2))
         until(lambda: calm.engine.statistics().waiting == 2)
         answer = ask(calm, most=1)
         assert answer.status_code == 429
