@@ -10,6 +10,7 @@ import pytest
 import jackfield
 from jackfield.errors import UsageError
 from jackfield.serving.errors import ApiError
+from jackfield.serving.keys import Keys
 from jackfield.serving.pool import Pool
 from jackfield.serving.settings import digest, settings
 
@@ -36,6 +37,38 @@ def test_the_key_of_the_environment_is_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JACKFIELD_API_KEY", "secret")
     assert settings().keys["default"].sha256 == digest("secret")
     assert settings(host="0.0.0.0").keys
+
+
+@pytest.mark.parametrize("key", ["", " ", "\n", "two words", "ends ", "schl\u00fcssel"])
+def test_a_key_that_nobody_can_send_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("JACKFIELD_API_KEY", key)
+    with pytest.raises(UsageError, match="JACKFIELD_API_KEY") as caught:
+        settings()
+    assert key.strip() == "" or key not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["jf-a_b", "!~", "a=b/c+d"])
+def test_a_key_that_is_taken_opens(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("JACKFIELD_API_KEY", key)
+    assert Keys(settings().keys).owner(f"Bearer {key}") == "default"
+
+
+def test_keys_come_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(f'[keys.team]\nsha256 = "{digest("a")}"\n')
+    assert [*settings(file).keys] == ["team"]
+    monkeypatch.setenv("JACKFIELD_API_KEY", "secret")
+    with pytest.raises(UsageError, match=re.escape(str(file))):
+        settings(file)
+    monkeypatch.setenv("JACKFIELD_KEYS__MORE__SHA256", digest("b"))
+    with pytest.raises(UsageError, match="JACKFIELD_KEYS__MORE__SHA256"):
+        settings()
+
+
+def test_a_part_of_the_models_in_the_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JACKFIELD_MODELS__a__model", "demo")
+    with pytest.raises(UsageError, match="JACKFIELD_MODELS__a__model"):
+        settings(models=DEMO)
 
 
 @pytest.mark.parametrize("name", ["JACKFIELD_FOO", "JACKFIELD_MODEL", "JACKFIELD_PORTS__A"])

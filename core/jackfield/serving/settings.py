@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -177,12 +179,14 @@ _OTHERS = frozenset({
 def settings(file: Path | None = None, **flags: Any) -> ServerSettings:
     """The settings of a server. Raises UsageError, with one line for all that is wrong."""
     of_file = {} if file is None else _read(file)
-    if "models" in flags and ("models" in of_file or "JACKFIELD_MODELS" in os.environ):
-        where = file if "models" in of_file else "JACKFIELD_MODELS"
+    if "models" in flags and (where := _where("models", of_file, file)):
         raise UsageError(f"a model is named, and {where} names others; leave one of the two out")
     _check_environment()
-    if key := os.environ.get(_KEY):  # one for both ends, as its own client reads it
-        of_file.setdefault("keys", {"default": {"sha256": digest(key)}})
+    if (key := os.environ.get(_KEY)) is not None:  # one for both ends, as its own client reads it
+        _check_key(key)
+        if where := _where("keys", of_file, file):
+            raise UsageError(f"{_KEY} is a key, and {where} has others; leave one of the two out")
+        of_file["keys"] = {"default": {"sha256": digest(key)}}
     given: dict[str, Any] = {**flags, _OF_FILE: of_file}
     try:
         return ServerSettings(**given)
@@ -191,6 +195,28 @@ def settings(file: Path | None = None, **flags: Any) -> ServerSettings:
         raise UsageError(f"{where}: {'; '.join(map(_line, error.errors()))}") from None
     except ValueError as error:  # of the environment: no JSON where there should be
         raise UsageError(f"the server's settings in the environment: {shown(error)}") from None
+
+
+def _check_key(key: str) -> None:
+    """Raise UsageError for a key that no client could send, and for none: that would serve all."""
+    if not key.strip():
+        raise UsageError(
+            f"{_KEY} is set, and empty; unset it to serve without a key, or give it one "
+            "(jackfield serve --new-key NAME)"
+        )
+    if not re.fullmatch("[!-~]+", key):
+        raise UsageError(
+            f"{_KEY} has a space or another character that no header can have; give it another key "
+            "(jackfield serve --new-key NAME)"
+        )
+
+
+def _where(setting: str, of_file: Mapping[str, Any], file: Path | None) -> str | None:
+    """The file or the variable that has the setting, or a part of it; None: neither does."""
+    if setting in of_file:
+        return str(file)
+    name = f"JACKFIELD_{setting.upper()}"
+    return next((v for v in sorted(os.environ) if v.partition("__")[0] == name), None)
 
 
 def _check_environment() -> None:
