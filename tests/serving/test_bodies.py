@@ -19,7 +19,7 @@ from jackfield.serving.errors import ApiError
 from jackfield.serving.json_bodies import check_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 JSON = {"Content-Type": "application/json"}
 HEAD = (
@@ -216,3 +216,20 @@ def test_requests_are_counted_under_names_of_ours(server: Served) -> None:
     assert f'requests_total{{endpoint="{CHAT}",model="",status="404"}}' in counted
     assert "fake" not in counted
     assert "made-up" not in counted
+
+
+def test_a_model_is_told_by_its_name_whatever_it_is_asked_for_by(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="jackfield.serving")
+    server = serve(models={"small": {"model": "demo"}})
+    for name in ("small", "demo"):
+        httpx.post(server.url + CHAT, json={**SAY, "model": name}, timeout=30)
+        assert httpx.get(f"{server.url}/v1/models/{name}").json()["id"] == "small"
+        for path in ("plan", "report"):
+            found = httpx.get(f"{server.url}/v1/{path}", params={"model": name}).json()
+            assert [*found] == ["small"]
+    counted = httpx.get(f"{server.url}/metrics").text
+    assert f'requests_total{{endpoint="{CHAT}",model="small",status="200"}} 2.0' in counted
+    lines = [json.loads(line) for line in caplog.messages if '"POST"' in line]
+    assert [line["model"] for line in lines] == ["small", "small"]

@@ -115,8 +115,8 @@ def _add_models(app: FastAPI, pool: Pool) -> None:
     def shown(name: str) -> dict[str, Any]:
         served = pool[name]
         return {
-            "id": name, "object": "model", "created": served.created, "owned_by": "jackfield",
-            "state": served.state,
+            "id": served.name, "object": "model", "created": served.created,
+            "owned_by": "jackfield", "state": served.state,
         }  # fmt: skip
 
     @app.get("/v1/models")
@@ -130,8 +130,8 @@ def _add_models(app: FastAPI, pool: Pool) -> None:
         return shown(name)
 
     def engines(model: str | None) -> dict[str, Any]:
-        chosen = pool.models if model is None else {model: pool[model]}
-        return {name: served.engine for name, served in chosen.items() if served.engine}
+        chosen = pool.models.values() if model is None else [pool[model]]
+        return {served.name: served.engine for served in chosen if served.engine}
 
     @app.get("/v1/plan")
     async def plan(model: str | None = None) -> dict[str, Any]:
@@ -162,7 +162,9 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
         said = request.state.said = {"model": body.model, "user": body.user}
         if settings.log_texts:
             said[prompt] = body.model_dump(mode="json")[prompt]
-        run = Run(pool[body.model], metrics, body.NAMES, prompt, said, settings)
+        served = pool[body.model]
+        said["model"] = served.name  # which may have been asked for by its source
+        run = Run(served, metrics, body.NAMES, prompt, said, settings)
 
         async def start() -> Any:
             engine = await run.open()
