@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from families import character_tokenizer
 from poison import GREEDY
+from tool_templates import TEMPLATES, with_template
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jackfield
@@ -176,6 +177,60 @@ def test_calls_and_thoughts_arrive_as_transformers_says_them() -> None:
             chat, tokenize=False, add_generation_prompt=True
         )
         assert asked(AGENT, chat) == expected
+
+
+NAMES_IN_SOURCES = {
+    "{{ m.reasoning }}": "reasoning",
+    "{{ m['reasoning'] }}": "reasoning",
+    "{{ m.get('thinking') }}": "thinking",
+    "{{ m.reasoning or m.reasoning_content }}": "reasoning_content",
+    "{% set own = m.thinking %}{{ own }}": "thinking",
+    "{# m.thinking #}": None,
+    "m.thinking": None,
+    "{{ thinking }}": None,
+    "{{ 'my reasoning: ' }}": None,
+    "{% set thinking = m.role %}{{ thinking }}": None,
+    "{% set ns = namespace(thinking=1) %}{{ ns.thinking }}": None,
+    "{{ f(reasoning=m.role) if f is defined }}": None,
+}
+
+
+@pytest.mark.parametrize("source", NAMES_IN_SOURCES)
+def test_what_a_template_calls_thoughts(source: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}" + source + "{% endfor %}"
+    assert ChatTemplate(tokenizer(template)).thought_key == NAMES_IN_SOURCES[source]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_thought_is_told_whatever_it_is_called(name: str) -> None:
+    """Not every version of transformers gives it the name that a template reads."""
+    used = with_template(TEMPLATES[name])
+    read = ChatTemplate(used).thought_key
+    assert read == next((k for k in chat_templates.THOUGHTS if f"m.{k}" in TEMPLATES[name]), None)
+    texts = set()
+    for key in chat_templates.THOUGHTS:
+        last = {"role": "assistant", "content": "Zz", key: "Why"}
+        if read is None:
+            with pytest.raises(PromptError, match=f"does not read '{key}'"):
+                text_of([USER, last], ChatTemplate(used))
+        else:
+            texts.add(text_of([USER, last], ChatTemplate(used)))
+    assert len(texts) == (read is not None)
+    assert all("Why" in text for text in texts)
+
+
+@pytest.mark.parametrize("key", chat_templates.THOUGHTS)
+def test_a_thought_that_is_over_may_be_left_out_whatever_it_is_called(key: str) -> None:
+    chat = [USER, {"role": "assistant", "content": "Done."}, USER]
+    thought = [USER, {**chat[1], key: "Because."}, USER]
+    assert asked(AGENT, thought) == asked(AGENT, chat)
+
+
+def test_of_two_thoughts_none_is_dropped() -> None:
+    said = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    assert asked(AGENT, [USER, {**said, "reasoning": "b"}]) == asked(AGENT, [USER, said])
+    with pytest.raises(PromptError, match="does not read 'thinking'"):
+        asked(AGENT, [USER, {**said, "thinking": "c"}])
 
 
 @pytest.mark.parametrize("template", [PLAIN, JOINED, PARTS, BOTH])

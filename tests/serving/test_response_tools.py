@@ -12,9 +12,6 @@ import openai
 import pytest
 from served import Served, serving
 from test_tools import PLACE, SAY, loads
-from tool_templates import TEMPLATES, with_template
-
-from jackfield.serving.turns import _renamed, key_of_thoughts
 
 pytest.importorskip("llguidance")
 
@@ -198,21 +195,6 @@ def test_effort_switches_reasoning(client: OpenAI) -> None:
     assert none.reasoning.effort == "none"
 
 
-def test_thoughts_are_told_as_the_template_reads_them() -> None:
-    found = {name: key_of_thoughts(with_template(TEMPLATES[name])) for name in TEMPLATES}
-    assert found["hermes"] == "reasoning_content"
-    assert found["harmony"] == "thinking"
-    assert found["deepseek_bare"] is None  # `thinking` is a variable there
-    for name, key in found.items():
-        assert (key is not None) == any(f"m.{k}" in TEMPLATES[name] for k in KEYS)
-    thought = {"role": "assistant", "reasoning_content": "hm"}  # not every transformers renames it
-    assert _renamed([thought], with_template(TEMPLATES["harmony"])) == [
-        {"role": "assistant", "thinking": "hm"}
-    ]
-    assert _renamed([thought], with_template(TEMPLATES["hermes"])) == [thought]
-
-
-KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKS: Any = {"type": "reasoning", "summary": [],
                "content": [{"type": "reasoning_text", "text": "so many words"}]}  # fmt: skip
 CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": "{}"}

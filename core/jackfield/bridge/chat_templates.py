@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
-from jackfield.bridge.template_sandbox import MOST, TIMES, Environment, Exceeded, size_of
+from jackfield.bridge import template_source
+from jackfield.bridge.template_sandbox import MOST, TIMES, Exceeded, size_of
 from jackfield.errors import PromptError
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
+#: What chats call the thought of a message, the most usual name first.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 SECONDS = 5.0  # of its thread's own time for one chat; an ordinary one takes a millisecond
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: templates strip the space, or do not
@@ -54,24 +51,6 @@ def _until(end: float, file: str) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-
-
-@functools.lru_cache(32)
-def _compiled(source: str) -> Template:
-    # of another template: transformers' environment would compute this one's constants
-    own = chat_template_utils._compile_jinja_template("").environment
-    environment = Environment(own)
-    environment.meter.left = MOST
-    return environment.from_string(source)
-
-
-@functools.lru_cache(32)
-def _variables(source: str) -> frozenset[str]:
-    """The variables that a template reads of whoever renders it."""
-    environment = _compiled(source).environment
-    return frozenset(meta.find_undeclared_variables(environment.parse(source))).difference(
-        environment.globals
-    )
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -101,7 +80,7 @@ class ChatTemplate:
     (`continues`): the text ends where the message does, as `continue_final_message` of transformers
     has it. The template is told of `tools` and `documents`, and has the variables of
     `chat_template_kwargs`.
-    `reads(key)`: whether the template speaks of a key of messages at all. A tokenizer of a kind of
+    `reads(key)`: whether the template looks for a key of messages at all. A tokenizer of a kind of
     its own, which renders by itself, is called instead, within the same time; what it makes is
     weighed when it is done.
     """
@@ -126,7 +105,7 @@ class ChatTemplate:
 
     def reads(self, key: str) -> bool:
         if self._by_template:
-            return key in self._source
+            return self._names(template_source.keys, key)
         said = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b", key: _PROBE},
@@ -137,17 +116,25 @@ class ChatTemplate:
         except (Exception, Exceeded):  # noqa: BLE001 - as it will do with the chat
             return False
 
+    @property
+    def thought_key(self) -> str | None:
+        """What it calls the thought of a message; None: it reads none."""
+        return next((key for key in THOUGHTS if self.reads(key)), None)
+
+    def _names(self, found: Callable[[str], frozenset[str]], name: str) -> bool:
+        try:
+            with _until(self._end, self._file):
+                return name in found(self._source)
+        except (Exception, Exceeded):  # noqa: BLE001 - the rendering says what is wrong
+            return True
+
     def reads_variable(self, name: str, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a variable can make a difference: a template names it.
 
         A tokenizer of a kind of its own is tried with several values.
         """
         if self._by_template:
-            try:
-                with _until(self._end, self._file):
-                    return name in _variables(self._source)
-            except (Exception, Exceeded):  # noqa: BLE001 - the rendering says what is wrong
-                return True
+            return self._names(template_source.variables, name)
         own = dict(self.asked.chat_template_kwargs or {})
         value = own.pop(name)
         seen = {self.told(chat_template_kwargs=own).render(messages)}
@@ -193,13 +180,11 @@ class ChatTemplate:
         return found
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        template = _compiled(self._source)
+        template = template_source.compiled(self._source)
         environment: Any = template.environment
         environment.meter.left = self._most(messages)
-        # from 5.22 on, transformers gives reasoning the names under which templates read it
-        alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
         pieces = template.generate(
-            messages=alias(messages),
+            messages=list(messages),
             tools=self.asked.tools,
             documents=self.asked.documents,
             add_generation_prompt=self._begins,

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackfield.bridge.chat_inputs import check_variables, check_what_is_told, filled
-from jackfield.bridge.chat_templates import ChatTemplate
+from jackfield.bridge.chat_templates import THOUGHTS, ChatTemplate
 from jackfield.errors import PromptError, first_line, quoted
 
 _Message = dict[str, Any]
 
-#: Templates may leave out what an assistant thought in turns that are over.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 #: Who says what came of a call.
 _RESULTS = ("tool", "function", "ipython")
 #: What to do about a key that is not read, where dropping it would say something else.
@@ -23,6 +21,7 @@ _INSTEAD = {"tool_call_id": "give the results in the order of their calls"}
 def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
     """The text of a chat. Raises PromptError, also where the template would leave out a part."""
     chat = [_plain(at, message) for at, message in enumerate(messages)]
+    chat = _with_thoughts_as_read(chat, template)
     if template.continues and chat[-1]["content"] is None:
         raise PromptError("the last message has no 'content' that could be continued; give it some")
     check_variables(chat, template)
@@ -93,8 +92,26 @@ def _may_be_silent(message: _Message) -> bool:
     role = message["role"]
     if role in _RESULTS:
         return True
-    said = ("tool_calls", "function_call", *_REASONING)
+    said = ("tool_calls", "function_call", *THOUGHTS)
     return role == "assistant" and any(message.get(key) for key in said)
+
+
+def _with_thoughts_as_read(chat: list[_Message], template: ChatTemplate) -> list[_Message]:
+    """The same, with each thought under a name that the template reads, whichever it came by.
+
+    Where a message has two that differ, the one that is not read is left for `_check_keys`.
+    """
+    if not any(message.get(key) for message in chat for key in THOUGHTS):
+        return chat
+    if (own := template.thought_key) is None:
+        return chat
+    others = [key for key in THOUGHTS if not template.reads(key)]
+    found = [dict(message) for message in chat]
+    for message in found:
+        for key in others:
+            if (thought := message.get(key)) and message.get(own) in (None, "", thought):
+                message[own] = message.pop(key)
+    return found
 
 
 def _text(at: int, n: int, part: Any) -> str:
@@ -185,7 +202,7 @@ def _more(chat: list[_Message], at: int, template: ChatTemplate) -> list[str]:
         for key, value in chat[at].items()
         if key not in ("role", "content")
         and value not in (None, "", [], {}, False)
-        and not (key in _REASONING and template.reads(key))
+        and not (key in THOUGHTS and template.reads(key))  # thoughts that are over may be left out
         and not (key in ("name", "tool_call_id") and _told_by_order(chat, at, key))
     ]
 

@@ -15,7 +15,7 @@ from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
 from jackfield.serving.errors import ApiError
 from jackfield.serving.settings import ModelSettings, ServerSettings
-from jackfield.serving.turns import format_for
+from jackfield.serving.turns import defaults, format_for
 
 logger = logging.getLogger("jackfield.serving")
 
@@ -40,6 +40,7 @@ class Served:
         self.failure: str | None = None
         self.in_use = 0
         self.restarts_left = settings.restarts
+        self._settings = settings
         self._hung = False
         self._failed_at = 0.0
         self._closed = False
@@ -118,7 +119,12 @@ class Served:
         if self._closed:  # while it was loaded
             engine.close()
         elif getattr(engine.tokenizer, "chat_template", None):
-            format_for(engine)  # renders the template some times, which no request is to wait for
+            form = format_for(engine)  # renders the template, which no request is to wait for
+            read = [defaults(self._settings, form, tools=tools)[1] for tools in (False, True)]
+            if ignored := [name for name in read[0] if name in read[1]]:
+                logger.warning(
+                    "%s: its chat template reads nothing of %s", self.name, ", ".join(ignored)
+                )
         return engine
 
     async def in_thread(self, act: Callable[[], Any]) -> Any:

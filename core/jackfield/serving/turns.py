@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,11 +24,11 @@ from jackfield.serving.parsing import (
     merged,
 )
 from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.settings import ServerSettings
 
 _FORMATS: WeakKeyDictionary[Engine, Format] = WeakKeyDictionary()
-_THINKS = "enable_thinking"  # how most templates call it
+_SWITCHES = ("enable_thinking", "thinking")  # the first is how most templates call it
 _EFFORT = "reasoning_effort"
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the first is that of our messages
 
 
 def format_for(engine: Engine) -> Format:
@@ -97,16 +96,16 @@ class Turn:
 
     def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
         tokenizer: Any = engine.tokenizer
-        messages = _renamed([message.plain() for message in body.messages], tokenizer)
+        messages: list[Any] = [message.plain() for message in body.messages]
         asked = {**body.asked(), **asking.length(body.most, engine)}
         self._format: Format | None = None
         self._how: dict[str, Any] = {}
         self._opened = False
         if getattr(tokenizer, "chat_template", None):
-            told = template_kwargs(body, asking, str(tokenizer.get_chat_template()))
-            if told:
+            form = format_for(engine)
+            if told := template_kwargs(body, asking, form):
                 asked["chat_template_kwargs"] = told
-            self._read_by(format_for(engine), body, told)
+            self._read_by(form, body, told)
             messages = self._told(messages, asked, body)
         self.prompt: Sequence[Any] = messages
         self.asked = asking.completed(asked)
@@ -122,7 +121,7 @@ class Turn:
             "tool_choice": choice.model_dump() if one else choice,
             "parallel": body.parallel_tool_calls is not False and not one,
         }
-        if not tools and form.thought is None and form.name != "harmony":
+        if not tools and form.is_plain:
             return
         self._format = form
         last = body.messages[-1]
@@ -153,44 +152,22 @@ class Turn:
         return Said(self._format.parser(**self._how, starts_in_reasoning=self._opened))
 
 
-def key_of_thoughts(tokenizer: Any) -> str | None:
-    """What a chat template calls the thought of a message; None: it reads none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    source = str(tokenizer.get_chat_template())
-    reads = r"""(\.|\[["']|get\(["']|["']){}\b"""
-    return next((key for key in _THOUGHTS if re.search(reads.format(key), source)), None)
-
-
-def _renamed(messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """The messages, their thoughts called as the chat template calls them, if it reads any."""
-    key = key_of_thoughts(tokenizer)
-    if key in (None, _THOUGHTS[0]):
-        return messages
-    return [
-        {key if name == _THOUGHTS[0] else name: value for name, value in message.items()}
-        for message in messages
-    ]
-
-
 def _structure_in(asked: dict[str, Any]) -> str | None:
     return next((n for n in ("json_schema", "regex", "grammar", "choices") if n in asked), None)
 
 
-def template_kwargs(body: ChatRequest, asking: Asking, source: str) -> dict[str, Any]:
+def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str, Any]:
     """What a chat template is told: the server's defaults as far as it reads them, and the body's.
 
     Raises ApiError for an effort that the template knows nothing of.
     """
-    server = asking.settings
-    found = {name: v for name, v in server.chat_template_kwargs.items() if name in source}
-    if server.reasoning != "auto" and _THINKS in source:
-        found[_THINKS] = server.reasoning == "on"
+    tools = bool(body.tools)
+    found, _ = defaults(asking.settings, form, tools=tools)
     if (effort := body.reasoning_effort) is not None:
-        if _EFFORT in source:
+        if form.reads(_EFFORT, tools=tools):
             found[_EFFORT] = effort
-        elif _THINKS in source:
-            found[_THINKS] = effort != "none"
+        elif (switch := _switch(form, tools=tools)) is not None:
+            found[switch] = effort != "none"
         else:
             raise refused(
                 f"reasoning_effort={effort!r}: the chat template of {body.model} knows no effort "
@@ -198,6 +175,26 @@ def template_kwargs(body: ChatRequest, asking: Asking, source: str) -> dict[str,
                 "reasoning_effort",
             )
     return found | (body.chat_template_kwargs or {})
+
+
+def defaults(
+    settings: ServerSettings, form: Format, *, tools: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What a chat template is told by the server's settings, and those of them that it ignores."""
+    given = settings.chat_template_kwargs
+    found = {name: value for name, value in given.items() if form.reads(name, tools=tools)}
+    ignored = [f"chat_template_kwargs.{name}" for name in given if name not in found]
+    if settings.reasoning != "auto":
+        if (switch := _switch(form, tools=tools)) is None:
+            ignored.append("reasoning")
+        else:
+            found[switch] = settings.reasoning == "on"
+    return found, ignored
+
+
+def _switch(form: Format, *, tools: bool) -> str | None:
+    """The variable by which a chat template has the model think, or not."""
+    return next((name for name in _SWITCHES if form.reads(name, tools=tools)), None)
 
 
 def turn_for(body: ChatRequest, asking: Asking, engine: Engine) -> Turn:

@@ -6,12 +6,14 @@ arguments is looked up in the table of known forms. Nothing is concluded from a 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jackfield.bridge.chat_templates import THOUGHTS as THOUGHT_KEYS
 from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.errors import PromptError
 from jackfield.requests.chat_settings import ChatSettings
@@ -38,6 +40,7 @@ class Probed:
     def __init__(self, tokenizer: Any) -> None:
         self.there = bool(getattr(tokenizer, "chat_template", None))
         self._tokenizer = tokenizer
+        self._reads: dict[tuple[str, bool], bool] = {}
 
     def rendered(self, *messages: Mapping[str, Any], **asked: Any) -> str | None:
         if not self.there:
@@ -47,6 +50,21 @@ class Probed:
             return ChatTemplate(self._tokenizer, ChatSettings(**asked)).render(messages)
         except PromptError:
             return None
+
+    def reads(self, variable: str, *, tools: bool) -> bool:
+        """Whether a variable can make a difference, in a chat with tools or in one without."""
+        if (variable, tools) not in self._reads:
+            told = ChatSettings(
+                chat_template_kwargs={variable: True}, tools=[_TOOL] if tools else None
+            )
+            read = ChatTemplate(self._tokenizer, told).reads_variable(variable, [_ASKED])
+            self._reads[variable, tools] = read
+        return self._reads[variable, tools]
+
+    @functools.cached_property
+    def reads_thoughts(self) -> bool:
+        """Whether messages have thoughts that can make a difference."""
+        return self.there and ChatTemplate(self._tokenizer).thought_key is not None
 
 
 def calls_of(probed: Probed) -> tuple[Frame | None, bool, bool]:
@@ -142,7 +160,7 @@ def _is_harmony(text: str) -> bool:
 def thought_of(probed: Probed) -> tuple[str, str] | None:
     """The marks around a thought: the template writes them, drops what is between, or opens one."""
     said = {"role": "assistant", "content": _SAID}
-    for key in ("reasoning_content", "reasoning", "thinking"):
+    for key in THOUGHT_KEYS:
         text = probed.rendered(_ASKED, {**said, key: _THOUGHT})
         for opens, closes in THOUGHTS:
             inner = rf"{re.escape(opens)}\s*{_THOUGHT}\s*{re.escape(closes)}"

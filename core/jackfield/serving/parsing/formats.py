@@ -38,6 +38,20 @@ class Format:
     _as_text: bool
     _probed: Probed = field(repr=False, compare=False)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that the model says is content, where it is told of no tools."""
+        return self.thought is None and self.name != _HARMONY
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the model is told what it thought in turns before."""
+        return self._probed.reads_thoughts
+
+    def reads(self, variable: str, *, tools: bool = False) -> bool:
+        """Whether the chat template reads a variable, in a chat with tools or in one without."""
+        return self._probed.reads(variable, tools=tools)
+
     def starts_in_reasoning(
         self, chat_template_kwargs: Mapping[str, Any] | None = None, continued: str = ""
     ) -> bool:
