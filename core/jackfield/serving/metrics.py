@@ -54,6 +54,10 @@ class Metrics:
             buckets=_TOKEN_SECONDS, **own,
         )  # fmt: skip
 
+        self.unread = Counter(
+            "unread_answers", "Connections that were closed since nothing was taken.", **own
+        )
+
     def answered(self, endpoint: str, model: str, status: int) -> None:
         self._requests.labels(endpoint, model, str(status)).inc()
 

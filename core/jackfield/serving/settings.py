@@ -101,6 +101,7 @@ class ServerSettings(BaseSettings):
     max_body: Count = 4 * 1024 * 1024
     max_depth: Count = 64
     receive_timeout: Seconds = 30.0
+    write_timeout: Seconds = 60.0
     max_completion_tokens: Count | None = None
     max_samples: Count = 16
     stream_interval: Annotated[float, Field(ge=0, le=1)] = 0.02
