@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -246,6 +247,31 @@ def test_a_slow_reader_gets_few_deltas_and_the_same_text(engine: Engine) -> None
     assert [token for delta in found for token in delta.token_ids] == completion.token_ids
     assert [one for delta in found for one in delta.logprobs] == completion.logprobs
     assert [delta.completion for delta in found] == [None] * (len(found) - 1) + [completion]
+
+
+def test_who_waits_for_the_end_sleeps_until_then() -> None:
+    """Waking a thread with every token costs the step that makes them more than the tokens do."""
+    looks: list[str] = []
+
+    class Watched(Request):
+        @property
+        def done(self) -> bool:
+            looks.append(threading.current_thread().name)
+            return super().done
+
+    request, found = Watched(0, lambda _: None, streams=True), []
+    waiter = threading.Thread(target=lambda: found.append(request.result(60)), name="waiter")
+    waiter.start()
+    while "waiter" not in looks:
+        time.sleep(0.001)
+    for delta in deltas(50):
+        request.deliver(delta)
+        time.sleep(0.0005)  # so that whoever was woken looks
+    end: Any = object()
+    request.deliver(Delta("", [], end))
+    waiter.join(60)
+    assert found == [end]
+    assert looks.count("waiter") <= 4
 
 
 def open_request() -> Request:

@@ -146,7 +146,16 @@ class PageTables:
 
     def __post_init__(self) -> None:
         self.in_a_row = self.in_a_row or [_in_a_row(pages) for pages in self.tables]
-        self.runs = [self._run(row) for row in range(len(self.tables))]
+        if self.window is not None:
+            self.runs = [self._run(row) for row in range(len(self.tables))]
+            return
+        size = self.page_size  # the same without calls: this is made for all rows of every step
+        self.runs = [
+            (begin := pages[0] * size, begin + span.kv_len - first) if run else None
+            for pages, first, span, run in zip(
+                self.tables, self.firsts, self.step.spans, self.in_a_row, strict=False
+            )
+        ]
 
     def oldest(self, row: int) -> int:
         """The position of the oldest key that any query of sequence number `row` sees."""

@@ -29,6 +29,8 @@ from jackfield.sampling.structured import Structures, Wanted
 
 logger = logging.getLogger("jackfield")
 
+_NOTHING = Accepted()
+
 
 class Decoder:
     """Asks each sequence's strategy for drafts, and the sampler which of them are right.
@@ -57,6 +59,8 @@ class Decoder:
 
     def propose(self, sequences: Seq[RunningSequence]) -> list[list[int]]:
         """Drafts for each sequence; none for one that reads its prompt or has a cooldown."""
+        if not self.drafting:
+            return [[] for _ in sequences]
         found: dict[int, list[int]] = {}
         for name in self.drafting:
             max_drafts = {
@@ -83,7 +87,7 @@ class Decoder:
         drafts. One that does not reach the end of its sequence gains nothing.
         """
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
-        gains = [Accepted() for _ in step.scheduled]
+        gains = [_NOTHING] * len(step.scheduled)
         allowed = None if self._allowed is None else self._allowed.result()
         if self.searcher is not None:
             ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
@@ -93,10 +97,11 @@ class Decoder:
             rows = _rows(logits, ready, drafts, self._sampler.block(logits.device))
             sequences = [item.sequence for item in scheduled]
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
-            for i, gain in zip(ready, chosen, strict=True):
-                gains[i] = _within(step.scheduled[i].sequence, gain)
+            for i, item, gain in zip(ready, scheduled, chosen, strict=True):
+                constrained = item.sequence.constraint is not None
+                gains[i] = _within(item.sequence, gain) if constrained else gain
                 if self.drafting:
-                    self._learn(step.scheduled[i], gain)
+                    self._learn(item, gain)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         return gains
 

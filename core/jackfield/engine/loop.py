@@ -205,7 +205,7 @@ class Loop:
 
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        uncached = [self._num_uncached(sequence) for sequence in self.running]
+        uncached = list(map(self._num_uncached, self.running))
         budget = self._token_budget(uncached)
         wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
         if self.limits.whole_chunks:
@@ -217,9 +217,9 @@ class Loop:
         counts = self.cache.adjust_schedule(self.running, wanted)
         if self.decoding.searcher is not None:
             counts = self._together(counts)
-        scheduled = []
+        scheduled, padded = [], not self.cache.continuous
         for sequence, count in zip(self.running, counts, strict=True):
-            if count or not self.cache.continuous:
+            if count or padded:
                 item = ScheduledRunning(sequence, sequence.num_cached, count, drafts[sequence])
                 if item.drafts and not item.samples:
                     item = replace(item, drafts=())
@@ -235,6 +235,8 @@ class Loop:
     def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""
         left = len(sequence.tokens) - sequence.num_cached
+        if left == 1:
+            return 1
         if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
         return min(left, self._max_chunk_size or left)
@@ -336,7 +338,9 @@ def _taken(sequence: RunningSequence, gain: Accepted) -> Event:
     before = len(sequence.tokens)
     try:
         extend = partial(sequence.extend, gain.tokens, gain.logprobs, ends=gain.ends)
-        taken, text = fenced("text", sequence.id, extend)
+        # Without a detokenizer no code runs here that could harm others.
+        decodes = sequence.detokenizer is not None
+        taken, text = fenced("text", sequence.id, extend) if decodes else extend()
         if gain.error is not None:  # also where the last of these tokens is an end
             sequence.finish_reason = "error"
         return Event(sequence, taken, text)

@@ -54,9 +54,10 @@ class Request:
         self.id = number
         self._engine = engine  # is not collected while the request is open
         self._cancel = cancel
-        self._streams = streams
+        self.streams = streams
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._end = threading.Condition(lock), threading.Condition(lock)
         self._deltas: deque[Delta] = deque()
         self._completion: Completion | None = None
         self._failure: BaseException | None = None
@@ -78,7 +79,7 @@ class Request:
         """
         self._check_process()
         with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
+            if not self._end.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         if self._completion is None:
             raise self._error()
@@ -185,14 +186,14 @@ class Request:
     def deliver(self, delta: Delta) -> list[Waker]:
         """What a step made of it. Called by the worker; returns who is to be woken."""
         with self._changed:
-            if self._streams:
+            if self.streams:
                 self._deltas.append(delta)
                 if len(self._deltas) > BACKLOG:
                     self._deltas = deque([Delta.merged(self._deltas)])
             self._completion = delta.completion
             if self.done:
                 self._engine = None
-            return self._told() if self._streams or self.done else []
+            return self._told() if self.streams or self.done else []
 
     def fail(self, failure: BaseException) -> list[Waker]:
         """Nothing more will come. Called by the worker; without effect on what has ended."""
@@ -205,6 +206,8 @@ class Request:
     def _told(self) -> list[Waker]:
         """Wake the threads that wait; returns the event loops that do."""
         self._changed.notify_all()
+        if self.done:  # who waits for that is not woken with each token
+            self._end.notify_all()
         now = time.monotonic()
         return [waker for waker in self._wakers if self.done or waker.not_before <= now]
 

@@ -112,7 +112,8 @@ class RunningSequence(Sequence):
                 break
         if ends and len(taken) == len(tokens) and self.finish_reason in (None, "length"):
             self.finish_reason = "stop"
-        self.logprobs.extend(logprobs[: len(taken)])
+        if logprobs:
+            self.logprobs.extend(logprobs[: len(taken)])
         if self.detokenizer is not None and self.finish_reason is not None:
             text += self.detokenizer.finish()
             if self.detokenizer.stopped and self.finish_reason == "length":

@@ -17,6 +17,8 @@ class ScheduledRunning(ScheduledSequence):
 
     def kept(self, gain: Accepted) -> int:
         """How many of the fed tokens stay: its own, and the drafts that were accepted."""
+        if not self.drafts:
+            return self.num_tokens
         return self.num_tokens + max(0, min(len(self.drafts), len(gain.tokens) - 1))
 
 

@@ -212,10 +212,13 @@ class Worker:
                 number = event.sequence.id
                 if (entry := self._open.get(number)) is None:
                     continue
+                request = entry[1]
+                if not (request.streams or event.sequence.finish_reason):
+                    continue  # nobody reads along
                 delta = self._deltas(event)
                 if delta.completion is not None:
                     del self._open[number]
-                readers += entry[1].deliver(delta)
+                readers += request.deliver(delta)
         finally:
             wake(readers)
 

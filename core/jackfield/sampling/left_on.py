@@ -44,7 +44,7 @@ def surroundings() -> Surroundings:
     return Surroundings(
         tuple(map(_get_function_stack_at, range(functions))) if functions else (),
         tuple(map(_get_dispatch_stack_at, range(dispatches))) if dispatches else (),
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"),
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
         _is_any_autocast_enabled(),

@@ -77,9 +77,7 @@ class Sampler:
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)
-        wide = widest(logits.device)
-        chosen = torch.stack([column.to(wide) for column in columns], 1).tolist()
-        return gains(pipeline.rows, chosen, outcome)
+        return gains(pipeline.rows, _on_host(columns), outcome)
 
     def _pipeline_of(
         self,
@@ -98,3 +96,12 @@ class Sampler:
         rows = RowMap.verifying(sequences, drafts)
         self._pipeline = Pipeline.of(rows, vocab_size, block, self._tables, last)
         return self._pipeline
+
+
+def _on_host(columns: Seq[torch.Tensor]) -> Seq[Seq[float]]:
+    """The numbers of each row, of `columns` `[rows]` each, in one copy from a device."""
+    if columns[0].device.type == "cpu":
+        return list(zip(*[column.tolist() for column in columns], strict=True))
+    wide = widest(columns[0].device)
+    found: Seq[Seq[float]] = torch.stack([column.to(wide) for column in columns], 1).tolist()
+    return found

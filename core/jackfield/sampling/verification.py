@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
+from math import isfinite
 
 from jackfield.contracts import Accepted, TokenLogprob
 from jackfield.sampling import logprobs
@@ -18,7 +18,17 @@ def gains(rows: RowMap, chosen: Seq[Seq[float]], outcome: Outcome) -> list[Accep
     `chosen[r]` is, of row r, the token, the best score, and where any request asks for them the
     log-probabilities (`logprobs.columns`).
     """
-    return [_gain(rows, i, chosen, outcome) for i in range(len(rows.sequences))]
+    if len(rows) > len(rows.sequences) or outcome.failures or _has_logprobs(rows):
+        return [_gain(rows, i, chosen, outcome) for i in range(len(rows.sequences))]
+    # The same where nobody has drafts, log-probabilities or processors that failed.
+    return [
+        Accepted((int(token),)) if isfinite(best) else Accepted(error=_impossible(best))
+        for token, best in chosen
+    ]
+
+
+def _has_logprobs(rows: RowMap) -> bool:
+    return any(s.settings.logprobs is not None for s in rows.sequences)
 
 
 def _gain(rows: RowMap, i: int, chosen: Seq[Seq[float]], outcome: Outcome) -> Accepted:
@@ -44,7 +54,7 @@ def _gain(rows: RowMap, i: int, chosen: Seq[Seq[float]], outcome: Outcome) -> Ac
 
 def _impossible(best: float) -> str | None:
     """Why no token can be chosen from a row with this best score; None: one can."""
-    if math.isfinite(best):
+    if isfinite(best):
         return None
     what = "its settings forbid every token" if best == NEVER else "the logits are not numbers"
     return f"no token can be chosen: {what}"

@@ -6,14 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span, StepBlock
+from jackfield.contracts import PackedLayer, PackedStep, PageTables, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from collections.abc import Sequence as Seq
 
     import torch
@@ -179,15 +178,18 @@ class LayerGroup:
 
         Raises OutOfPagesError where the pool is fixed and full.
         """
-        table = self.tables.setdefault(sequence, Table())
-        missing = -(-(end - table.first) // self.page_size) - len(table.pages)
-        for _ in range(missing):
-            table.append(self._take(table.pages[-1] if table.pages else None))
-        written = range((start - table.first) // self.page_size, len(table.pages))
-        for at in written:
-            if self.allocator.is_shared(table.pages[at]):
-                table.replace(at, self._copy(table.pages[at]))
-        self._before_writing([table.pages[at] for at in written])
+        table = self.tables.get(sequence)
+        if table is None:
+            table = self.tables[sequence] = Table()
+        pages, size = table.pages, self.page_size
+        for _ in range(-(-(end - table.first) // size) - len(pages)):
+            table.append(self._take(pages[-1] if pages else None))
+        written = (start - table.first) // size
+        for at in range(written, len(pages)):
+            if self.allocator.is_shared(pages[at]):
+                table.replace(at, self._copy(pages[at]))
+        if self._swap is not None:
+            self._before_writing(pages[written:])
 
     def _before_writing(self, pages: list[int]) -> None:
         """A page may be on its way to host memory still, though nobody holds it any more."""
@@ -235,9 +237,10 @@ class LayerGroup:
             in_a_row=[row.in_a_row for row in rows],
         )
         self.pools.point(self.now)
-        return [
-            slot for t, span in zip(held, step.spans, strict=True) for slot in self._slots(t, span)
-        ]
+        slots: list[int] = []
+        for table, (_, count, end) in zip(held, step.spans, strict=True):
+            slots += self._slots(table, end - count - table.first, end - table.first)
+        return slots
 
     def use(self, tables: PageTables, targets: torch.Tensor | None = None) -> None:
         """Have every layer read by `tables`, and write to the slots `targets`, `[tokens]`."""
@@ -252,11 +255,10 @@ class LayerGroup:
         page, at = divmod(position - table.first, size)
         return table.pages[page] * size + at
 
-    def _slots(self, table: Table, span: Span) -> Iterator[int]:
-        """Where the new tokens of one sequence go."""
-        size = self.page_size
-        for at in range(span.kv_len - span.query_len - table.first, span.kv_len - table.first):
-            yield table.pages[at // size] * size + at % size
+    def _slots(self, table: Table, begin: int, end: int) -> list[int]:
+        """Where the tokens `begin:end` go, counted from the first of the first page."""
+        pages, size = table.pages, self.page_size
+        return [pages[at // size] * size + at % size for at in range(begin, end)]
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         """Store `[tokens, kv_heads, head_dim]` of this step; returns what to attend to."""
@@ -285,7 +287,8 @@ class LayerGroup:
         """Keep what tokens to come will need of the first `tokens` tokens."""
         table = self.tables[sequence]
         used = -(-(tokens - table.first) // self.page_size)
-        self.allocator.release(table.cut(used))
+        if used < len(table.pages):
+            self.allocator.release(table.cut(used))
         if self.window is None:
             return
         gone = max(0, self.seen_from(tokens) - table.first // self.page_size)

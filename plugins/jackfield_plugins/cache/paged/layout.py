@@ -42,11 +42,10 @@ class StepLayout:
         positions: list[int] = []
         spans = []
         for item in step.scheduled:
-            tokens = item.token_ids
-            end = item.start + len(tokens)
-            spans.append(Span(len(ids), len(tokens), end))
+            start, tokens = item.start, item.token_ids
+            spans.append(Span(len(ids), len(tokens), start + len(tokens)))
             ids += tokens
-            positions += range(item.start, end)
+            positions += range(start, start + len(tokens))
         packed = self._packed_step(spans)
         numbers = [item.sequence.id for item in step.scheduled]
         slots = [group.lay_out(numbers, packed, self.block) for group in self._groups]
@@ -83,6 +82,6 @@ class StepLayout:
             spans,
             self._starts(starts, self.block),
             self.block.put([s.kv_len for s in spans], torch.int32),
-            max(span.query_len for span in spans),
-            max(span.kv_len for span in spans),
+            max([span.query_len for span in spans]),
+            max([span.kv_len for span in spans]),
         )

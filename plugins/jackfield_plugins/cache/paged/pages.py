@@ -103,6 +103,8 @@ class PageAllocator:
 
         A page without holders is kept if it was published, and free otherwise.
         """
+        if not pages:
+            return
         freed = []
         for page in reversed(pages):
             left = self.holders(page) - 1

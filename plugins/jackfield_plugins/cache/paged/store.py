@@ -165,7 +165,8 @@ class PagedKVCache(PackedKVCache):
     def prepare(self, step: Step) -> ModelInputs:
         self._expected = 0
         for item in step.scheduled:
-            self._reserve(item.sequence, item.start, item.start + len(item.token_ids))
+            end = item.start + item.num_tokens + len(item.drafts)
+            self._reserve(item.sequence.id, item.start, end)
         if (found := self._place_for(step)) is not None:
             place, rows = found
             inputs, self._expected = place.prepare(rows), place.rows
@@ -194,10 +195,10 @@ class PagedKVCache(PackedKVCache):
     def loosen(self, rows: int) -> None:
         self._fixed = [place for place in self._fixed if place.rows != rows]
 
-    def _reserve(self, sequence: Sequence, start: int, end: int) -> None:
+    def _reserve(self, sequence: int, start: int, end: int) -> None:
         try:
             for group in self.groups.values():
-                group.reserve(sequence.id, start, end)
+                group.reserve(sequence, start, end)
         except OutOfPagesError:
             raise CacheFullError(
                 f"the paged cache holds {self.num_tokens} tokens and is full; give it more with "
@@ -215,13 +216,14 @@ class PagedKVCache(PackedKVCache):
     def commit(self, step: Step, kept: Seq[int]) -> None:
         self._expected = 0
         self._room.recount()
+        keys, size, published = self._keys, self.page_size, self._published
         for item, count in zip(step.scheduled, kept, strict=True):
             sequence = item.sequence
-            sequence.num_cached = item.start + count
-            if self._keys is not None:
-                self._publish(self._keys, sequence)
+            end = sequence.num_cached = item.start + count
+            if keys is not None and end // size > published.get(sequence.id, 0):
+                self._publish(keys, sequence)
             for group in self.groups.values():
-                group.trim(sequence.id, sequence.num_cached)
+                group.trim(sequence.id, end)
 
     def _publish(self, keys: PrefixKeys, sequence: Sequence) -> None:
         """Let what it has filled be found. Accepted drafts become tokens after this, so later."""
