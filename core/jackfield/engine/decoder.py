@@ -22,6 +22,7 @@ from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.steps import RunningStep, ScheduledRunning
 from jackfield.errors import quoted
 from jackfield.guarded import all_of, fault
+from jackfield.requests.text_errors import complete_too_soon
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
 from jackfield.sampling.sampler import Sampler
@@ -178,8 +179,7 @@ def _within(sequence: RunningSequence, gain: Accepted) -> Accepted:
     gain = replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end])
     least, new = sequence.settings.min_new_tokens, sequence.num_new + end
     if new < least:
-        why = f"its structure is complete after {new} tokens, and min_new_tokens={least}"
-        return replace(gain, error=why)
+        return replace(gain, error=complete_too_soon(new, least))
     return replace(gain, ends=True)
 
 

@@ -22,6 +22,7 @@ from jackfield.contracts import (
 from jackfield.engine.completions import FinishReason
 from jackfield.engine.report import Report
 from jackfield.requests.detokenize import Detokenizer
+from jackfield.requests.text_errors import FORBIDDEN, too_few_texts
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced, met
 from jackfield.sampling.structured import Constraint
@@ -261,8 +262,8 @@ class RunningGroup:
         error = self.error or decision.error
         found = () if error is not None else decision.hypotheses
         if error is None and not found:
-            error = "no token can be chosen: its settings forbid every token"
-        short = f"the search found {len(found)} texts, and {len(self.outputs)} were asked for"
+            error = FORBIDDEN
+        short = too_few_texts(len(found), len(self.outputs))
         gains = [Accepted(h.tokens, ends=self._ended(h)) for h in found[: len(self.outputs)]]
         gains += [Accepted(error=error or short)] * (len(self.outputs) - len(gains))
         return self._answered(gains, found)

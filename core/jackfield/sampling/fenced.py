@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from jackfield.errors import error_text
+from jackfield.requests.text_errors import failed
 from jackfield.sampling.left_on import left_on, surroundings
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ T = TypeVar("T")
 _inside: dict[int, str] = {}
 
 
-#: what of a request failed -> how that is told; all else is told by its own name
-_FAILED = {"text": "its tokens do not decode", "structure": "its structure cannot be followed"}
 _LEFT = "it left {} on in torch, for all that runs after it; use a `with` block"
 
 
@@ -49,11 +48,6 @@ def fenced(what: str, request: int, act: Callable[[], T]) -> T:
     if left := left_on(before):
         raise OwnFailure(failed(what, _LEFT.format(left)))
     return found
-
-
-def failed(what: str, why: str) -> str:
-    """The error of a request whose `what` failed."""
-    return f"{_FAILED.get(what, f'its {what} failed')}: {why}"
 
 
 def request_code_of(thread: int | None) -> str | None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jackfield.contracts.settings import Structure
 from jackfield.errors import SettingsError
-from jackfield.sampling.fenced import OwnFailure, failed, fenced
+from jackfield.requests.text_errors import failed
+from jackfield.sampling.fenced import OwnFailure, fenced
 
 if TYPE_CHECKING:
     import torch

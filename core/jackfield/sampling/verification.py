@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from math import isfinite
 
 from jackfield.contracts import Accepted, TokenLogprob
+from jackfield.requests.text_errors import FORBIDDEN, NOT_NUMBERS
 from jackfield.sampling import logprobs
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
@@ -56,5 +57,4 @@ def _impossible(best: float) -> str | None:
     """Why no token can be chosen from a row with this best score; None: one can."""
     if isfinite(best):
         return None
-    what = "its settings forbid every token" if best == NEVER else "the logits are not numbers"
-    return f"no token can be chosen: {what}"
+    return FORBIDDEN if best == NEVER else NOT_NUMBERS

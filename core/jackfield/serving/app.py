@@ -164,7 +164,7 @@ def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: Serve
             said[prompt] = body.model_dump(mode="json")[prompt]
         served = pool[body.model]
         said["model"] = served.name  # which may have been asked for by its source
-        run = Run(served, metrics, body.NAMES, prompt, said, settings)
+        run = Run(served, metrics, body, prompt, said, settings)
 
         async def start() -> Any:
             engine = await run.open()

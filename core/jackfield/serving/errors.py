@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jackfield.errors import (
@@ -18,6 +18,7 @@ from jackfield.errors import (
     error_text,
     shown,
 )
+from jackfield.requests.text_errors import of_request, of_structure
 
 logger = logging.getLogger("jackfield.serving")
 
@@ -39,6 +40,12 @@ _WORDS = {
     ),
     "or load with a larger max_waiting": "or raise the server's max_waiting",
 }
+
+
+#: Fields of requests that can forbid tokens, the most likely first.
+_CONFINING = (
+    "response_format", "text", "regex", "grammar", "choices", "tool_choice", "tools", "logit_bias",
+)  # fmt: skip
 
 
 class ApiError(Exception):
@@ -90,8 +97,10 @@ def told(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed: {error_text(error)}", code="internal_error")
 
 
-def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) -> ApiError:
-    """The answer to what an engine raised.
+def as_api_error(
+    error: BaseException, model: str, names: Mapping[str, str], prompt: str
+) -> ApiError:
+    """The answer to what the engine of `model` raised when it was asked.
 
     `names` maps the engine's settings to the fields of this request, `prompt` is the field with the
     prompt: what the message is about becomes `param`.
@@ -107,10 +116,32 @@ def as_api_error(error: BaseException, names: Mapping[str, str], prompt: str) ->
         long = isinstance(error, CacheFullError) or "context" in str(error)
         said = in_fields(str(error), names)
         return refused(said, field, "context_length_exceeded" if long else None)
-    if isinstance(error, UsageError):  # the engine was closed meanwhile
-        return ApiError(503, str(error), code="unavailable")
+    return broken(error, model)
+
+
+def broken(error: BaseException, model: str) -> ApiError:
+    """The answer to what the engine of `model` raised, of which the request is not the cause."""
+    if isinstance(error, ApiError):
+        return error
+    if type(error) is UsageError:  # the engine was closed meanwhile
+        return ApiError(503, f"{model}: {error}", code="unavailable")
     text = str(error) if isinstance(error, JackfieldError) else error_text(error)
-    return ApiError(500, text, code="engine_failed")
+    return ApiError(500, f"{model}: {text}", code="engine_failed")
+
+
+def of_text(error: str, model: str, names: Mapping[str, str], given: Collection[str]) -> ApiError:
+    """The answer where one text ended by an error; `given` are the fields that the request has.
+
+    A request that forbids nothing is not why every token is forbidden.
+    """
+    field = None
+    if of_structure(error):
+        field = next((name for name in _CONFINING if name in given), None)
+    elif of_request(error):
+        field = names.get("num_return_sequences")
+    if field is None:
+        return ApiError(500, f"{model}: {error}", code="engine_failed")
+    return refused(in_fields(error, names), field)
 
 
 def in_fields(message: str, names: Mapping[str, str]) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 from jackfield.engine.completions import Completion, Delta
 from jackfield.engine.engine import Engine
 from jackfield.engine.requests import Request
-from jackfield.serving.errors import ApiError, as_api_error, field_in, in_fields, refused
+from jackfield.serving.errors import ApiError, as_api_error, broken, of_text, refused
 from jackfield.serving.metrics import Metrics
 from jackfield.serving.pool import Served
+from jackfield.serving.schema.common import Sampling
 from jackfield.serving.settings import ServerSettings
 
 logger = logging.getLogger("jackfield.serving")
@@ -27,7 +28,7 @@ READERS = ThreadPoolExecutor(4, thread_name_prefix="jackfield-read")
 class Run:
     """Texts that an engine makes for one body. Close it, whatever happens; then nothing is left.
 
-    `names` and `prompt` say which fields errors are about (`as_api_error`). At its end `said` is
+    `prompt` is the field of `body` with the prompt (`as_api_error`). At its end `said` is
     told what was made, with `log_texts` also the texts. What comes of a text is looked at every
     `stream_interval` seconds, the first and the last at once; `merges`: as one delta.
     """
@@ -36,14 +37,15 @@ class Run:
         self,
         served: Served,
         metrics: Metrics,
-        names: Mapping[str, str],
+        body: Sampling,
         prompt: str,
         said: dict[str, Any],
         settings: ServerSettings,
     ) -> None:
         self._served, self._counted = served, metrics.tokens_of(served.name)
         self._last: dict[int, float] = {}  # when something came of each text
-        self._names, self._prompt = names, prompt
+        self._names, self._prompt = body.NAMES, prompt
+        self._given = body.model_fields_set
         self._said, self._texts = said, settings.log_texts
         self._interval = settings.stream_interval
         self._stack = contextlib.AsyncExitStack()
@@ -83,7 +85,9 @@ class Run:
         try:
             await loop.run_in_executor(READERS, submit)
         except Exception as error:
-            raise self._told(error) from error
+            model, names = self._served.name, self._names
+            found = as_api_error(self._cause(error), model, names, self._prompt)
+            raise self._logged(found) from error
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         """(number of the text, what came of it), as it comes. Raises ApiError."""
@@ -96,8 +100,8 @@ class Run:
                 yield number, self._seen(number, delta)
         except ApiError:
             raise
-        except Exception as error:
-            raise self._told(error) from error
+        except Exception as error:  # in a step, which is not of this request alone
+            raise self._logged(broken(self._cause(error), self._served.name)) from error
 
     def _deltas(self, request: Request) -> AsyncIterator[Delta]:
         return request.paced(self._interval, merged=self.merges)
@@ -132,18 +136,18 @@ class Run:
             self.completions[number] = completion
             if completion.finish_reason == "error":
                 why = completion.error or "the text cannot be made"
-                raise refused(in_fields(why, self._names), field_in(why, self._names))
+                raise self._logged(of_text(why, self._served.name, self._names, self._given))
             if completion.finish_reason == "cancelled" and completion.error is not None:
                 raise ApiError(504, completion.error, code="deadline")
         return delta
 
-    def _told(self, error: BaseException) -> ApiError:
-        if self._engine is not None:
-            error = self._served.cause(self._engine, error)
-        found = as_api_error(error, self._names, self._prompt)
-        if found.status >= 500:
-            logger.error("%s: %s", self._served.name, found.message)
-        return found
+    def _cause(self, error: BaseException) -> BaseException:
+        return error if self._engine is None else self._served.cause(self._engine, error)
+
+    def _logged(self, error: ApiError) -> ApiError:
+        if error.status >= 500:
+            logger.error("%s", error.message)
+        return error
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all texts that have ended; each prompt counts once."""

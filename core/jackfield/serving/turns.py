@@ -202,4 +202,4 @@ def turn_for(body: ChatRequest, asking: Asking, engine: Engine) -> Turn:
     try:
         return Turn(body, asking, engine)
     except JackfieldError as error:
-        raise as_api_error(error, body.NAMES, "messages") from error
+        raise as_api_error(error, body.model, body.NAMES, "messages") from error
