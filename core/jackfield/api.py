@@ -34,11 +34,12 @@ def load(
 ) -> Engine:
     """Decide, load, bind.
 
-    `model` is a hub id, a folder, "demo" (the model inside the package) or a live transformers
-    model, which is given back as it was when the engine is closed. Each selection is "auto",
-    ``plugin:name``, ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of
-    these (declared fallbacks); a bare name means the same as ``plugin:name``. `quantization` may
-    also be one of transformers' quantization config objects. `kernels` are fused layers, all that
+    `model` is a hub id, a folder, a GGUF file (here or OWNER/REPOSITORY/FILE.gguf of the hub),
+    "demo" (the model inside the package) or a live transformers model, which is given back as it
+    was when the engine is closed. Each selection is "auto", ``plugin:name``,
+    ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of these (declared
+    fallbacks); a bare name means the same as ``plugin:name``. `quantization` may also be one of
+    transformers' quantization config objects. `kernels` are fused layers, all that
     are named; "auto" is none. `compile` may also be a bool. `dtype` is "auto", a name such as
     "bfloat16" or a torch.dtype.
 
@@ -90,8 +91,8 @@ def plan(
 ) -> Plan:
     """Decide, without loading a weight, what `jackfield.load` would run with these arguments.
 
-    `model` is a hub id, a folder, "demo", a config, or a live model. Raises the errors that
-    `load` would raise.
+    `model` is a hub id, a folder, a GGUF file, "demo", a config, or a live model. Raises the
+    errors that `load` would raise.
     """
     if later := [name for name in arguments if name in OF_LOADING - OF_A_PLAN]:
         raise UsageError(

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import nn
 
 from jackfield.bridge.footprint import tensors_of
+from jackfield.bridge.gguf import GgufModel
 from jackfield.bridge.requirements import meta_model
-from jackfield.contracts import Requirements, Weight
+from jackfield.contracts import Requirements, StoredTensor, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes
 from jackfield.errors import CheckpointError
@@ -74,14 +75,18 @@ def _packed(name: str) -> str | None:
 
 
 def check_read(
-    model: PreTrainedModel, choice: Choice, needs: Requirements, tensors: Tensors
+    model: PreTrainedModel,
+    choice: Choice,
+    needs: Requirements,
+    tensors: Tensors,
+    gguf: GgufModel | None = None,
 ) -> None:
     """Compare a model that a quantizer has read with its plan and with the files.
 
-    `tensors` is empty where the files are not known. Raises PluginError for what the quantizer did,
-    CheckpointError for what the files hold.
+    `tensors` is empty where the files are not known; `gguf` is what they are of. Raises
+    PluginError for what the quantizer did, CheckpointError for what the files hold.
     """
-    reader = _Reader(model, choice.registered, needs, tensors)
+    reader = _Reader(model, choice.registered, needs, tensors, gguf)
     stored = {w.name for w in needs.weights if _is_stored(w, choice, needs)}
     converted = {
         p
@@ -124,9 +129,15 @@ class _Reader(ExitStack):
     """Looks at layers one by one, with the files open."""
 
     def __init__(
-        self, model: PreTrainedModel, quantizer: Registered, needs: Requirements, tensors: Tensors
+        self,
+        model: PreTrainedModel,
+        quantizer: Registered,
+        needs: Requirements,
+        tensors: Tensors,
+        gguf: GgufModel | None,
     ) -> None:
         super().__init__()
+        self._gguf = gguf
         self.model, self.quantizer, self.needs, self.tensors = model, quantizer, needs, tensors
         self._dtype: torch.dtype = getattr(torch, needs.dtype)
         self._files: dict[Path, Any] = {}
@@ -164,7 +175,7 @@ class _Reader(ExitStack):
         elif (out.dtype, tuple(out.shape), out.device) != wanted:
             self.fail(path, f"it returns {out.dtype} {list(out.shape)} on {out.device}, where "
                       f"{wanted[0]} {list(wanted[1])} on {wanted[2]} is due")  # fmt: skip
-        elif self.needs.stored is None and (some := self._some_rows(weight, rows)) is not None:
+        elif (some := self._some_rows(weight, rows)) is not None:
             self._compare(path, (out[:PROBES] - out[PROBES:])[:, : len(some)].cpu().float() / 2,
                           probes.to(self._dtype).float() @ some.T)  # fmt: skip
 
@@ -193,6 +204,10 @@ class _Reader(ExitStack):
 
     def _some_rows(self, weight: Weight, rows: int) -> torch.Tensor | None:
         """The first rows of a matrix as the file has it, float32; None where it is not there."""
+        if self._gguf is not None:
+            return self._gguf.first_rows(weight.name, ROWS)
+        if self.needs.stored is not None:
+            return None
         found, linear = self.tensors.get(weight.name), weight.linear
         shape = linear[::-1] if weight.transposed and linear else linear
         if found is None or found.dtype not in _FLOATS or found.shape != shape:
@@ -235,9 +250,15 @@ class _Reader(ExitStack):
             self._other.append(weight.name)
         stored = self.tensors.get(weight.name)
         if stored is not None and stored.dtype in _FLOATS and stored.shape == tuple(found.shape):
-            some = self._file(stored.file).get_slice(weight.name)[:1].to(found.dtype)
+            some = self._first(stored, weight.name).to(found.dtype)
             if not torch.equal(some, found.detach()[:1].cpu()):
                 self.fail(weight.name, "it does not hold the numbers of the file")
+
+    def _first(self, stored: StoredTensor, name: str) -> torch.Tensor:
+        """The first row or number of a weight that is whole in the file."""
+        if self._gguf is not None:
+            return self._gguf.whole(name)[:1]
+        return self._file(stored.file).get_slice(name)[:1]  # type: ignore[no-any-return]
 
     def one_step(self) -> None:
         """Run a model with whole weights of another dtype than planned: not all models can."""

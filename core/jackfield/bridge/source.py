@@ -1,4 +1,4 @@
-"""What a caller means by `model`: a live model, a config, a folder, a hub id, or "demo"."""
+"""What a caller means by `model`: a live model, a config, a folder or file, a hub id, "demo"."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from jackfield.bridge.config_values import check_values
+from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, quoted, shown
 from jackfield.foreign import error_line, read_json
 from jackfield.spelling import nearest
@@ -43,7 +44,9 @@ _SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".txt"})
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found; its weights are not read. `location` is a folder or a hub id."""
+    """A model that was found; its weights are not read. `location` is a folder, a hub id, or the
+    name of a GGUF file, whose header is `gguf`.
+    """
 
     config: PreTrainedConfig
     location: str | None = None
@@ -51,6 +54,14 @@ class ModelSource:
     live: PreTrainedModel | None = None
     #: the PEFT configs of a live model's adapters, by name
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    gguf: GgufModel | None = None
+
+    @property
+    def origin(self) -> str:
+        """Where its config comes from, as messages call it."""
+        if self.location is None:
+            return "the config"
+        return f"the {'config.json' if self.gguf is None else 'header'} of {self.location}"
 
     @property
     def folder(self) -> Path | None:
@@ -89,6 +100,10 @@ def find(
     location = str(model)
     if not location:
         raise CheckpointError("the model's name is empty; give a hub id, a folder or 'demo'")
+    if is_gguf(location):
+        with quiet():
+            gguf = open_gguf(location, revision)
+        return ModelSource(gguf.config, location, revision, gguf=gguf)
     location = packaged(location)
     config = _read_config(location, revision)
     if config.is_encoder_decoder:
@@ -111,10 +126,13 @@ def _check_revision(model: Any, revision: Any) -> None:
     if not isinstance(revision, str) or not revision:
         raise UsageError(f"revision must be a branch, a tag or a commit, not {revision!r}")
     named = isinstance(model, str | Path) and str(model)
-    if not named or model in PACKAGED or is_folder(Path(model), str(model)):
+    file = bool(named and is_gguf(named))
+    if file and not Path(str(named)).exists():
+        return
+    if not named or model in PACKAGED or file or is_folder(Path(model), str(model)):
         raise UsageError(
             f"revision={quoted(revision)}: only models of the hub have revisions, a folder, a "
-            "live model, a config and demo have none; drop it"
+            "file, a live model, a config and demo have none; drop it"
         )
 
 
@@ -210,7 +228,6 @@ def blamed(source: ModelSource) -> Iterator[None]:
 
     Of a live model nothing is told: its code ran before.
     """
-    origin = "the config" if source.location is None else f"the config.json of {source.location}"
     try:
         yield
     except CheckpointError as error:
@@ -222,7 +239,9 @@ def blamed(source: ModelSource) -> Iterator[None]:
     except Exception as error:
         if source.live is not None:
             raise
-        raise CheckpointError(f"{origin} gives no model that runs: {error_line(error)}") from error
+        raise CheckpointError(
+            f"{source.origin} gives no model that runs: {error_line(error)}"
+        ) from error
 
 
 def is_folder(folder: Path, location: str) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, ProcessorMixin
 
+from jackfield.bridge.gguf import is_gguf
 from jackfield.bridge.hub_files import cached_folder, fetch_first
-from jackfield.bridge.source import ModelSource, is_folder, packaged
+from jackfield.bridge.source import ModelSource, find, is_folder, packaged
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
 from jackfield.foreign import named, read_json
 
@@ -26,6 +27,8 @@ def load_tokenizer(source: ModelSource) -> Any | None:
 
     Raises CheckpointError.
     """
+    if source.gguf is not None:
+        return source.gguf.tokenizer
     if source.location is None or not _has_one(source, source.location):
         return None
     return _read(source.location, source.revision)
@@ -40,6 +43,8 @@ def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
         return load_tokenizer(source)
     if isinstance(given, str | Path):
         location = packaged(str(given))
+        if is_gguf(location):
+            return load_tokenizer(find(location, None))
         if not location:
             raise UsageError("tokenizer='' names nothing; give a folder, a hub id, or none")
         if is_folder(Path(location), location) and not _in_folder(Path(location)):

@@ -26,10 +26,13 @@ logger = logging.getLogger("jackfield")
 
 
 def tensors_in(source: ModelSource) -> dict[str, StoredTensor]:
-    """Every tensor by its file's header: of a folder, or of a hub model whose files are here.
+    """Every tensor by its file's header: of a folder or a file, or of a hub model whose files are
+    here.
 
     None of a hub model that transformers finds by itself. Raises CheckpointError.
     """
+    if source.gguf is not None:
+        return source.gguf.tensors()
     folder = source.folder or _fetched(source)
     return {} if folder is None else check_files(folder, _named(source))
 
@@ -41,7 +44,7 @@ def _named(source: ModelSource) -> object:
 
 def _fetched(source: ModelSource, check: Callable[[Tensors], None] | None = None) -> Path | None:
     """The folder of a hub model's weights; they are fetched if `check` is there to look first."""
-    if source.location is None or source.folder is not None:
+    if source.location is None or source.folder is not None or source.gguf is not None:
         return None
     folder = cached_folder(source.location, source.revision)
     if folder is None:
@@ -75,7 +78,8 @@ def load_model(
     if tensors := tensors_in(source):
         if reasons := quantization.misfits(tensors):
             raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
-        check(tensors)
+        if source.gguf is None:  # whose tensors were compared with the model when it was found
+            check(tensors)
     quantized = stored_quantization(source.config) is not None or quantization.config is not None
     # Read to their device one by one: otherwise main memory would have to hold all of them first.
     # A quantizer puts weights where they belong as it makes them.
@@ -83,10 +87,9 @@ def load_model(
     placed = where.spread or (device.type != "cpu" and (quantized or has_accelerate()))
     reading = quantization.reading()
     with named(f"cannot load {source.location}"), quiet(), reading, no_notes():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.location or "",
-            config=source.config,
-            revision=source.revision if fetched is None else fetched.name,
+        of, what = _read_from(source, fetched)
+        loaded: Any = of.from_pretrained(
+            **what,
             dtype=getattr(torch, needs.dtype),
             attn_implementation="eager",  # the plan plugs in what was chosen
             experts_implementation=needs.experts_implementation,
@@ -111,6 +114,21 @@ def load_model(
     return model
 
 
+def _read_from(source: ModelSource, fetched: Path | None) -> tuple[Any, dict[str, Any]]:
+    """Whose `from_pretrained` reads a model, and the arguments that say which."""
+    if source.gguf is not None:
+        return source.gguf.model_class, {
+            "pretrained_model_name_or_path": None,
+            "config": source.gguf.whole_config(),
+            "state_dict": dict(source.gguf.weights),
+        }
+    return AutoModelForCausalLM, {
+        "pretrained_model_name_or_path": source.location or "",
+        "config": source.config,
+        "revision": source.revision if fetched is None else fetched.name,
+    }
+
+
 def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
     mismatched = [f"{name} {tuple(theirs)}" for name, theirs, _ in info["mismatched_keys"]]
     for names, what in (
@@ -119,8 +137,8 @@ def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
     ):
         if names:
             raise CheckpointError(
-                f"the checkpoint {source.location} {what} {_some(names)}; its config.json does not "
-                "fit its weights"
+                f"the checkpoint {source.location} {what} {_some(names)}; {source.origin} does "
+                "not fit its weights"
             )
     if info["unexpected_keys"]:
         logger.warning(

@@ -58,7 +58,9 @@ def chat(
     ] = None,
     model: Annotated[
         str | None,
-        flag("--model", "MODEL", "A hub id, a folder, or demo; one of --server's.", "-m"),
+        flag(
+            "--model", "MODEL", "A hub id, a folder, a GGUF file, or demo; one of --server's.", "-m"
+        ),
     ] = None,
 ) -> None:
     """Talk with a chat model; it sees the whole conversation each time.

@@ -17,10 +17,16 @@ if TYPE_CHECKING:
     from jackfield.engine.engine import Engine
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", metavar="MODEL", help="A hub id, a folder, or demo.")
+    str,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="A hub id, a folder, a GGUF file, or demo."
+    ),
 ]
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or demo.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A hub id, a folder, a GGUF file, or demo.", show_default=False
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")

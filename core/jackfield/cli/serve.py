@@ -91,7 +91,9 @@ def serve(
     serving: Serving,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A hub id, a folder, or demo.", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]", help="A hub id, a folder, a GGUF file, or demo.", show_default=False
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Settings and models, as TOML.")

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
+#: The `quant_method` of a GGUF file's config. Its field `tensors` has, by the model's names, what
+#: stays in blocks: the name of their type and the shape, out × in. A file is read as a state dict
+#: where these are uint8 `[out, bytes of a row]` for a parameter of uint8, and else numbers.
+GGUF_BLOCKS = "gguf-blocks"
+
 #: Where nobody named a dtype and the model's own does not do: the first of these that does.
 PREFERRED = ("bfloat16", "float16", "float32", "float64")
 

@@ -55,7 +55,7 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
         model = load_model(source, plan.requirements, plan.placement, bound, folder)
         changes = bound.config is not None or bound.finish is not Quantization.finish
         if changes or plan.requirements.stored is not None:
-            check_read(model, choice, plan.requirements, tensors_in(source))
+            check_read(model, choice, plan.requirements, tensors_in(source), source.gguf)
         return load_adapter(model, job.found) if job.found else model
     if not in_use.isdisjoint(map(id, decoder_configs(source.live))):
         raise UsageError(

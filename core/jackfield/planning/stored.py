@@ -22,8 +22,7 @@ def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -
     stored = needs.stored
     if stored is None or source.live is not None:
         return
-    file = f"the config.json of {source.location}" if source.location else "the config"
-    where = f"the quantization_config in {file}"
+    where = f"the quantization_config in {source.origin}"
     method = stored.get("quant_method")
     readers = [r for r in registry.of_kind("quantizer") if _reads(r, stored)]
     if not readers:

@@ -108,7 +108,7 @@ KEYWORDS: Mapping[str, Habit] = {
     "use_auth_token": Habit(f"{_HUB}: HF_TOKEN=…, or `hf auth login`", inert=(False,)),
     "subfolder": Habit(f"fetch it with `hf download` and {_HERE}", inert=("",)),
     "variant": Habit(f"fetch it with `hf download`, rename its weights, and {_HERE}"),
-    "gguf_file": Habit("convert it once: from_pretrained(gguf_file=…), then save_pretrained"),
+    "gguf_file": Habit("give the file itself as the model: 'FOLDER/FILE.gguf'"),
     # a model that is made another way
     "config": Habit(f"a model has the config in its folder; {_LIVE}"),
     "state_dict": Habit(_LIVE),

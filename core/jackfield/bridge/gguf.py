@@ -1,0 +1,113 @@
+"""A model that is one GGUF file: its config, its weights, its tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jackfield.bridge.config_values import check_values
+from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
+from jackfield.bridge.gguf_header import GgufHeader, read_header
+from jackfield.bridge.gguf_weights import GgufWeight, missing, weights_of_file
+from jackfield.contracts.checkpoint import StoredTensor
+from jackfield.contracts.quantizing import GGUF_BLOCKS
+from jackfield.errors import CheckpointError, quoted, shown
+from jackfield.foreign import named
+
+_ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+
+
+@dataclass(frozen=True, eq=False)
+class GgufModel:
+    """A file whose header and tensors fit a model. `config` says how weights are stored."""
+
+    header: GgufHeader
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    weights: Mapping[str, GgufWeight | torch.Tensor]
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        return tokenizer_of_file(self.header, self.config)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Each weight that is one tensor of the file, by the model's name of it."""
+        return {
+            name: StoredTensor(weight.tensor.type, weight.tensor.shape, self.header.path)
+            for name, weight in self.weights.items()
+            if isinstance(weight, GgufWeight)
+        }
+
+    def first_rows(self, name: str, count: int) -> torch.Tensor | None:
+        """The first rows of a matrix `[out, in]`, float32; None where the file has none so."""
+        weight = self.weights.get(name)
+        if not isinstance(weight, GgufWeight) or weight.change is not None:
+            return None
+        return weight.first_rows(count)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A weight of one tensor as the model has it, float32."""
+        weight = self.weights[name]
+        assert isinstance(weight, GgufWeight)
+        return weight.to(dtype=torch.float32)
+
+    def whole_config(self) -> PreTrainedConfig:
+        """The config without what it says of blocks, which is for quantizers of ours alone."""
+        own = type(self.config).from_dict(self.config.to_dict())
+        if hasattr(own, "quantization_config"):
+            del own.quantization_config
+        return own
+
+
+def is_gguf(location: str) -> bool:
+    """Whether a caller means a GGUF file, here or of the hub: by its name."""
+    return location.endswith(".gguf") and not Path(location).is_dir()
+
+
+def open_gguf(location: str, revision: str | None) -> GgufModel:
+    """The model in a file, with its header read and no weight. Raises CheckpointError."""
+    header = read_header(_file(location, revision))
+    config = config_of(header)
+    check_values(config.to_dict(), f"the header of {header.path}")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        with named(f"the header of {header.path} gives no text-generation model"):
+            raise error
+    weights = weights_of_file(header, model)
+    if lacks := next(missing(weights, model), None):
+        raise CheckpointError(f"{header.path} has no tensor for {lacks}; fetch it again")
+    blocks = {
+        name: [weight.tensor.type, *weight.tensor.shape]
+        for name, weight in weights.items()
+        if isinstance(weight, GgufWeight) and weight.in_blocks
+    }
+    if blocks:
+        config.quantization_config = {"quant_method": GGUF_BLOCKS, "tensors": blocks}
+    return GgufModel(header, config, type(model), weights)
+
+
+def _file(location: str, revision: str | None) -> Path:
+    path = Path(location)
+    if path.exists() or location.startswith(("/", "./", "../", "~")):
+        if not path.is_file():
+            raise CheckpointError(f"{shown(location)} is not a file; give a GGUF file")
+        return path.absolute()
+    found = _ON_THE_HUB.fullmatch(location)
+    if found is None:
+        raise CheckpointError(
+            f"there is no file {shown(location)}; give a GGUF file, or one of the hub as "
+            "OWNER/REPOSITORY/FILE.gguf"
+        )
+    from huggingface_hub import hf_hub_download
+
+    with named(f"cannot fetch {quoted(location)}, which is no file here, from the hub"):
+        return Path(hf_hub_download(found[1], found[2], revision=revision))
