@@ -128,6 +128,30 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert figures(Outcome(Arrivals(1, None, 1, None), [timed], 1, 0), Bounds()).late == 2.0
 
 
+AT_ONCE: dict[str, list[Step]] = {
+    "a token, and its end": [said("a", "length"), counted(3, 1)],
+    "the end alone": [said("", "stop"), counted(3, 1)],
+    "the end after its role": [event(choices=[{"delta": {"role": "assistant", "content": ""}}]),
+                               said("", "stop"), counted(3, 1)],
+    "tokens without a text": [said("", "length"), counted(3, 2)],
+    "not counted": [said("", "stop")],
+    "of a text completion": [event(choices=[{"index": 0, "text": "", "finish_reason": "stop"}])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_an_answer_that_ends_at_once_is_an_answer(fake: Start, kind: str) -> None:
+    steps = [HEAD, 0.05, *AT_ONCE[kind], 0.05, DONE, END]
+    outcome = loaded(fake(lambda *_: steps).url, Arrivals(1, None, 1, None))
+    found = figures(outcome, Bounds(to_first=10, per_token=1e-9))
+    assert (found.failed, found.errors) == (0, {})
+    assert found.goodput == found.requests_per_second
+    assert found.time_to_first_token is not None
+    assert 0.05 <= found.time_to_first_token["p50"] < outcome.timed[0].whole - 0.04
+    assert (found.time_per_token, found.gap) == (None, None)
+    assert found.tokens == (2 if kind == "tokens without a text" else 1)
+
+
 FAILURES: dict[str, list[Step]] = {
     "429 queue_full": plain("429 Too Many", {"error": {"message": "m", "code": "queue_full"}}),
     "500": plain("500 Oh", b"oh", "text/plain"),

@@ -48,7 +48,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 NO_JSON: dict[str, tuple[bytes, str, str | None]] = {
     "broken": (b'{"model"', "is not JSON", None),
-    "nothing": (b"", "is not JSON", None),
+    "nothing": (b"", "there is no body", None),
+    "white space": (b" ", "is not JSON", None),
     "not utf-8": (b'{"model": "\xff"}', "is not UTF-8", None),
     "utf-16": ('{"model": "demo"}'.encode("utf-16"), "is not UTF-8", None),
     "NaN": (b'{"temperature": NaN}', "NaN", None),

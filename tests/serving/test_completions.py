@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
 if TYPE_CHECKING:
@@ -84,3 +85,49 @@ def test_texts_go_on_in_order(client: OpenAI) -> None:
     assert [choice.text for choice in echoed.choices] == [
         f"{prompt}{text}" for prompt, text in zip(asked["prompt"], alone, strict=True)
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_token_and_an_echo_are_the_prompts(client: OpenAI, stream: bool, n: int) -> None:
+    prompts: Any = ["One day", "Once upon"]
+    asked: dict[str, Any] = {"model": "demo", "prompt": prompts, "max_tokens": 0, "echo": True}
+    right = client.completions.create(**{**asked, "max_tokens": 1}).usage
+    if stream:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = client.completions.create(**asked, n=n, temperature=1, **options)
+        usage, texts = last.usage, dict.fromkeys(range(2 * n), "")
+        for chunk in chunks:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        reasons = [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason]
+    else:
+        whole = client.completions.create(**asked, n=n, temperature=1)
+        usage, texts = whole.usage, {c.index: c.text for c in whole.choices}
+        reasons = [choice.finish_reason for choice in whole.choices]
+    assert [*texts.values()] == [prompt for prompt in prompts for _ in range(n)]
+    assert reasons == ["length"] * 2 * n
+    assert usage is not None
+    assert right is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (right.prompt_tokens, 0)
+    assert usage.total_tokens == usage.prompt_tokens
+
+
+@pytest.mark.parametrize("echoed", [{}, {"echo": True, "max_tokens": 0}])
+@pytest.mark.parametrize(
+    ("prompts", "param"),
+    [
+        (["a", "", "b"], "prompt.1"),
+        (["a", "b", "word " * 5000], "prompt.2"),
+        ([[1, 2], [999_999]], "prompt.1"),
+        ("", "prompt"),
+        ([""], "prompt"),
+    ],
+)
+def test_which_prompt_is_no_good_is_told(
+    client: OpenAI, prompts: Any, param: str, echoed: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt=prompts, **echoed)
+    assert caught.value.param == param
+    if param != "prompt":
+        assert caught.value.body["message"].startswith(f"{param}: ")  # type: ignore[index]

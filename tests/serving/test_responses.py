@@ -341,3 +341,15 @@ def test_tokens_that_the_cache_had_are_counted(server: Served, path: str) -> Non
         found.append(details["cached_tokens"])
     assert found[0] == found[2] == 0
     assert found[1] > 100
+
+
+def test_a_response_cannot_be_cancelled(client: OpenAI, server: Served) -> None:
+    found = client.responses.create(model="demo", input="Hi", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        client.responses.cancel(found.id)
+    with pytest.raises(openai.NotFoundError, match="no response 'resp_none'"):
+        client.responses.cancel("resp_none")
+    for more in ({"content": b"{}", "headers": {"Content-Type": "application/json"}}, {}):
+        answer = httpx.post(f"{server.url}/v1/responses/resp_none/cancel", **more)
+        assert answer.status_code == 404
+    assert httpx.post(f"{server.url}/v1/elsewhere").status_code == 404

@@ -97,6 +97,49 @@ def test_calls_at_once_have_ids_and_numbers_of_their_own(client: OpenAI) -> None
     assert (len(alone), reason) == (1, "tool_calls")
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_tools_that_are_allowed_are_called(client: OpenAI) -> None:
+    for name in ("weather", "now"):
+        chat = client.chat.completions.create(**asked(tool_choice=allowed("required", name)))
+        called = [call.function.name for call in chat.choices[0].message.tool_calls or ()]  # type: ignore[union-attr]
+        assert called
+        assert set(called) == {name}
+    usage = [
+        client.chat.completions.create(
+            **asked(tool_choice=choice, max_completion_tokens=1, tools=tools)
+        ).usage.prompt_tokens  # type: ignore[union-attr]
+        for choice, tools in (
+            ("auto", TOOLS[1:]), (allowed("auto", "now"), TOOLS), ("auto", TOOLS)
+        )
+    ]  # fmt: skip
+    assert usage[0] == usage[1] < usage[2]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "param"),
+    [
+        (allowed("auto", "now", "then"), TOOLS, "tool_choice.allowed_tools.tools.1.function.name"),
+        (allowed("auto", "now"), None, "tool_choice"),
+        (allowed("never", "now"), TOOLS, "tool_choice.allowed_tools.mode"),
+        (allowed("auto"), TOOLS, "tool_choice.allowed_tools.tools"),
+        ({"type": "allowed_tools"}, TOOLS, "tool_choice.allowed_tools"),
+    ],
+)
+def test_tools_that_cannot_be_allowed_are_named(
+    client: OpenAI, choice: Any, tools: Any, param: str
+) -> None:
+    basic = asked(**({"tools": tools} if tools else {}))
+    if tools is None:
+        del basic["tools"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**basic, tool_choice=choice)
+    assert caught.value.param == param
+
+
 def test_no_tool_may_be_called_where_none_is_chosen(client: OpenAI) -> None:
     found = client.chat.completions.create(**asked(tool_choice="none"))
     assert not found.choices[0].message.tool_calls

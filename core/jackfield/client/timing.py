@@ -15,8 +15,9 @@ from jackfield.client.wire import Reply
 class Timed:
     """A request: `due` is when it was to be sent, all times in seconds of one clock.
 
-    `came` has the time of each piece of text; `tokens` is what the server counted, or else how many
-    pieces there were. `error` says what went wrong, in a word or two that others have in common.
+    `came` has the time of each piece of text, of an empty text that of its end; `tokens` is what
+    the server counted, or else how many pieces there were. `error` says what went wrong, in a word
+    or two that others have in common.
     """
 
     due: float
@@ -35,8 +36,9 @@ class Timed:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for each token after the first; None where there is no second one."""
-        return (self.came[-1] - self.came[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        """Seconds for each token after the first; None where only one piece came."""
+        several = self.tokens > 1 and len(self.came) > 1
+        return (self.came[-1] - self.came[0]) / (self.tokens - 1) if several else None
 
     @property
     def whole(self) -> float:
@@ -71,7 +73,8 @@ class Timed:
         piece = piece_of(event)
         if piece.error is not None:
             self.error = "error in the stream"
-        if piece.text or piece.reasoning:
+        ends_at_once = piece.finish_reason is not None and not self.came
+        if piece.text or piece.reasoning or ends_at_once:
             self.came.append(now)
             self.text += piece.text
         if piece.usage and isinstance(made := piece.usage.get("completion_tokens"), int):

@@ -256,6 +256,13 @@ class Engine:
         self._worker.submit(pairs, wait=False)
         return [request for _, request in pairs]
 
+    def count_tokens(self, prompt: Prompt, **settings: Any) -> int:
+        """How many tokens a prompt has, as a request of these settings reads it; nothing runs.
+
+        Raises what `submit` raises for the prompt and the settings.
+        """
+        return self._sequence(prompt, settings).prompt_length
+
     def token_bytes(self, token: int) -> bytes:
         """The text of one token as UTF-8; of a part of a character only its bytes."""
         return self._assembly.text.bytes_of(token)

@@ -19,7 +19,7 @@ import jackfield.api
 from jackfield.serving.asking import Asking
 from jackfield.serving.chat import Chat
 from jackfield.serving.completions import TextCompletion
-from jackfield.serving.errors import ApiError, of_validation
+from jackfield.serving.errors import ApiError, of_validation, refused
 from jackfield.serving.events import Events, Wire, stream, typed_stream, unless_gone
 from jackfield.serving.guards import Guard
 from jackfield.serving.keys import Keys
@@ -216,6 +216,15 @@ def _add_stored(app: FastAPI, store: Store) -> None:
         """What it answers."""
         asked = query(request, ItemsQuery)
         return listed(store.get(request.state.owner, response_id), asked)
+
+    @app.post(f"{path}/cancel")
+    async def cancel(request: Request, response_id: str) -> None:
+        """Refused: no response is made in the background."""
+        store.get(request.state.owner, response_id)
+        raise refused(
+            "only a response that is made in the background can be cancelled, and this one is "
+            "whole; hang up to end one while it is streamed", "response_id",
+        )  # fmt: skip
 
     @app.delete(path)
     async def delete(request: Request, response_id: str) -> dict[str, Any]:

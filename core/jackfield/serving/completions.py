@@ -58,6 +58,10 @@ class TextCompletion:
         if self.body.echo:
             for number in range(len(self.prompts) * self.body.samples):
                 yield _choice(number, self._echoed(number // self.body.samples))
+        if self.body.max_tokens == 0:
+            for number in range(len(self.prompts) * self.body.samples):
+                yield _choice(number, "", finish_reason="length")
+            return
         run.merges = True
         async for number, delta in run:
             logprobs = self._logprobs(number, delta)

@@ -175,6 +175,8 @@ def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     kind, what = first.get("type"), str(first.get("msg", "is wrong"))
     if kind == "json_invalid":
         return refused(f"the body is not JSON: {shown(what)}", None)
+    if kind == "missing" and not param:
+        return refused("there is no body; send one, as JSON", None)
     if kind in ("extra_forbidden", "none_required"):
         what = f"nothing here reads the field {param!r}; drop it"
     return refused(f"{param or 'the body'}: {shown(what, 500)}", param or None)

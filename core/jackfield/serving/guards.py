@@ -129,7 +129,7 @@ class Guard:
 
     async def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """The body, read whole where there is one: in time, small, shallow, and JSON."""
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" or not _has_body(scope):
             return receive
         kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another site cannot send unasked
@@ -161,6 +161,11 @@ class Guard:
                 raise ApiError(413, f"the body has more than {most} bytes")
             if not message.get("more_body"):
                 return bytes(body)
+
+
+def _has_body(scope: Scope) -> bool:
+    length = header(scope, b"content-length") or "0"
+    return length.strip("0") != "" or header(scope, b"transfer-encoding") is not None
 
 
 async def answer_error(error: ApiError, send: Send) -> None:

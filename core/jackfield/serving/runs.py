@@ -52,6 +52,7 @@ class Run:
         self._requests: list[Request] = []
         self._readers: list[asyncio.Task[None]] = []
         self._engine: Engine | None = None
+        self._read = 0  # tokens of prompts that are read and not gone on with
         self._closed = False
         self.completions: dict[int, Completion] = {}
         self.began = time.perf_counter()
@@ -72,21 +73,29 @@ class Run:
         if count > limit:
             field = "prompt" if len(prompts) > 1 else "n"
             raise refused(f"{count} texts are asked for; at most {limit} run for a request", field)
-        loop = asyncio.get_running_loop()
+        at = 0  # which of the prompts is read
 
         def submit() -> None:
-            for prompt in prompts:
+            nonlocal at
+            for at in range(len(prompts)):
                 if self._closed:
                     return
-                self._requests += engine.submit_samples(prompt, **asked)
+                if asked.get("max_new_tokens") == 0:  # the prompts alone are asked for
+                    one = {**asked, "max_new_tokens": 1, "num_return_sequences": 1}
+                    self._read += engine.count_tokens(prompts[at], **one)
+                else:
+                    self._requests += engine.submit_samples(prompts[at], **asked)
             if self._closed:  # while this thread was busy with what nobody waits for any more
                 self._cancel()
 
         try:
-            await loop.run_in_executor(READERS, submit)
+            await asyncio.get_running_loop().run_in_executor(READERS, submit)
         except Exception as error:
             model, names = self._served.name, self._names
             found = as_api_error(self._cause(error), model, names, self._prompt)
+            if len(prompts) > 1 and found.param == self._prompt:
+                which = f"{self._prompt}.{at}"
+                found = refused(f"{which}: {found.message}", which, found.code)
             raise self._logged(found) from error
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -154,7 +163,7 @@ class Run:
         done = [self.completions[n] for n in sorted(self.completions)]
         per_prompt = max(1, len(self._requests) // max(1, self.prompts))
         firsts = [c.usage for c in done[::per_prompt]]
-        prompt = sum(usage.prompt_tokens for usage in firsts)
+        prompt = self._read + sum(usage.prompt_tokens for usage in firsts)
         found = sum(usage.cached_tokens for usage in firsts)
         made = sum(c.usage.completion_tokens for c in done)
         return {

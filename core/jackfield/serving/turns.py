@@ -111,14 +111,14 @@ class Turn:
         self.asked = asking.completed(asked)
 
     def _read_by(self, form: Format, body: ChatRequest, told: dict[str, Any]) -> None:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        if not tools and (body.tool_choice not in (None, "none", "auto")):
+        tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+        if not tools and body.tool_choice not in (None, "none", "auto"):
             raise refused("tool_choice: there are no tools to choose from", "tool_choice")
-        choice: Any = body.tool_choice or "auto"
+        choice = body.choice
         one = not isinstance(choice, str)  # a function that is named is called once
         self._how = {
             "tools": tools or None,
-            "tool_choice": choice.model_dump() if one else choice,
+            "tool_choice": choice,
             "parallel": body.parallel_tool_calls is not False and not one,
         }
         if not tools and form.is_plain:

@@ -89,6 +89,39 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+class AllowedFunction(Body):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AllowedFunctions(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    """Of the tools only these may be called; the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def kind_of_choice(value: Any) -> str:
+    """The tag of what `tool_choice` is, so that an error is about the one that was meant."""
+    if isinstance(value, str):
+        return "(mode)"
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "(allowed)" if kind == "allowed_tools" else "(function)"
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(mode)")]
+    | Annotated[ToolChoice, Tag("(function)")]
+    | Annotated[AllowedTools, Tag("(allowed)")],
+    Discriminator(kind_of_choice),
+]
+
+
 class ChatRequest(Penalized):
     """A conversation, and how it is to go on."""
 
@@ -99,7 +132,7 @@ class ChatRequest(Penalized):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
@@ -137,6 +170,32 @@ class ChatRequest(Penalized):
         "continue_final_message": "continue_final_message",
         "add_generation_prompt": "add_generation_prompt",
     }  # fmt: skip
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called. Raises ApiError for one that is allowed and not there."""
+        if self.tools is None or not isinstance(self.tool_choice, AllowedTools):
+            return self.tools or []
+        allowed = [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        there = {tool.function.name for tool in self.tools}
+        for at, name in enumerate(allowed):
+            if name not in there:
+                raise refused(
+                    f"tool_choice allows {name!r}, which is none of the tools",
+                    f"tool_choice.allowed_tools.tools.{at}.function.name",
+                )
+        return [tool for tool in self.tools if tool.function.name in allowed]
+
+    @property
+    def choice(self) -> str | dict[str, Any]:
+        """What is said of calls of those that are offered."""
+        match self.tool_choice:
+            case AllowedTools(allowed_tools=allowed):
+                return allowed.mode
+            case ToolChoice() as one:
+                return one.model_dump()
+            case mode:
+                return mode or "auto"
 
     @property
     def most(self) -> int | None:

@@ -23,7 +23,7 @@ class CompletionRequest(Penalized):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=1024)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -54,5 +54,10 @@ class CompletionRequest(Penalized):
         if self.logprobs is not None:
             found["logprobs"] = self.logprobs
         found.update(structure(self.response_format, "response_format"))
-        found["max_new_tokens"] = self.max_tokens or 16
+        found["max_new_tokens"] = 16 if self.max_tokens is None else self.max_tokens
+        if self.max_tokens == 0 and not self.echo:
+            raise refused(
+                "max_tokens=0 asks for nothing but the prompt; give echo=true, or more tokens",
+                "max_tokens",
+            )
         return found

@@ -15,6 +15,7 @@ from jackfield.serving.schema.chat import (
     Message,
     Tool,
     ToolChoice,
+    kind_of_choice,
 )
 from jackfield.serving.schema.common import (
     OWN,
@@ -68,18 +69,11 @@ class AllowedTools(Body):
     tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=128)]
 
 
-def _choice(value: Any) -> str:
-    if isinstance(value, str):
-        return "(mode)"
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return "(allowed)" if kind == "allowed_tools" else "(function)"
-
-
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("(mode)")]
     | Annotated[FunctionChoice, Tag("(function)")]
     | Annotated[AllowedTools, Tag("(allowed)")],
-    Discriminator(_choice),
+    Discriminator(kind_of_choice),
 ]
 
 
@@ -228,24 +222,18 @@ class ResponsesRequest(Sampling):
     def _tools(self) -> list[Tool] | None:
         if self.tools is None:
             return None
-        offered = self.tools
-        if isinstance(self.tool_choice, AllowedTools):
-            allowed = [tool.name for tool in self.tool_choice.tools]
-            for at, name in enumerate(allowed):
-                if all(tool.name != name for tool in self.tools):
-                    raise refused(
-                        f"tool_choice allows {name!r}, which is none of the tools",
-                        f"tool_choice.tools.{at}.name",
-                    )
-            offered = [tool for tool in self.tools if tool.name in allowed]
-        return [Tool(type="function", function=_function(tool)) for tool in offered]
+        return [Tool(type="function", function=_function(tool)) for tool in self.tools]
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
-            if self.tools is None:
-                raise refused("tool_choice allows tools, and there are none", "tool_choice")
-            return choice.mode
+            functions = [
+                {"type": "function", "function": {"name": tool.name}} for tool in choice.tools
+            ]
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": choice.mode, "tools": functions},
+            }
         if isinstance(choice, FunctionChoice):
             return ToolChoice(type="function", function=ChosenFunction(name=choice.name))
         return choice
@@ -279,10 +267,11 @@ def in_fields_of_responses(error: ApiError) -> ApiError:
     """An error about a chat, about the fields here that the chat was made of."""
     if error.param is None:
         return error
-    first, _, rest = error.param.partition(".")
+    first, _, _ = error.param.partition(".")
     param = _FIELDS.get(first)
-    if first == "tools":
-        param = f"tools.{rest}".replace(".function", "").rstrip(".")
+    if first in ("tools", "tool_choice"):
+        inner = error.param.replace(".allowed_tools", "").replace(".function", "")
+        param = inner.rstrip(".")
     if param is None:
         return error
     message = error.message.replace(first, param) if first in _FIELDS else error.message
