@@ -20,6 +20,7 @@ import typer
 from jackfield.cli.answers import instead_of_command, instead_of_flag, with_values
 from jackfield.cli.app import Globals, app
 from jackfield.cli.output import PLAIN, logged, say
+from jackfield.cli.server_flags import as_written, instead_of_flag_of_server
 from jackfield.errors import JackfieldError, UsageError
 from jackfield.quieting import TORCHAO, quieted
 
@@ -71,19 +72,23 @@ def run(arguments: Sequence[str]) -> int:
         except SystemExit as end:  # how typer itself reports a broken pipe
             return _give_up_output() if isinstance(end.__context__, BrokenPipeError) else _code(end)
         except Exception as error:  # noqa: BLE001  the one boundary: no traceback unless asked for
-            return _report(error, options.debug)
+            return _report(error, options.debug, arguments)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, debug: bool) -> int:
+def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, JackfieldError):
         say(f"error: {error}")
         return error.exit_code
     if hasattr(error, "format_message"):  # typer's usage errors, whose base class is not public
-        answer = _instead(error)
         message = error.format_message()
+        flag = getattr(error, "option_name", None)
+        if flag:
+            whole = as_written(flag, arguments)
+            message, flag = message.replace(f": {flag}", f": {whole}", 1), whole
+        answer = _instead(error, flag)
         if answer:
             say(f"error: {message.partition(' (Possible')[0].rstrip('.')}; {answer}")
         else:
@@ -100,14 +105,18 @@ def _report(error: Exception, debug: bool) -> int:
     return 1
 
 
-def _instead(error: Exception) -> str | None:
-    """What to write instead of a flag or a command of transformers."""
+def _instead(error: Exception, flag: str | None) -> str | None:
+    """What to write instead of a flag or a command of transformers, or a flag of another server."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
         return None
-    if flag := getattr(error, "option_name", None):
+    if flag:
         known = {name for parameter in context.command.params for name in parameter.opts}
-        return None if flag in known else instead_of_flag(flag, known)
+        if flag in known:
+            return None
+        serves = context.command_path == "jackfield serve"
+        theirs = instead_of_flag_of_server(flag) if serves else None
+        return theirs or instead_of_flag(flag, known)
     command = re.search(r"No such command '([\w-]+)'", str(error))
     return instead_of_command(command[1]) if command else None
 

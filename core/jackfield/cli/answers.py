@@ -64,6 +64,8 @@ def _setting(name: str, known: Collection[str]) -> str | None:
             return None
     if "--set" in known:
         return f"write --set {name}=…"
+    if "--new-key" in known:
+        return "it is a field of each request"
     return "it is a setting of `jackfield generate` and `chat`"
 
 

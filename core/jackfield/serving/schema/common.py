@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jackfield.serving.errors import refused
+from jackfield.serving.schema.theirs import instead_of_field
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -87,6 +88,18 @@ class Sampling(Body):
     grammar: Text | None = None
     choices: Annotated[list[Text], Field(min_length=1, max_length=10_000)] | None = None
     include_report: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_others(cls, data: Any) -> Any:
+        """Raise ApiError for a field of another server that has another name, or none, here."""
+        fields = cls.model_fields
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name in fields or value is None:
+                continue
+            if answer := instead_of_field(name, cls.NAMES, fields):
+                raise refused(f"nothing here reads the field {name!r}; {answer}", name)
+        return data
 
     #: engine setting -> field, for messages
     NAMES: ClassVar[Mapping[str, str]] = {

@@ -1,0 +1,72 @@
+"""Fields that other servers read (vLLM, SGLang, llama.cpp, TGI), and what there is here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+#: the engine's setting -> what others call the field that asks for it
+_SAME = {
+    "max_new_tokens": "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict "
+    "max_length",
+    "json_schema": "guided_json json_schema response_format structured_outputs",
+    "regex": "guided_regex",
+    "choices": "guided_choice",
+    "grammar": "guided_grammar ebnf",
+    "repetition_penalty": "repeat_penalty",
+    "num_return_sequences": "n best_of num_return_sequences n_cmpl",
+    "stop": "stop_strings stop_sequences",
+    "sequence_bias": "bad_words sequence_bias",
+    "seed": "random_seed",
+    "logprobs": "n_probs top_n_tokens top_logprobs_num",
+}
+_NONE = "there is nothing like it here; drop it"
+_END = "a text goes on where logit_bias has the id of the EOS token at -100, up to its length"
+_DEFAULT = "drop it: it is always so"
+#: answer -> the fields that it answers
+_ANSWERS = {
+    _END: "ignore_eos min_tokens min_new_tokens min_length",
+    _NONE: "typical_p tfs_z mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
+    "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n "
+    "dry_sequence_breakers top_n_sigma samplers top_a watermark length_penalty early_stopping "
+    "diversity_penalty epsilon_cutoff eta_cutoff quadratic_sampling min_keep n_keep n_discard "
+    "id_slot slot_id penalize_nl repeat_last_n no_repeat_ngram_size "
+    "vllm_xargs kv_transfer_params logits_processors return_hidden_states thinking_token_budget "
+    "return_token_ids return_tokens_as_token_ids include_stop_str_in_output no_stop_trim "
+    "skip_special_tokens spaces_between_special_tokens add_special_tokens "
+    "mm_processor_kwargs guided_decoding_backend guided_whitespace_pattern priority",
+    "texts end where stop says; token ids are not looked for": "stop_token_ids",
+    "write choices or regex, which leave only those": "allowed_token_ids",
+    "a prompt that is too long is refused; shorten it": "truncate truncate_prompt_tokens",
+    "prompts have no log-probabilities here; drop it": "prompt_logprobs decoder_input_details",
+    "write include_report=true, which tells what ran": "details timings_per_token",
+    "fields stand in the body itself": "parameters generation_config sampling_params extra_body "
+    "options",
+    "the model's own chat template is used": "chat_template",
+    "write chat_template_kwargs={'enable_thinking': …}": "enable_thinking thinking",
+    "write temperature=0 for the likeliest text, or more": "do_sample greedy temp",
+    "write decoding='beam', where the server offers it": "use_beam_search num_beams beam_width",
+    "a model of the server's file can have an adapter": "adapter_id lora_path lora_name",
+    "send it as the header X-Request-ID": "request_id rid",
+    "the server has a deadline": "t_max_predict_ms timeout max_time",
+    "prompts are always kept for the next, within one key; cache_salt parts them": "cache_prompt",
+    f"{_DEFAULT} (reasoning_content)": "separate_reasoning include_reasoning reasoning_format "
+    "parse_tool_calls stream_reasoning",
+    "it is a field of /v1/completions; continue_final_message goes on with a text": "echo "
+    "return_full_text",
+    "it is a field of /v1/completions": "prompt inputs suffix",
+    "it is a field of /v1/chat/completions": "messages",
+    "it is a field of /v1/responses": "input instructions previous_response_id",
+}
+_FIELDS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
+_SETTINGS = {name: setting for setting, names in _SAME.items() for name in names.split()}
+
+
+def instead_of_field(name: str, names: Mapping[str, str], fields: Container[str]) -> str | None:
+    """What a body of `fields` has in place of the field `name`; None: no idea.
+
+    `names` maps the engine's settings to fields.
+    """
+    ours = names.get(_SETTINGS.get(name, ""), "")
+    if ours.partition(".")[0] in fields and ours != "model":
+        return f"write {ours}"
+    return _FIELDS.get(name)

@@ -1,0 +1,113 @@
+"""What other servers take is taken, or answered with what there is here."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import typer
+from test_bodies import CHAT, SAY, error_of
+
+import jackfield
+from jackfield import cli
+from jackfield.cli.app import app
+from jackfield.cli.server_flags import FLAGS
+from jackfield.errors import PlanError
+from jackfield.serving.errors import ApiError
+from jackfield.serving.schema import theirs
+from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.schema.completions import CompletionRequest
+from jackfield.serving.schema.responses import ResponsesRequest
+from jackfield.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from served import Served
+
+typer_app: Any = typer.main.get_command(app)
+OURS = {f for p in typer_app.commands["serve"].params for f in (*p.opts, *p.secondary_opts)}
+ANSWERS = sorted(set(FLAGS.values()))
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_another_server_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert flag not in OURS
+    assert cli.run(["serve", "demo", flag, "1"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: No such option: {flag}; {FLAGS[flag]}\n"
+
+
+@pytest.mark.parametrize("written", ["--ctx-size=5", "--ctx_size 5", "-c 5", "-c5"])
+def test_however_it_is_written(capsys: pytest.CaptureFixture[str], written: str) -> None:
+    assert cli.run(["serve", "demo", *written.split()]) == 2
+    assert "--max-completion-tokens" in capsys.readouterr().err
+
+
+def test_settings_of_texts_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--top-k", "--min-p", "--temperature", "--repetition-penalty"):
+        assert cli.run(["serve", "demo", flag, "1"]) == 2
+        assert "it is a field of each request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_is_answered_is_there(answer: str) -> None:
+    for flag in re.findall(r"(?<![\w-])--[a-z-]+", answer):
+        assert flag in OURS, flag
+    for setting in re.findall(r"(\w+) = ", answer):
+        assert setting in ServerSettings.model_fields
+    for kind, selection in re.findall(r"--(cache|decoding|attention) '?(\w+\?[^' ]+)", answer):
+        chosen = {"cache": "cache_implementation"}.get(kind, kind)
+        more: Any = {"assistant_model": "demo-draft"} if "assisted" in selection else {}
+        with contextlib.suppress(PlanError):  # names and options are right; this model may not fit
+            jackfield.plan("demo", **{chosen: selection.replace("=N", "=64")}, **more)
+
+
+def test_other_commands_answer_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "--ctx-size", "5", "hi"]) == 2
+    assert "there is none" not in capsys.readouterr().err
+
+
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+    "text": (CompletionRequest, {"model": "m", "prompt": "a"}),
+    "responses": (ResponsesRequest, {"model": "m", "input": "a"}),
+}
+THEIRS = [*theirs._FIELDS, *theirs._SETTINGS]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_field_of_another_server_is_answered_by_name(name: str) -> None:
+    answered = 0
+    for kind, base in BODIES.values():
+        if name in kind.model_fields:
+            answered += 1
+            continue
+        kind.model_validate({**base, name: None})  # which asks for nothing
+        if (answer := theirs.instead_of_field(name, kind.NAMES, kind.model_fields)) is None:
+            continue  # a body that has no such thing by any name
+        answered += 1
+        with pytest.raises(ApiError) as caught:
+            kind.model_validate({**base, name: 1})
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert caught.value.message == f"nothing here reads the field {name!r}; {answer}"
+        if written := re.match(r"write (\w+)[^=(]*$", answer):
+            assert written[1] in kind.model_fields, (kind, answer)
+    assert answered >= 2
+
+
+def test_what_has_another_name_is_named(server: Served) -> None:
+    for more, field in (
+        ({"guided_json": {}}, "response_format"), ({"repeat_penalty": 1.1}, "repetition_penalty"),
+        ({"n_predict": 5}, "max_completion_tokens"), ({"best_of": 2}, "n"),
+        ({"ignore_eos": True}, "logit_bias"),
+    ):  # fmt: skip
+        answer = httpx.post(server.url + CHAT, json={**SAY, **more})
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert error["param"] == next(iter(more))
+        assert re.search(rf"\b{field}\b", error["message"])
+    assert httpx.post(server.url + CHAT, json={**SAY, "min_p": 0.1, "top_k": 5}).status_code == 200
