@@ -15,7 +15,7 @@ from jackfield.contracts import Sequence, Settings, StepBlock
 from jackfield.contracts.settings import Structure
 from jackfield.sampling import min_length, penalties, warpers
 from jackfield.sampling.bias import phrases, single_tokens
-from jackfield.sampling.choosing import draw
+from jackfield.sampling.drawing import draw
 from jackfield.sampling.pipeline import Pipeline, Tables
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap

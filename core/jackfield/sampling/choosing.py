@@ -9,24 +9,47 @@ import torch
 
 from jackfield.contracts import StepBlock
 from jackfield.contracts.counter_rng import uniform
+from jackfield.sampling.drawing import draw
+from jackfield.sampling.one_row import OneRow
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import indexes, widest
 from jackfield.sampling.token_mask import TokenMask
 from jackfield.sampling.warpers import Warpers
 
+#: Tokens of a vocabulary from which on a CPU draws row by row; fewer are sorted in no time.
+WIDE = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """The rows that draw: `asked`, as `rows` has them on the device (None: every row draws)."""
+    """The rows that draw: `asked`, as `rows` has them on the device (None: every row draws).
+
+    `each` has how they do it one by one; None: all at once.
+    """
 
     asked: tuple[int, ...]
     rows: torch.Tensor | None
     warpers: Warpers
+    each: tuple[OneRow, ...] | None
 
     @classmethod
     def of(cls, rows: RowMap, asked: Seq[int], block: StepBlock, vocab_size: int) -> SampledRows:
-        warpers = Warpers.of(rows.pick(asked), block, vocab_size)
-        return cls(tuple(asked), indexes(asked, len(rows), block), warpers)
+        warpers, each = Warpers.of(rows.pick(asked), block, vocab_size), None
+        if block.device.type == "cpu" and vocab_size >= WIDE:
+            owners = [rows.sequences[rows.owners[row]] for row in asked]
+            each = tuple([OneRow.of(s.settings, vocab_size) for s in owners])
+        return cls(tuple(asked), indexes(asked, len(rows), block), warpers, each)
+
+    def draw(self, scores: torch.Tensor, best: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Their tokens, int64 `[asked]`, by random `numbers` `[asked, 1]`.
+
+        `scores` `[rows, vocab]`, whose best are `best`, may be changed.
+        """
+        if self.each is None:
+            return draw(self.warpers(self.pick(scores)), numbers)
+        table, tops = scores.detach().numpy(), best.tolist()
+        drawn = zip(self.asked, self.each, numbers[:, 0].tolist(), strict=True)
+        return torch.tensor([one.draw(table[row], tops[row], x) for row, one, x in drawn])
 
     def pick(self, scores: torch.Tensor) -> torch.Tensor:
         """Their rows of `scores`: a copy, or the tensor itself where every row draws."""
@@ -59,7 +82,7 @@ class Choosing:
             scores = self.mask(scores)
         tokens, best = best_of(scores)
         if self.sampled is not None and self.numbers is not None:
-            drawn = draw(self.sampled.warpers(self.sampled.pick(scores)), self.numbers)
+            drawn = self.sampled.draw(scores, best, self.numbers)
             tokens = self.sampled.put(tokens, drawn)
         return tokens, best
 
@@ -74,17 +97,6 @@ def best_of(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tokens, best
     tokens = torch.from_numpy(scores.detach().numpy().argmax(-1))
     return tokens, scores.gather(1, tokens[:, None])[:, 0]
-
-
-def draw(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Tokens, int64 `[n]`, drawn from the softmax of `scores` `[n, vocab]`.
-
-    The cumulative distribution is inverted at `numbers` (`[n, 1]`, from 0 to below 1) in float64,
-    or in float32 on a device that has no other.
-    """
-    cumulative = scores.to(widest(scores.device)).softmax(-1).cumsum(-1)
-    found = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
-    return found[:, 0].clamp(max=scores.shape[-1] - 1)
 
 
 def random_numbers(rows: RowMap, block: StepBlock) -> torch.Tensor:

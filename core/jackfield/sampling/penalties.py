@@ -10,20 +10,26 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from jackfield.contracts import Sequence, Settings, StepBlock
+from jackfield.sampling.histories import Histories
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import Stage, indexes, places
+from jackfield.sampling.stage import ScoreStage, Stage, indexes, places
+from jackfield.sampling.token_table import TokenTable
 
 
 def penalize_repetition(
     scores: torch.Tensor, penalties: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """`scores` `[n, vocab]` with those of tokens in `seen` (bool) made worse by `[n, 1]` > 0."""
+    """`scores` `[n, vocab]` with those of tokens in `seen` made worse by `[n, 1]` > 0.
+
+    `seen`: bool, or numbers above 0.
+    """
     scaled = torch.where(scores < 0, scores * penalties, scores / penalties)
-    return torch.where(seen, scaled, scores)
+    return torch.where(seen > 0, scaled, scores)
 
 
 def penalize_counts(
@@ -52,12 +58,42 @@ class Penalty:
     sequences: tuple[Sequence, ...]
     table_rows: torch.Tensor | None
 
-    def stage(self, rows: RowMap, table: torch.Tensor, block: StepBlock) -> Stage:
-        """For the tokens in `table` (`TokenTable.of(sequences)`) and the drafts before each row."""
+    def stage(self, rows: RowMap, kept: TokenTable | Histories, block: StepBlock) -> ScoreStage:
+        """For the tokens that the sequences have by now, and the drafts before each row."""
+        if isinstance(kept, Histories):
+            known = {id(h.sequence): h for h in kept.of(self.sequences)}
+            owners = [rows.sequences[rows.owners[row]] for row in self.asked]
+            had = [
+                known[id(owner)].of(rows.before(row))
+                for row, owner in zip(self.asked, owners, strict=True)
+            ]
+            return OfTheirTokens(self.act, self.values, self.asked, tuple(had))
+        table = kept.of(self.sequences)
         pairs = [(k, token) for k, row in enumerate(self.asked) for token in rows.before(row)]
         behind = places(pairs, block) if pairs else None
         history = partial(with_drafts, table, self.table_rows, behind)
         return Stage(partial(_after, self.act, history), self.values, self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class OfTheirTokens:
+    """`act` for the scores of the tokens that each of the rows `asked` has, and no others.
+
+    `had`: of each of these rows the token ids, and how often it has them, `[n]` both.
+    """
+
+    act: Callable[..., torch.Tensor]
+    values: tuple[torch.Tensor, ...]
+    asked: tuple[int, ...]
+    had: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    in_place: ClassVar[bool] = True
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Changes `scores` `[rows, vocab]` in place, and returns it."""
+        for k, (row, (ids, counts)) in enumerate(zip(self.asked, self.had, strict=True)):
+            own, values = scores[row], [column[k] for column in self.values]
+            own.index_copy_(0, ids, self.act(own.index_select(0, ids), *values, counts))
+        return scores
 
 
 def _after(

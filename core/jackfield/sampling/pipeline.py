@@ -14,6 +14,7 @@ from jackfield.contracts import StepBlock
 from jackfield.sampling import bias, min_length, penalties, token_mask
 from jackfield.sampling.bias import Bias
 from jackfield.sampling.choosing import Choosing, SampledRows
+from jackfield.sampling.histories import Histories
 from jackfield.sampling.penalties import Penalty
 from jackfield.sampling.processors import Outcome, apply_processors
 from jackfield.sampling.rows import RowMap
@@ -22,7 +23,7 @@ from jackfield.sampling.token_table import TokenTable
 
 #: The tokens that sequences with penalties have, by dtype: whether, and how often generated. Kept
 #: from step to step, as long as somebody asks; a pipeline brings them up to date when it is made.
-Tables = dict[torch.dtype, TokenTable]
+Tables = dict[torch.dtype, TokenTable | Histories]
 
 _NOTHING = Outcome()
 
@@ -158,9 +159,11 @@ def _stages(
         if penalty is None:
             tables.pop(dtype, None)
             continue
-        if dtype not in tables:
+        if dtype not in tables and block.device.type == "cpu":
+            tables[dtype] = Histories(generated=dtype != torch.bool)
+        elif dtype not in tables:
             tables[dtype] = TokenTable(vocab_size, dtype, block)
-        found.append(penalty.stage(rows, tables[dtype].of(penalty.sequences), block))
+        found.append(penalty.stage(rows, tables[dtype], block))
     if settled.short:
         found.append(min_length.stage(rows, settled.short, block))
     return tuple(stage for stage in found if stage is not None)

@@ -15,7 +15,7 @@ from jackfield.contracts import Settings, StepBlock
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import NEVER, Stage, asking, widest
 
-_COLDEST = float(torch.finfo(torch.float32).tiny)
+COLDEST = float(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Warpers:
             asking(rows, block, keep_top_p, lambda s: s.top_p, 1.0),
             asking(rows, block, keep_min_p, lambda s: s.min_p, 0.0),
         )
-        heat = asking(rows, block, divide, lambda s: max(s.temperature, _COLDEST), 1.0)
+        heat = asking(rows, block, divide, lambda s: max(s.temperature, COLDEST), 1.0)
         return cls(heat, tuple(s for s in found if s is not None))
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def keep_top_p(scores: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
     The other scores of `scores` `[n, vocab]` are -inf. The best stays.
     """
-    ordered, order = scores.sort(-1)
+    ordered, order = scores.sort(dim=-1, stable=True)
     # Summed in float64 and rounded, as a CPU does it anyway: a GPU sums float32 in float32, which
     # can keep other tokens of a large vocabulary.
     summed = ordered.softmax(-1).cumsum(-1, dtype=widest(scores.device)).to(ordered.dtype)
