@@ -121,6 +121,15 @@ class ChatTemplate:
         """What it calls the thought of a message; None: it reads none."""
         return next((key for key in THOUGHTS if self.reads(key)), None)
 
+    @property
+    def literals(self) -> str:
+        """The texts that it may write; none are known of a tokenizer of a kind of its own."""
+        try:
+            with _until(self._end, self._file):
+                return template_source.literals(self._source)
+        except (Exception, Exceeded):  # noqa: BLE001 - the rendering says what is wrong
+            return ""
+
     def _names(self, found: Callable[[str], frozenset[str]], name: str) -> bool:
         try:
             with _until(self._end, self._file):

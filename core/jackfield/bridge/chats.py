@@ -20,8 +20,7 @@ _INSTEAD = {"tool_call_id": "give the results in the order of their calls"}
 
 def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
     """The text of a chat. Raises PromptError, also where the template would leave out a part."""
-    chat = [_plain(at, message) for at, message in enumerate(messages)]
-    chat = _with_thoughts_as_read(chat, template)
+    chat = _with_thoughts_as_read(plain(messages), template)
     if template.continues and chat[-1]["content"] is None:
         raise PromptError("the last message has no 'content' that could be continued; give it some")
     check_variables(chat, template)
@@ -42,6 +41,11 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
             "text; drop the message, or give plain text"
         )
     return parted
+
+
+def plain(messages: Sequence[Any]) -> list[_Message]:
+    """The messages as plain JSON, the text of each one string, or None. Raises PromptError."""
+    return [_plain(at, message) for at, message in enumerate(messages)]
 
 
 def _parted(chat: list[_Message], template: ChatTemplate) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from jackfield.bridge.control_tokens import Marks, marks_for
 from jackfield.errors import PromptError, quoted
 from jackfield.foreign import named
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
@@ -60,12 +61,11 @@ def encode(
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token or message")
     if _is_chat(prompt):
-        ids = _read(
-            _chat(prompt, _need(tokenizer), chat.of(prompt)),
-            partial(read, add_special_tokens=False),
-            vocab_size,
-            most,
-        )
+        text, marks = _chat(prompt, _need(tokenizer), chat.of(prompt))
+        reads = partial(read, add_special_tokens=False)
+        if marks is not None:
+            reads = partial(marks.encode, read=read)
+        ids = _read(text, reads, vocab_size, most)
         if not ids:
             raise PromptError("the chat template makes no token of these messages; give plain text")
         return ids
@@ -86,13 +86,23 @@ def _need(tokenizer: Any | None) -> Any:
     return tokenizer
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any, asked: ChatSettings) -> str:
+def _chat(messages: Sequence[Any], tokenizer: Any, asked: ChatSettings) -> tuple[str, Marks | None]:
+    """The text of a chat, and the marks in it around what is text and no control token."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; give plain text instead")
     from jackfield.bridge.chat_templates import ChatTemplate
-    from jackfield.bridge.chats import text_of  # jinja is read where there is a chat
+    from jackfield.bridge.chats import plain, text_of  # jinja is read where there is a chat
 
-    return text_of(messages, ChatTemplate(tokenizer, asked))
+    template, marks = ChatTemplate(tokenizer, asked), None
+    if asked.sanitize_control_tokens:
+        messages = plain(messages)
+        marks = marks_for(tokenizer, template.literals, messages, asked)
+        if marks is not None:
+            messages, template = (
+                marks.mark(messages),
+                ChatTemplate(tokenizer, marks.settings(asked)),
+            )
+    return text_of(messages, template), marks
 
 
 def _read(

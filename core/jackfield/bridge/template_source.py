@@ -58,6 +58,18 @@ def keys(source: str) -> frozenset[str]:
     return frozenset(found | texts)
 
 
+@functools.lru_cache(32)
+def literals(source: str) -> str:
+    """The texts that a template may write: what stands outside of its code, and strings in it.
+
+    They are joined by NUL, so that nothing is found across two of them.
+    """
+    tree = _tree(source)
+    found = {node.data for node in tree.find_all(nodes.TemplateData)}
+    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(sorted(found))
+
+
 def _makes_namespace(value: nodes.Node) -> bool:
     called = value.node if isinstance(value, nodes.Call) else None
     return isinstance(called, nodes.Name) and called.name == "namespace"

@@ -13,14 +13,15 @@ from jackfield.errors import PromptError, SettingsError, first_line, quoted
 #: Arguments of `apply_chat_template` that are no variables of a template's own: what to do.
 _NO_VARIABLE = {
     **dict.fromkeys(
-        ("add_generation_prompt", "continue_final_message", "documents", "tools"),
+        ("add_generation_prompt", "continue_final_message", "documents", "sanitize_control_tokens",
+         "tools"),
         "it is a setting by itself, beside chat_template_kwargs",
     ),
     **dict.fromkeys(("conversation", "messages"), "the messages are the prompt"),
     "chat_template": "a request never chooses a template; give jackfield.load a tokenizer with it",
     **dict.fromkeys(
         ("max_length", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict",
-         "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "truncation"),
+         "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
         "it is about tokens and not about the template",
     ),
 }  # fmt: skip
@@ -36,6 +37,8 @@ class ChatSettings:
         tools: The functions that the model may call, as JSON schemas of transformers and OpenAI.
         documents: What it may look things up in: objects of JSON.
         chat_template_kwargs: Variables that its template reads.
+        sanitize_control_tokens: Whether names of control tokens in all of these, and in messages,
+            are read as text. The tokens that the template itself writes are none of them.
     """
 
     continue_final_message: bool | None = None
@@ -43,6 +46,7 @@ class ChatSettings:
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    sanitize_control_tokens: bool | None = None
 
     def of(self, messages: Sequence[Any]) -> ChatSettings:
         """The same with its end not left open. Raises PromptError where it may mean two things."""
@@ -151,4 +155,5 @@ _READ: Mapping[str, Callable[[str, Any], Any]] = {
     "tools": _tools,
     "documents": _objects,
     "chat_template_kwargs": _variables,
+    "sanitize_control_tokens": _flag,
 }

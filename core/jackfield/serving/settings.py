@@ -110,6 +110,7 @@ class ServerSettings(BaseSettings):
     default_seed: int | None = None
     reasoning: Literal["auto", "on", "off"] = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    sanitize_control_tokens: bool = True
     log_texts: bool = False
     page: bool = True
 

@@ -103,6 +103,7 @@ class Turn:
         self._opened = False
         if getattr(tokenizer, "chat_template", None):
             form = format_for(engine)
+            asked["sanitize_control_tokens"] = asking.settings.sanitize_control_tokens
             if told := template_kwargs(body, asking, form):
                 asked["chat_template_kwargs"] = told
             self._read_by(form, body, told)
