@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
+
+from families import prompts
 
 from jackfield import Engine
 from jackfield.contracts import KVCache, Sequence, Step
@@ -135,3 +138,17 @@ def recorded(cache: KVCache, monkeypatch: Any) -> list[Step]:
 
     monkeypatch.setattr(cache, "prepare", prepare)
     return steps
+
+
+def compiled(engine: Engine) -> Any:
+    return engine.report()["compiler"]
+
+
+def arrivals(count: int, seed: int = 0) -> list[Arrival]:
+    """Requests of mixed lengths that come in three waves."""
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 40) for _ in range(count)]
+    return [
+        Arrival(4 * (i % 3), prompt, max_new_tokens=chance.randint(1, 14))
+        for i, prompt in enumerate(prompts(tuple(lengths)))
+    ]

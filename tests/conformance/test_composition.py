@@ -140,7 +140,11 @@ def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("family", "compiler", "cache", "note"),
-    [("gemma3", "inductor", "static", "float64"), ("mixtral", "inductor", "paged", "float32")],
+    [
+        ("gemma3", "inductor", "static", "float64"),
+        ("mixtral", "inductor", "paged", "float32"),
+        ("mixtral", "native", "paged", "float32"),
+    ],
 )
 def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
     found = cells_of_compiling.run(family, compiler, cache)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import re
 import runpy
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Arrival, drive, tokens
+from driven import Arrival, arrivals, compiled, drive, tokens
 from families import build, config_of, prompts, references
 
 import jackfield
@@ -36,20 +35,6 @@ CACHES = ("paged", "static", "dynamic")
 
 def load(model: Any, cache: str, compiler: str = TRACED, **more: Any) -> jackfield.Engine:
     return jackfield.load(model, cache_implementation=cache, compile=compiler, **more)
-
-
-def compiled(engine: jackfield.Engine) -> Any:
-    return engine.report()["compiler"]
-
-
-def arrivals(count: int, seed: int = 0) -> list[Arrival]:
-    """Requests of mixed lengths that come in three waves."""
-    chance = random.Random(seed)
-    lengths = [chance.randint(1, 40) for _ in range(count)]
-    return [
-        Arrival(4 * (i % 3), prompt, max_new_tokens=chance.randint(1, 14))
-        for i, prompt in enumerate(prompts(tuple(lengths)))
-    ]
 
 
 @pytest.mark.parametrize("cache", CACHES)

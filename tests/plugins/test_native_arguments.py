@@ -23,6 +23,13 @@ ROOT = Path(__file__).parents[2]
 READERS = {
     "plugins/jackfield_plugins/attention/cpu_decode/call.py": ("padded", "packed"),
     "plugins/jackfield_plugins/kernel/cpu_rms_norm/call.py": ("rms norm",),
+    "plugins/jackfield_plugins/cache/paged/storing/__init__.py": "by test_native_writes.py",
+    "plugins/jackfield_plugins/compiler/native/calls.py": "hands over memory of its own",
+    "plugins/jackfield_plugins/compiler/native/holding.py": "compares addresses",
+    "plugins/jackfield_plugins/compiler/native/memory.py": "aligns memory of its own",
+    "plugins/jackfield_plugins/compiler/native/operators.py": "of tensors held to their graph",
+    "plugins/jackfield_plugins/compiler/native/pointwise.py": "of tensors held to their graph",
+    "plugins/jackfield_plugins/compiler/native/program.py": "holds tensors to their graph",
     "plugins/jackfield_plugins/quantizer/int4_cpu/native.py": ("int4", "int8"),
     "plugins/jackfield_plugins/native/arguments.py": "says what is wrong",
     "plugins/jackfield_plugins/native/__init__.py": "loads libraries",

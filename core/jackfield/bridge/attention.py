@@ -12,7 +12,8 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -32,6 +33,9 @@ from jackfield.contracts import (
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
+
+if TYPE_CHECKING:
+    from jackfield.contracts.native import NativeCall
 
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
 PLAIN_KWARGS = frozenset(
@@ -79,6 +83,8 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
+        self.native: Callable[..., Seq[NativeCall] | None] | None = None
+        self._lengths: tuple[int, ...] = ()  # of queries, of the last step that ran natively
         self.tap: Tap | None = None
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
@@ -111,6 +117,7 @@ class AttentionBinding:
         if stranger:
             forward = self._declared(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
+        self.native = self._native(bound, pages)
         self.forward, mask = forward, self._masking(bound.mask)
         if context.requirements.compiled:
             from jackfield.bridge.opaque import opaque, unmasked
@@ -231,12 +238,50 @@ class AttentionBinding:
 
         return forward
 
-    def _declared(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """`inner`, which refuses by name what the backend does not declare; nothing is dropped."""
+    def _native(
+        self, bound: BoundAttention, pages: PackedKVCache | None
+    ) -> Callable[..., Seq[NativeCall] | None] | None:
+        """What gives the calls in place of `_packed`, for a layer of one step; None: nothing."""
+        inner, understood = bound.native, self._understood()
+        if inner is None or pages is None:
+            return None
+        guard, write = guarded(pages, "native_write"), pages.native_write
+
+        def native(
+            number: int, query: Any, key: Any, value: Any, output: Any, kwargs: dict[str, Any]
+        ) -> Seq[NativeCall] | None:
+            if self.tap is not None or not kwargs.keys() <= understood:
+                return None
+            guard.layer, guard.who, guard.what = number, pages, "native_write"
+            with guard:
+                written = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+                if written is None:
+                    return None
+                layer, stored = written
+                guard.who, guard.what = self.registered, "native"
+                call = inner(query[0].transpose(0, 1), layer, output[0], **kwargs)
+            self._lengths = layer.step.query_lengths
+            return None if call is None else (stored, call)
+
+        return native
+
+    def attended(self, layers: Iterable[int]) -> None:
+        """The calls of `native` for each of `layers` were run."""
+        for layer in layers:
+            for length in self._lengths:
+                self.tally.count(layer, length)
+        self._called.extend(layers)
+
+    def _understood(self) -> frozenset[str]:
+        """The keyword arguments that the backend declares to heed."""
         declared = self.registered.backend.capabilities  # type: ignore[attr-defined]
-        understood = PLAIN_KWARGS | {
+        return PLAIN_KWARGS | {
             kwarg for feature, kwarg in FEATURE_KWARGS.items() if feature in declared.features
         }
+
+    def _declared(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """`inner`, which refuses by name what the backend does not declare; nothing is dropped."""
+        understood = self._understood()
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any

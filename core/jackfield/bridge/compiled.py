@@ -17,7 +17,13 @@ from torch.nn.functional import pad
 from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.opaque import Comparison, OpaqueStep, tracing, within
+from jackfield.bridge.opaque import (
+    Comparison,
+    OpaqueStep,
+    native_attention,
+    tracing,
+    within,
+)
 from jackfield.bridge.recorded import RecordedSteps
 from jackfield.bridge.requirements import attention_modules, layer_types
 from jackfield.bridge.step_trial import StepTrial
@@ -28,21 +34,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.bridge.attention import AttentionBinding
-    from jackfield.bridge.opaque import Attend
+    from jackfield.bridge.opaque import Attend, NativeAttend
     from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
+    from jackfield.contracts.native import NativeOperators
     from jackfield.registry.backends import Registered
 
 
 class CompiledForward:
     """`forward_of` for a model whose attention is opaque. `steps` counts those that were compiled.
 
-    `attend` is the attention as it is called in steps that are not compiled; set when it is bound.
+    `attend` is the attention as it is called in steps that are not compiled, `native` the calls in
+    its place, if there are any; set when it is bound. `operators` are those of the plan's backends.
     """
 
     attend: Attend
+    native: NativeAttend | None = None
 
     def __init__(
-        self, model: PreTrainedModel, compilation: Compilation, registered: Registered
+        self,
+        model: PreTrainedModel,
+        compilation: Compilation,
+        registered: Registered,
+        operators: NativeOperators,
     ) -> None:
         parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in parameters:
@@ -58,6 +71,8 @@ class CompiledForward:
         self._kinds = layer_types(model.config)
         self._uncompiled = forward_of(model)
         self._step = step = _step_of(model, "logits_to_keep" in parameters)
+        compilation.native_operators = operators
+        compilation.native_attention = native_attention
         with guarded(registered, "compile"), tracing():
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):
@@ -106,7 +121,8 @@ class CompiledForward:
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
-        step = OpaqueStep(self.attend, self._modules, rows, width, past, masks)
+        native = self.native if past is None else None
+        step = OpaqueStep(self.attend, self._modules, rows, width, past, masks, native)
         fill = self._fill
         size = (0, fill(width) - width, 0, fill(rows) - rows)
         ids, positions = pad(kwargs["input_ids"], size), pad(kwargs["position_ids"], size)

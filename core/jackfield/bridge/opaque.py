@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from jackfield.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from jackfield.contracts.native import NativeCall
 
 #: The keyword arguments that travel with the call, as torch's schemas write their types.
 _TRAVEL = {
@@ -31,6 +35,7 @@ _TRAVEL = {
 _STAY = frozenset({"cache_position", "dropout", "position_ids", "use_cache"})
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
+NativeAttend = Callable[..., "Seq[NativeCall] | None"]
 
 
 @dataclass(eq=False)
@@ -48,6 +53,24 @@ class OpaqueStep:
     width: int
     past: Any = None
     masks: Mapping[int, torch.Tensor | None] | None = None
+    native: NativeAttend | None = None
+
+    def native_calls(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        kwargs: dict[str, Any],
+    ) -> Seq[NativeCall] | None:
+        """What does natively what calling this does, in the packed layout; None: nothing does."""
+        if self.native is None:
+            return None
+        if query.shape[2] != self.width:
+            query, key, value = (t[:, :, : self.width] for t in (query, key, value))
+            output = output[:, : self.width]
+        return self.native(layer, query, key, value, output, kwargs)
 
     def __call__(
         self,
@@ -176,10 +199,29 @@ def _travelling(kwargs: dict[str, Any]) -> list[Any]:
 def _run(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any
 ) -> torch.Tensor:
+    return _this_step()(layer, query, key, value, _travelled(rest))
+
+
+def native_attention(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    *rest: Any,
+) -> Seq[NativeCall] | None:
+    """See `Compilation.native_attention`."""
+    return _this_step().native_calls(output, query, key, value, layer, _travelled(rest))
+
+
+def _this_step() -> OpaqueStep:
     if not isinstance(step := _now.step, OpaqueStep):
         raise ExecutionError("a compiled step was called by somebody else than its engine")
-    kwargs = {name: v for name, v in zip(_TRAVEL, rest, strict=True) if v is not None}
-    return step(layer, query, key, value, kwargs)
+    return step
+
+
+def _travelled(rest: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: v for name, v in zip(_TRAVEL, rest, strict=True) if v is not None}
 
 
 def _shape(

@@ -30,6 +30,7 @@ from jackfield.contracts.decoding import (
 from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.kv_cache import KVCache, PackedKVCache, PaddedCache
 from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
+from jackfield.contracts.native import Native, NativeCall, NativeOperators
 from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
@@ -88,6 +89,9 @@ __all__ = [
     "KernelCapabilities",
     "ModelAttention",
     "ModelInputs",
+    "Native",
+    "NativeCall",
+    "NativeOperators",
     "NoOptions",
     "PackedKVCache",
     "PackedLayer",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.native import NativeCall
 from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS, Requirements
 
 
@@ -144,6 +145,11 @@ class BoundAttention:
             that no request has to wait for it. Called once, before the first step, where the cache
             knows its page size.
         close: `close()` puts back what was changed outside of the model. Called once, at the end.
+        native: `native(query, layer, output, **kwargs)` returns the call that computes what
+            `packed` would return for these into `output`, `[tokens, heads, head_dim]` and strided,
+            or None where it cannot be native. Asked for each layer in each step that a compiler
+            runs natively, before any of them runs: keys and values of the step are not there yet.
+            None: no step is native as a whole.
 
     Raises:
         TypeError: `forward` or `mask` is no function.
@@ -155,6 +161,7 @@ class BoundAttention:
     source: str | None = None
     warm: Callable[[int], None] | None = None
     close: Callable[[], None] | None = None
+    native: Callable[..., NativeCall | None] | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.native import NativeCall, NativeOperators
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
 
 if TYPE_CHECKING:
@@ -23,6 +26,14 @@ _NOT_COMPILED = {
     "bidirectional_prefix": "cannot make the mask of a prefix that is read in both directions",
     "position_bias": "would compile anew for every bias that the model makes for its length",
 }
+
+
+def _not_native(*_: Any) -> None:
+    return None
+
+
+def _nobody_counts(_: Seq[int]) -> None:
+    return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +79,23 @@ class Compilation(ABC):
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
         num_bytes: What recordings take on the device.
+        native_operators: Operators in the step that backends of the plan offer as functions in C;
+            set before `compile`.
+        native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
+            `jackfield::attend`, returns the calls that do in this step what the operator does,
+            into `output`; None: call the operator. Asked anew for each layer in each step, before
+            any of it runs. Whoever then runs the calls calls `native_attended(layers)` as well, as
+            nobody counts them otherwise. Set before the first step.
+        native_attended: As above.
     """
 
     prefill: bool = False
     source: str | None = None
     graphs: int = 0
     seconds: float = 0.0
+    native_operators: NativeOperators = MappingProxyType({})
+    native_attention: Callable[..., Seq[NativeCall] | None] = staticmethod(_not_native)
+    native_attended: Callable[[Seq[int]], None] = staticmethod(_nobody_counts)
 
     @property
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
+from jackfield.contracts.native import NativeCall
 from jackfield.contracts.packed import PackedLayer
 from jackfield.contracts.sequences import Sequence, Step
 
@@ -323,6 +324,23 @@ class PackedKVCache(KVCache):
             Pages with these tokens and all earlier ones that a query sees; `window` is that of the
             layer in `requirements.windows`.
         """
+
+    def native_write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer, NativeCall] | None:
+        """What `write` would return, and a call that stores what is in `keys` and `values` then.
+
+        Asked for each layer in each step that a compiler runs natively, in place of `write`, and
+        before any of the calls is run; not in the caches of others than jackfield itself, whose
+        pages are read back. None: keys and values can be stored in Python only.
+
+        Args:
+            layer: As in `write`.
+            keys: As in `write`; not computed yet.
+            values: As in `write`; not computed yet.
+        """
+        del layer, keys, values
+        return None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.errors import PlanError, UsageError
-from jackfield.guarded import all_of
+from jackfield.guarded import all_of, guarded
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
     from jackfield.contracts import ModelInputs
+    from jackfield.contracts.native import Native
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
@@ -117,7 +118,12 @@ class BoundModel:
             return None
         from jackfield.bridge.compiled import CompiledForward
 
-        return CompiledForward(self.model, compilation, self.plan["compiler"].registered)
+        operators: dict[str, Native] = {}
+        for choice in (self.plan["quantizer"], *self.plan.kernels):
+            with guarded(choice.registered, "native_operators"):
+                operators.update(choice.registered.backend.native_operators())
+        compiler = self.plan["compiler"].registered
+        return CompiledForward(self.model, compilation, compiler, operators)
 
     def switch_adapter(self, *, on: bool) -> None:
         """Run with the adapter, or without it; nothing may be running. Raises UsageError."""
@@ -147,6 +153,8 @@ class BoundModel:
         try:
             if self.compiled is not None:
                 self.compiled.attend = self._replaceable(self.attention)
+                self.compiled.native = self.attention.native
+                self.compiled.compilation.native_attended = self.attention.attended
             undo = [self.attention.install(model)]
         except BaseException:
             self.attention.remove()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from jackfield.contracts import Sequence, Step
+    from jackfield.contracts.native import NativeCall
 
 
 class CheckedPackedCache(CheckedCache, GuardedPackedCache):
@@ -123,6 +124,22 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         found = self._pages.write(layer, keys, values)
+        self._hold(layer, found, keys)
+        if self._spot and (flaw := self._contents.look(layer, found, keys, values)):
+            raise fault(self, f"write: {flaw}")
+        return found
+
+    def native_write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer, NativeCall] | None:
+        """Not in steps whose keys and values are read back."""
+        written = None if self._spot else self._pages.native_write(layer, keys, values)
+        if written is not None:
+            self._hold(layer, written[0], keys)
+        return written
+
+    def _hold(self, layer: int, found: PackedLayer, keys: torch.Tensor) -> None:
+        """Hold what `write` returned to the step."""
         if not isinstance(found, PackedLayer):
             raise fault(self, f"write must return a PackedLayer, got {quoted(found)}")
         tables = found.tables
@@ -141,9 +158,6 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
         if self._windows and tables.window != self._windows[layer]:
             due = self._windows[layer]
             raise fault(self, f"write has window {tables.window} in layer {layer}, {due} due")
-        if self._spot and (flaw := self._contents.look(layer, found, keys, values)):
-            raise fault(self, f"write: {flaw}")
-        return found
 
     def _fit(self, found: PackedLayer, keys: torch.Tensor) -> None:
         """The pages of a layer, which stay the same for many steps, hold tokens like `keys`."""

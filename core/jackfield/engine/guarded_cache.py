@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from jackfield.contracts import Step
+    from jackfield.contracts.native import NativeCall
 
 #: What the engine calls of a cache; `write` is guarded by who calls it, once for both calls.
 CALLED = (
@@ -106,3 +107,8 @@ class GuardedPackedCache(GuardedCache, PackedKVCache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         return self._pages.write(layer, keys, values)
+
+    def native_write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer, NativeCall] | None:
+        return self._pages.native_write(layer, keys, values)

@@ -81,7 +81,8 @@ class CpuDecodeAttention(Attention):
                         output[at] = attend_row(attend, queries, layer, row, scaling)[0]
             return output
 
-        return BoundAttention(forward, sdpa.mask, packed, source=KERNEL.built_with())
+        source = KERNEL.built_with()
+        return BoundAttention(forward, sdpa.mask, packed, source=source, native=kernel.native)
 
 
 @hookimpl

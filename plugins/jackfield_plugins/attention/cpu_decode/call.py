@@ -10,11 +10,11 @@ import ctypes
 import operator
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from jackfield.contracts import PackedLayer, PageTables
+from jackfield.contracts import NativeCall, PackedLayer, PageTables
 from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.cpu_decode.build import KERNEL
 from jackfield_plugins.native.arguments import unreadable
@@ -70,11 +70,13 @@ class Kernel:
 
     def __init__(self) -> None:
         self._decode: dict[torch.dtype, Callable[[bytes], bool]] = {}
+        self._addresses: dict[torch.dtype, int] = {}
         library = KERNEL.library()
         for dtype in DTYPES:
             function = library[f"decode_{str(dtype).removeprefix('torch.')}"]
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
             self._decode[dtype] = function
+            self._addresses[dtype] = ctypes.cast(function, ctypes.c_void_p).value or 0
         self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step
         self._readable: dict[int | None, Rows] = {}  # those that were looked at last, by window
 
@@ -149,8 +151,44 @@ class Kernel:
         tokens of longer sequences are not set. Raises ExecutionError where the kernel cannot read
         what it is given, also where a page table leads out of the pools.
         """
+        if query.dim() != 3 or layer.values.dim() != 4:
+            given = {"keys": layer.keys, "values": layer.values}
+            raise unreadable(_NAME, _PACKED, query=query, **given)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        out = query.new_empty(*query.shape[:2], layer.values.shape[3])
+        arguments = self._arguments(query, layer, scaling, out)
+        if not out.data_ptr():
+            return out
+        if not self._function(query, layer.keys, layer.values)(arguments):
+            pages, page_size = layer.values.shape[:2]
+            raise ExecutionError(
+                f"{_NAME} cannot read what its page tables say: a page, a length or a start is not "
+                f"within {pages} pages of {page_size}, {layer.block_table.shape[1]} a row, "
+                f"{len(query)} tokens"
+            )
+        return out
+
+    def native(
+        self,
+        query: torch.Tensor,
+        layer: PackedLayer,
+        out: torch.Tensor,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> NativeCall | None:
+        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`."""
+        if layer.step.max_seqlen_q > SHORT or query.stride(-1) != 1 or not out.is_contiguous():
+            return None
+        arguments = self._arguments(query, layer, scaling, out)
+        self._function(query, layer.keys, layer.values)
+        return NativeCall(self._addresses[query.dtype], arguments)
+
+    def _arguments(
+        self, query: torch.Tensor, layer: PackedLayer, scaling: float | None, out: torch.Tensor
+    ) -> bytes:
+        """`struct Call` for `query` and the pages of `layer`. Raises ExecutionError."""
         keys, values, page_size = layer.keys, layer.values, layer.page_size
-        rows = self._rows_of(layer.tables)
         try:
             tokens, heads, size = query.shape
             pages, slots, kv_heads, value_size = values.shape
@@ -167,35 +205,22 @@ class Kernel:
             or (value_dense != 1 and value_size > 1)
         ):
             raise unreadable(_NAME, _PACKED, query=query, keys=keys, values=values)
-        decode = self._function(query, keys, values)
-        if query.stride(2) != 1:
-            query = query.contiguous()
-        out = query.new_empty(tokens, heads, value_size)
+        rows = self._rows_of(layer.tables)
         table, first, lengths, starts = rows
         read, of_keys, of_values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         held = table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr()
-        if not (read and of_keys and of_values and all(held)):
-            if out.numel():
-                given = {"query": query, "keys": keys, "values": values, **rows._asdict()}
-                raise unreadable(_NAME, _MEMORY, **given)
-            return out
-        inside = decode(
-            _PACK(
-                read, of_keys, of_values, out.data_ptr(),
-                len(lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
-                size**-0.5 if scaling is None else scaling,
-                query.stride(0), query.stride(1),
-                key_page, key_head, key_slot, value_page, value_head, value_slot,
-                0, *_NO_MASK, *held, table.stride(0), page_size, layer.window or 0,
-                tokens, table.shape[1], pages,
-            )
+        if not (read and of_keys and of_values and all(held)) and out.numel():
+            given = {"query": query, "keys": keys, "values": values, **rows._asdict()}
+            raise unreadable(_NAME, _MEMORY, **given)
+        return _PACK(
+            read, of_keys, of_values, out.data_ptr(),
+            len(lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
+            size**-0.5 if scaling is None else scaling,
+            query.stride(0), query.stride(1),
+            key_page, key_head, key_slot, value_page, value_head, value_slot,
+            0, *_NO_MASK, *held, table.stride(0), page_size, layer.window or 0,
+            tokens, table.shape[1], pages,
         )  # fmt: skip
-        if not inside:
-            raise ExecutionError(
-                f"{_NAME} cannot read what its page tables say: a page, a length or a start is not "
-                f"within {pages} pages of {page_size}, {table.shape[1]} a row, {tokens} tokens"
-            )
-        return out
 
     def _rows_of(self, tables: PageTables) -> Rows:
         """The rows of a step, whose tables are looked at once; several queries are unrolled."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
+from jackfield_plugins.cache.paged.storing import stored
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from jackfield.contracts import ScheduledSequence
+    from jackfield.contracts import NativeCall, ScheduledSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +267,14 @@ class LayerGroup:
         layer.flat_keys.index_copy_(0, self.targets, keys)
         layer.flat_values.index_copy_(0, self.targets, values)
         return layer
+
+    def native_write(
+        self, index: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer, NativeCall] | None:
+        """The same as a call, for keys and values to come; None where they cannot be copied so."""
+        layer = self.pools.layer(index, self.capacity, self.now, keys, values)
+        call = stored(layer, self.targets, keys, values)
+        return None if call is None else (layer, call)
 
     def close(self) -> None:
         """Let go of all tensors, whoever still has the layers."""

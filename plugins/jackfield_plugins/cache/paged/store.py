@@ -25,7 +25,7 @@ from jackfield_plugins.cache.paged.swapped import SwappedSequences
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from jackfield.contracts import Sequence, Step
+    from jackfield.contracts import NativeCall, Sequence, Step
 
 
 class PagedKVCache(PackedKVCache):
@@ -212,6 +212,13 @@ class PagedKVCache(PackedKVCache):
                 "close the engine first, or load it with cache_implementation='dynamic'"
             )
         return self._group_of[layer].write(layer, keys, values)
+
+    def native_write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[PackedLayer, NativeCall] | None:
+        if len(keys) != self._expected:
+            return None  # which `write` refuses
+        return self._group_of[layer].native_write(layer, keys, values)
 
     def commit(self, step: Step, kept: Seq[int]) -> None:
         self._expected = 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jackfield import hookimpl
 from jackfield.contracts import (
     BindContext,
+    NativeOperators,
     Quantization,
     Quantizer,
     QuantizerCapabilities,
@@ -68,6 +69,11 @@ class Int4Cpu(Quantizer):
         batch_invariant=True,
         compiles=True,
     )
+
+    def native_operators(self) -> NativeOperators:
+        from jackfield_plugins.quantizer.int4_cpu.operator import native
+
+        return {"jackfield.int4_cpu_linear.default": native}
 
     def relative_error(self, options: Any) -> float | None:
         group = getattr(getattr(options, "config", options), "group_size", None)

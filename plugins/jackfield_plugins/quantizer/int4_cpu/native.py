@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel
 from jackfield_plugins.native.arguments import unreadable
@@ -35,12 +36,14 @@ class NativeProduct:
 
     def __init__(self) -> None:
         self._linear: dict[int, Callable[[bytes], None]] = {}
+        self._addresses: dict[int, int] = {}
         self._bytes: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # by sizes
         library = KERNEL.library()
         for bits in BITS:
             function = library[f"linear_{bits}_bits"]
             function.argtypes, function.restype = [ctypes.c_char_p], None
             self._linear[bits] = function
+            self._addresses[bits] = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A copy loads the kernel of the machine that it is on."""
@@ -64,7 +67,38 @@ class NativeProduct:
         `packed` is what `pack` made, `sizes` is (in_features, out_features, group_size, bits).
         Raises ExecutionError where the kernel cannot read them.
         """
-        in_features, out_features, group_size, bits = sizes
+        if not hidden.is_contiguous():
+            hidden = hidden.contiguous()
+        out = hidden.new_empty((*hidden.shape[:-1], sizes[1]))
+        arguments = self._arguments(hidden, packed, bias, sizes, out)
+        if out.numel():
+            self._linear[sizes[3]](arguments)
+        return out
+
+    def native(
+        self,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        packed: Quantized,
+        bias: torch.Tensor | None,
+        sizes: tuple[int, int, int, int],
+    ) -> NativeCall | None:
+        """The call that writes what `linear` returns into `out`; None for strided tensors."""
+        if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
+            return None
+        arguments = self._arguments(hidden, packed, bias, sizes, out)
+        return NativeCall(self._addresses[sizes[3]], arguments, (hidden, *packed, bias, out))
+
+    def _arguments(
+        self,
+        hidden: torch.Tensor,
+        packed: Quantized,
+        bias: torch.Tensor | None,
+        sizes: tuple[int, int, int, int],
+        out: torch.Tensor,
+    ) -> bytes:
+        """`struct Call` of a product into `out`. Raises ExecutionError."""
+        in_features, out_features, group_size, _ = sizes
         qweight, scales = packed
         expected, shape = self._bytes.get(sizes) or self._bytes_of(sizes), hidden.shape
         if not (
@@ -83,21 +117,13 @@ class NativeProduct:
             and (bias is None or _is_bias(bias, out_features))
         ):
             raise _unreadable(hidden, packed, bias, sizes)
-        if not hidden.is_contiguous():
-            hidden = hidden.contiguous()
-        out = hidden.new_empty((*shape[:-1], out_features))
         read, weight, scale = hidden.data_ptr(), qweight.data_ptr(), scales.data_ptr()
-        if not (read and weight and scale):
-            if out.numel():
-                raise _unreadable(hidden, packed, bias, sizes)
-            return out
-        self._linear[bits](
-            _PACK(
-                read, out.data_ptr(), weight, scale, 0 if bias is None else bias.data_ptr(),
-                hidden.numel() // in_features, in_features, out_features, group_size, _threads(),
-            )
+        if not (read and weight and scale) and out.numel():
+            raise _unreadable(hidden, packed, bias, sizes)
+        return _PACK(
+            read, out.data_ptr(), weight, scale, 0 if bias is None else bias.data_ptr(),
+            hidden.numel() // in_features, in_features, out_features, group_size, _threads(),
         )  # fmt: skip
-        return out
 
     def _bytes_of(self, sizes: tuple[int, int, int, int]) -> tuple[int, int]:
         """How large packed weights and scales are; sizes that the kernel has not are refused."""

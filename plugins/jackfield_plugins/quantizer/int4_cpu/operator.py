@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jackfield.contracts import NativeCall
 from jackfield_plugins.native.arguments import unreadable
 from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized
 
@@ -41,6 +42,26 @@ def _shape(
     if any(tensor is not None and tensor.device != hidden.device for tensor in given.values()):
         raise unreadable("int4-cpu", "tensors on one device", hidden=hidden, **given)
     return hidden.new_empty(*hidden.shape[:-1], sizes[1])
+
+
+def native(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    *sizes: int,
+) -> NativeCall | None:
+    """The operator as a function in C; torch's own kernel is none."""
+    from jackfield_plugins.quantizer.int4_cpu.kernels import product
+    from jackfield_plugins.quantizer.int4_cpu.native import NativeProduct
+
+    made = product(kernel)
+    if not isinstance(made, NativeProduct):
+        return None
+    inner, outer, group, bits = sizes
+    return made.native(out, hidden, Quantized(qweight, scales), bias, (inner, outer, group, bits))
 
 
 _library = torch.library.Library("jackfield", "FRAGMENT")  # what it defines is gone with it

@@ -1,0 +1,38 @@
+"""Native calls: what a compiler runs in place of an operator of torch, without Python.
+
+A backend that brings operators of its own may offer each beside its Python function, as a function
+in C. A compiler that runs whole steps natively asks for the call once, when it lays a step out;
+later steps run it again and again on the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class NativeCall(NamedTuple):
+    """A call of a function in C: `bool function(const void *arguments)`.
+
+    It returns false where it cannot compute what it was given; then nothing was written outside of
+    its outputs. It must not keep `arguments`, raise, or call Python: the GIL is not held.
+
+    Attributes:
+        function: Its address.
+        arguments: What `arguments` points to, copied to a place that is aligned as C has it. It
+            holds addresses of the tensors that the call was made for.
+        keeps: What has to live for as long as the call is run.
+    """
+
+    function: int
+    arguments: bytes
+    keeps: tuple[Any, ...] = ()
+
+
+#: `native(out, *arguments) -> NativeCall | None`: the call that computes an operator of torch into
+#: `out`. All tensors are the step's own, at the places where they lie in every step, `out` with
+#: the shape, strides and dtype of the operator's output. None: not for these.
+Native = Callable[..., "NativeCall | None"]
+
+#: Operators by their names, e.g. "jackfield.int4_cpu_linear.default".
+NativeOperators = Mapping[str, Native]

@@ -1,0 +1,45 @@
+"""``native``: a decode step as one call of compiled code, on a CPU.
+
+What Python does between two kernels of a step takes longer than most of them. Here a step is traced
+once, laid out in memory, and run as a list of calls of compiled functions; nothing is compiled for
+a model, so a graph is ready when it was traced, or read from disk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jackfield import hookimpl
+from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Compilation
+
+
+class NativeCompiler(Compiler):
+    """Programs for 1, 2, 4, … tokens; operators of torch that have no native form are called."""
+
+    name = "native"
+    capabilities = CompilerCapabilities(devices=frozenset({"cpu"}))
+
+    def available(self) -> list[str]:
+        from jackfield_plugins.compiler.native.operators import KERNEL
+
+        return KERNEL.cannot_build()
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        from jackfield_plugins.compiler.native.operators import KERNEL
+
+        reasons = super().refuse(requirements, options)
+        return reasons or self.available() or KERNEL.cannot_load()
+
+    def bind(self, context: BindContext) -> Compilation:
+        from jackfield_plugins.compiler.native.compilation import NativeCompilation
+
+        assert context.model is not None
+        return NativeCompilation(context.model)
+
+
+@hookimpl
+def jackfield_compiler() -> list[Compiler]:
+    return [NativeCompiler()]

@@ -1,0 +1,152 @@
+"""Calls of compiled functions, one after another, without Python in between."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jackfield.contracts import NativeCall
+from jackfield.errors import ExecutionError
+
+if TYPE_CHECKING:
+    import torch
+
+_INSTRUCTION = struct.Struct("@2q")  # `struct Instruction` in kernel.cpp
+_ROOM = 1024  # bytes of arguments that a call of a step may bring
+
+Run = Callable[[int, int], int]
+
+
+class Done(NamedTuple):
+    """A call whose arguments are known."""
+
+    name: str
+    call: NativeCall
+
+
+class Attend(NamedTuple):
+    """An attention: calls that are known in each step, or the operator, from Python."""
+
+    layer: int
+    output: torch.Tensor
+    arguments: tuple[Any, ...]
+    run: Callable[[], None]
+
+
+class PythonCall(NamedTuple):
+    """What has no native form: an operator, called from Python on the tensors of the step."""
+
+    name: str
+    run: Callable[[], None]
+
+
+Call = Done | Attend | PythonCall
+
+
+class Stretch:
+    """Native calls that follow one another. `arguments` are held here, at fixed places."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._names: list[str] = []
+        self._held: list[Any] = []
+        self._packed: list[bytes] = []
+
+    def add(self, name: str, call: NativeCall) -> None:
+        memory = ctypes.create_string_buffer(call.arguments, len(call.arguments))
+        self._place(name, call.function, memory)
+        self._held.append(call.keeps)
+
+    def reserve(self, name: str) -> tuple[int, int]:
+        """Room for a call to come: its number, and where its arguments go."""
+        memory = ctypes.create_string_buffer(_ROOM)
+        self._place(name, 0, memory)
+        return len(self._names) - 1, ctypes.addressof(memory)
+
+    def _place(self, name: str, function: int, memory: Any) -> None:
+        self._held.append(memory)
+        self._names.append(name)
+        self._packed.append(_INSTRUCTION.pack(function, ctypes.addressof(memory)))
+
+    def close(self) -> None:
+        """No more calls come."""
+        whole = b"".join(self._packed)
+        self._instructions = ctypes.create_string_buffer(whole, len(whole))
+        self._first, self._count = ctypes.addressof(self._instructions), len(self._names)
+
+    def put(self, at: tuple[int, int], call: NativeCall) -> None:
+        """Have call number `at` be this one, from the next run on."""
+        number, place = at
+        if len(call.arguments) > _ROOM:
+            raise ExecutionError(
+                f"a native call takes {len(call.arguments)} bytes, at most {_ROOM}"
+            )
+        ctypes.memmove(place, call.arguments, len(call.arguments))
+        struct.pack_into("@q", self._instructions, number * _INSTRUCTION.size, call.function)
+
+    def __call__(self) -> None:
+        failed = self._run(self._first, self._count)
+        if failed >= 0:
+            raise ExecutionError(
+                f"{self._names[failed]} cannot compute what it was given: a number in it leads out "
+                "of its table"
+            )
+
+
+class Sequential:
+    """`calls` in their order: as few stretches as possible."""
+
+    def __init__(self, calls: Sequence[Call], run: Run) -> None:
+        self._parts: list[Callable[[], None]] = []
+        stretch: Stretch | None = None
+        for call in calls:
+            if isinstance(call, Done):
+                if stretch is None:
+                    self._parts.append(stretch := Stretch(run))
+                stretch.add(call.name, call.call)
+            else:
+                self._parts.append(call.run)
+                stretch = None
+        for part in self._parts:
+            if isinstance(part, Stretch):
+                part.close()
+
+    def __call__(self) -> None:
+        for run in self._parts:
+            run()
+
+
+class Whole:
+    """The same with the attentions in it: `calls` in one stretch, where all of them are native.
+
+    `ask` is `Compilation.native_attention`; `attended` is told the layers after each run.
+    """
+
+    def __init__(self, calls: Sequence[Call], run: Run, ask: Any, attended: Any) -> None:
+        self._ask, self._attended = ask, attended
+        self._stretch = Stretch(run)
+        self._attends: list[tuple[Attend, tuple[int, int], tuple[int, int]]] = []
+        for call in calls:
+            if isinstance(call, Attend):
+                name = f"the attention of layer {call.layer}"
+                store, attend = self._stretch.reserve(name), self._stretch.reserve(name)
+                self._attends.append((call, store, attend))
+            elif isinstance(call, Done):
+                self._stretch.add(call.name, call.call)
+        self._layers = [call.layer for call, *_ in self._attends]
+        self._stretch.close()
+
+    def __call__(self) -> bool:
+        """Whether it ran; if not, nothing did."""
+        ask, put = self._ask, self._stretch.put
+        for call, *places in self._attends:
+            native = ask(call.output, *call.arguments)
+            if native is None:
+                return False
+            for place, one in zip(places, native, strict=True):
+                put(place, one)
+        self._stretch()
+        self._attended(self._layers)
+        return True

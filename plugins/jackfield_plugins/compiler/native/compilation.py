@@ -1,0 +1,125 @@
+"""Programs of one model, by the size of their steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.contracts import Compilation
+from jackfield.errors import ExecutionError, first_line
+from jackfield_plugins.compiler.native.graph import Graph
+from jackfield_plugins.compiler.native.holding import Held
+from jackfield_plugins.compiler.native.kept import KeptGraphs
+from jackfield_plugins.compiler.native.operators import KERNEL
+from jackfield_plugins.compiler.native.program import Program, StaleError
+from jackfield_plugins.compiler.native.tracing import trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from jackfield.contracts.compiling import ModelStep
+
+Size = tuple[int, int]  # rows, tokens of a row
+
+
+class NativeCompilation(Compilation):
+    """One program for each size of a step, filled up to a power of two.
+
+    A graph is traced, or read from disk, when a size first comes; the program that it is laid out
+    to reads weights where they lie. Both are looked at in each step, and made again where they no
+    longer hold.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._held: Held | None = None
+        self._kept: KeptGraphs | None = None
+        self._graphs: dict[Size, Graph] = {}
+        self._programs: dict[Size, Program] = {}
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        """The compiler of the kernel, and for what a step goes back to Python."""
+        missing = sorted({name for p in self._programs.values() for name in p.python})
+        return KERNEL.built_with() + (f"; in Python: {', '.join(missing)}" if missing else "")
+
+    @property
+    def num_bytes(self) -> int:
+        """What lies between the weights and the logits of all sizes."""
+        return sum(program.num_bytes for program in list(self._programs.values()))
+
+    def fill(self, count: int) -> int:
+        """The next power of two."""
+        return 1 << (count - 1).bit_length()
+
+    def compile(self, step: ModelStep) -> ModelStep:
+        def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
+            del keep  # only steps that read prompts leave columns out
+            self._look()
+            size = (ids.shape[0], ids.shape[1])
+            program = self._programs.get(size) or self._made(step, size)
+            return program(ids, positions)
+
+        return run
+
+    def close(self) -> None:
+        """Let go of what was laid out."""
+        self._programs.clear()
+        self._graphs.clear()
+        self._held = None
+
+    def _look(self) -> None:
+        """Forget what does not hold any more."""
+        held = self._held
+        if held is not None and held.is_structure():
+            if held.is_place():
+                return
+        else:
+            self._graphs.clear()
+            self._kept = None
+        self._programs.clear()
+        self._held = Held(self._model)
+
+    def _made(self, step: Callable[..., Any], size: Size) -> Program:
+        began = time.perf_counter()
+        try:
+            program = Program(self._graph(step, size), self._weight, self)
+        except StaleError:  # numbers of another shape or dtype lie in the place of the old ones
+            self._graphs.clear()
+            self._kept = None
+            program = Program(self._graph(step, size), self._weight, self)
+        self._programs[size] = program
+        self.seconds += time.perf_counter() - began
+        return program
+
+    def _graph(self, step: Callable[..., Any], size: Size) -> Graph:
+        found = self._graphs.get(size)
+        if found is None:
+            self._kept = self._kept or KeptGraphs(self._model)
+            found = self._kept.read(*size)
+            if found is None:
+                found = self._traced(step, size)
+                self._kept.keep(found)
+            self._graphs[size] = found
+            self.graphs += 1
+        return found
+
+    def _traced(self, step: Callable[..., Any], size: Size) -> Graph:
+        try:
+            return trace(step, self._model, *size)
+        except ExecutionError:
+            raise
+        except Exception as error:  # whatever a model's own code raises, or torch says of it
+            raise ExecutionError(
+                f"native cannot trace {type(self._model).__name__}: {first_line(error)}; load it "
+                "without compile"
+            ) from error
+
+    def _weight(self, name: str) -> torch.Tensor:
+        at, _, last = name.rpartition(".")
+        found = getattr(self._model.get_submodule(at), last)
+        assert isinstance(found, torch.Tensor)
+        return found

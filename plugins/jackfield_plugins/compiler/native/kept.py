@@ -1,0 +1,126 @@
+"""Graphs on disk: traced once a machine, read by the next process in milliseconds.
+
+A graph is kept by everything that shapes it: the modules with their code, their numbers and the
+shapes of their weights, the step's size, and the libraries that traced it. What lies in the folder
+names operators of torch, which are called: it is the user's alone, and each file carries a digest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from jackfield_plugins.compiler.native.graph import Graph
+from jackfield_plugins.compiler.native.tracing import UntraceableError
+from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
+
+logger = logging.getLogger("jackfield")
+
+_LIBRARIES = ("torch", "transformers", "jackfield")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class KeptGraphs:
+    """The graphs of one model as it is now; `folder` is None where nothing can be kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._key = _key_of(model)
+        self._folder: Path | None = None
+        if self._key is None:
+            return
+        try:
+            self._folder = own_folder(cache_root() / "native-graphs")
+        except KeepingError as error:
+            logger.warning("graphs of native steps are traced anew in each process: %s", error)
+
+    def read(self, rows: int, width: int) -> Graph | None:
+        """The graph of a step of this size, where one was kept for just this model."""
+        if self._folder is None:
+            return None
+        path = self._path(rows, width)
+        found = kept(path)
+        if isinstance(found, bytes):
+            try:
+                return Graph.load(found)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                found = f"is no graph ({error})"
+        if found:
+            logger.warning("%s %s; the step is traced anew", path, found)
+        return None
+
+    def keep(self, graph: Graph) -> None:
+        """For the next process; a graph with constants is traced by each."""
+        if self._folder is None or graph.constants:
+            return
+        path = self._path(graph.rows, graph.width)
+        try:
+            keep(path, graph.dump())
+        except OSError as error:
+            reason = error.strerror or error
+            logger.warning("%s cannot be kept (%s): the next process traces it anew", path, reason)
+            self._folder = None
+
+    def _path(self, rows: int, width: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._key}-{rows}x{width}.json"
+
+
+def _key_of(model: nn.Module) -> str | None:
+    """Stands for what `model` is; None where somebody's hook could be anything."""
+    whole = [f"{name} {version(name)}" for name in _LIBRARIES]
+    whole += [_source(of) for of in (KeptGraphs, Graph, UntraceableError)]  # files of the tracer
+    for name, module in model.named_modules():
+        hooks: Any = (module._forward_hooks, module._forward_pre_hooks)
+        if any(hooks) or "forward" in vars(module):
+            return None
+        whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
+        whole.append(_source(type(module)))
+        whole.append(json.dumps(_numbers(vars(module)), sort_keys=True, default=_named))
+        for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
+            for key, tensor in tensors.items():
+                told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
+                whole.append(f"{kind} {key} {told}")
+    config = getattr(model, "config", None)
+    if config is not None:
+        whole.append(config.to_json_string(use_diff=False))
+    return hashlib.sha256("\0".join(whole).encode()).hexdigest()[:24]
+
+
+def _source(of: Any) -> str:
+    """What the file says in which a class is defined."""
+    try:
+        return _digest(inspect.getfile(of))
+    except (OSError, TypeError):
+        return "?"
+
+
+@functools.cache
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What a module has been told, without its tensors, modules and hooks."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in nn.Module.__annotations__ and not name.startswith("_is_")
+        if not isinstance(value, nn.Module)
+    }
+
+
+def _named(value: Any) -> str:
+    """What stands for an attribute that is no plain number."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {value.dtype} {[*value.shape]}"
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else type(value).__qualname__

@@ -1,0 +1,138 @@
+// Few rows times a matrix whose rows are outputs, `[out_features, in_features]` as torch has it.
+//
+// One row reads every weight once, so the time to read them is the least there can be. A task is
+// as many outputs as a vector has lanes; its weights are read once for all rows, in the order in
+// which they lie, a few outputs side by side. The sums of a row run over the inputs in one order,
+// however many rows there are.
+#pragma once
+#include <algorithm>
+
+#include "numbers.h"
+#include "threads.h"
+
+struct Linear {
+    const char *input, *weight, *bias;  // [rows, in_features], [out_features, in_features], or none
+    char* out;                          // [rows, out_features]
+    int64_t rows, in_features, out_features, input_row, weight_row, out_row, threads;
+};
+
+template <class T>
+class Product {
+    using C = typename Wide<T>::type;
+    static constexpr int lanes = Vector<C>::lanes;
+    static constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
+#if defined(__AVX512BF16__)
+    static constexpr bool pairs = std::is_same_v<T, bfloat16>;
+#else
+    static constexpr bool pairs = false;
+#endif
+    static constexpr int step = pairs ? 2 * lanes : lanes;
+
+    const Linear& call;
+    int64_t tasks, next = 0;
+
+   public:
+    explicit Product(const Linear& call)
+        : call(call), tasks((call.out_features + lanes - 1) / lanes) {}
+
+    void run() {
+        const int64_t products = call.rows * call.in_features * call.out_features;
+        const int64_t threads = std::min({call.threads, tasks, products / WORTH + 1});
+        auto each = [](void* self) { static_cast<Product*>(self)->work(); };
+        if (threads > 1) GOMP_parallel(each, this, unsigned(threads), 0);
+        else work();
+    }
+
+   private:
+    // Tasks are taken several at a time: neighbours lie side by side in memory.
+    void work() {
+        const int64_t some = std::max<int64_t>(1, std::min<int64_t>(8, tasks / (4 * call.threads)));
+        for (int64_t task; (task = __atomic_fetch_add(&next, some, __ATOMIC_RELAXED)) < tasks;)
+            for (int64_t t = task; t < std::min(task + some, tasks); t++) outputs(t * lanes);
+    }
+
+    void outputs(int64_t first) {
+        int64_t row = 0;
+        for (; row + 8 <= call.rows; row += 8) block<8, 2>(first, row);
+        if (call.rows - row >= 4) block<4, 4>(first, row), row += 4;
+        if (call.rows - row >= 2) block<2, 4>(first, row), row += 2;
+        if (call.rows - row >= 1) block<1, 4>(first, row);
+    }
+
+    const T* weight(int64_t output) const {  // what is behind the last is not written
+        const int64_t at = std::min(output, call.out_features - 1);
+        return reinterpret_cast<const T*>(call.weight) + at * call.weight_row;
+    }
+    const T* input(int64_t row) const {
+        return reinterpret_cast<const T*>(call.input) + row * call.input_row;
+    }
+
+    template <int rows, int side>
+    void block(int64_t first, int64_t row) const {
+        Vec<C> found[rows][lanes];
+        for (int at = 0; at < lanes; at += side) {
+            Vec<C> sum[rows * side];
+            some<rows, side>(first + at, row, sum);
+            each<rows>([&](auto r) ALWAYS_INLINE {
+                each<side>([&](auto o) ALWAYS_INLINE { found[r][at + o] = sum[r * side + o]; });
+            });
+        }
+        const int64_t count = std::min<int64_t>(lanes, call.out_features - first);
+        for (int r = 0; r < rows; r++) write(sums<C>(found[r]), first, row + r, count);
+    }
+
+    template <int rows, int side>
+    ALWAYS_INLINE void some(int64_t output, int64_t row, Vec<C>* sum) const {
+        const T *w[side], *x[rows];
+        each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
+        each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
+        each<rows * side>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<C>{}; });
+        int64_t at = 0;
+        for (; at + step <= call.in_features; at += step) add<rows, side>(w, x, at, sum);
+        if (at == call.in_features) return;
+        T ends[rows + side][step] = {};  // what is missing counts for nothing
+        each<side>([&](auto o) ALWAYS_INLINE {
+            std::copy(w[o] + at, w[o] + call.in_features, ends[rows + o]);
+            w[o] = ends[rows + o];
+        });
+        each<rows>([&](auto r) ALWAYS_INLINE {
+            std::copy(x[r] + at, x[r] + call.in_features, ends[r]);
+            x[r] = ends[r];
+        });
+        add<rows, side>(w, x, 0, sum);
+    }
+
+    template <int rows, int side>
+    static ALWAYS_INLINE void add(const T* const* w, const T* const* x, int64_t at, Vec<C>* sum) {
+#if defined(__AVX512BF16__)
+        if constexpr (pairs) {
+            __m512bh some[side];
+            each<side>([&](auto o) ALWAYS_INLINE { some[o] = read<__m512bh>(w[o] + at); });
+            each<rows>([&](auto r) ALWAYS_INLINE {
+                const __m512bh part = read<__m512bh>(x[r] + at);
+                each<side>([&](auto o) ALWAYS_INLINE {
+                    sum[r * side + o] = as<Vec<C>>(_mm512_dpbf16_ps(as<__m512>(sum[r * side + o]), some[o], part));
+                });
+            });
+            return;
+        }
+#endif
+        if constexpr (!pairs) {
+            Vec<C> some[side];
+            each<side>([&](auto o) ALWAYS_INLINE { some[o] = load(w[o] + at); });
+            each<rows>([&](auto r) ALWAYS_INLINE {
+                const Vec<C> part = load(x[r] + at);
+                each<side>([&](auto o) ALWAYS_INLINE { sum[r * side + o] += some[o] * part; });
+            });
+        }
+    }
+
+    void write(Vec<C> total, int64_t output, int64_t row, int64_t count) const {
+        T* out = reinterpret_cast<T*>(call.out) + row * call.out_row + output;
+        const T* bias = reinterpret_cast<const T*>(call.bias);
+        for (int64_t i = 0; i < count; i++) {
+            const C value = total[i];
+            narrow(bias ? value + C(wide(bias[output + i])) : value, out[i]);
+        }
+    }
+};

@@ -1,0 +1,217 @@
+"""The operators that the kernel here has, each as a call of it on the tensors of a step."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield.contracts.native import Native, NativeCall
+from jackfield_plugins.compiler.native.pointwise import DTYPES, joined, lowered, packed
+from jackfield_plugins.native import NativeKernel
+
+KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_LINEAR = struct.Struct("@11q")
+_ROWS = struct.Struct("@12qd")
+_CLEAR = struct.Struct("@2q")
+_GATHER = struct.Struct("@6q")
+_MATMUL = struct.Struct("@17q")
+_SMALL = 1 << 16  # multiplications, up to which a plain loop will do
+_FEW = 32  # rows, up to which a linear is faster here than torch's
+
+
+def address(name: str) -> int:
+    """Where a function of the kernel lies."""
+    return ctypes.cast(KERNEL.library()[name], ctypes.c_void_p).value or 0
+
+
+def native_call(
+    target: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> NativeCall | None:
+    """The kernel's call for an operator of torch, or None."""
+    if not isinstance(out, torch.Tensor):
+        return None
+    if (simple := lowered(target, tuple(args), kwargs)) is not None:
+        operation, inputs, factor = simple
+        arguments = packed(operation, inputs, factor, out)
+        if arguments is None:
+            return None
+        return NativeCall(address("pointwise"), arguments, (inputs, out))
+    own = _OWN.get(target)
+    return None if own is None else own(out, *args, **kwargs)
+
+
+def cleared(out: torch.Tensor) -> NativeCall:
+    """The call that fills a contiguous tensor with 0."""
+    return NativeCall(address("clear"), _CLEAR.pack(out.data_ptr(), out.nbytes), (out,))
+
+
+def _linear(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> NativeCall | None:
+    inner, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
+    if not (
+        rows <= _FEW
+        and x.dtype in FLOATS
+        and x.dtype is weight.dtype is out.dtype
+        and weight.dim() == 2
+        and weight.shape == (out.shape[-1], inner)
+        and weight.stride(1) == 1
+        and x.is_contiguous()
+        and out.is_contiguous()
+        and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
+    ):
+        return None
+    outer = weight.shape[0]
+    arguments = _LINEAR.pack(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows, inner, outer, inner, weight.stride(0), outer, torch.get_num_threads(),
+    )  # fmt: skip
+    name = f"linear_{str(x.dtype).removeprefix('torch.')}"
+    return NativeCall(address(name), arguments, (x, weight, bias, out))
+
+
+def _addmm(
+    out: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **scaled: Any
+) -> NativeCall | None:
+    """`weight` is `[in_features, out_features]`, as in GPT-2: read it as it lies, not turned."""
+    if scaled or bias.dim() != 1:
+        return None
+    return _linear(out, x, weight.t(), bias)
+
+
+def _embedding(
+    out: torch.Tensor, table: torch.Tensor, index: torch.Tensor, *_: Any
+) -> NativeCall | None:
+    return _gather(out, table, 0, index)
+
+
+def _gather(
+    out: torch.Tensor, table: torch.Tensor, dim: int, index: torch.Tensor
+) -> NativeCall | None:
+    if not (
+        dim == 0
+        and table.is_contiguous()
+        and index.is_contiguous()
+        and index.dtype is torch.int64
+        and out.is_contiguous()
+        and out.dtype is table.dtype
+        and out.shape == (*index.shape, *table.shape[1:])
+    ):
+        return None
+    piece = table.stride(0) * table.element_size()
+    arguments = _GATHER.pack(
+        table.data_ptr(), len(table), piece, index.data_ptr(), index.numel(), out.data_ptr()
+    )
+    return NativeCall(address("gather"), arguments, (table, index, out))
+
+
+def _indexed(out: torch.Tensor, table: torch.Tensor, indices: list[Any]) -> NativeCall | None:
+    if len(indices) != 1 or not isinstance(indices[0], torch.Tensor):
+        return None
+    return _gather(out, table, 0, indices[0])
+
+
+def _rows_of(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
+    """(groups, rows, size, stride of a group, of a row); None: too irregular for the kernel."""
+    if not x.dim() or x.dtype not in FLOATS or (x.stride(-1) != 1 and x.shape[-1] != 1):
+        return None
+    size, (outer, *_) = joined(list(x.shape[:-1]), [list(x.stride()[:-1])])
+    if len(size) > 2:
+        return None
+    groups, rows = size if len(size) == 2 else [1, *size]
+    group_stride, row_stride = outer if len(size) == 2 else [0, *outer]
+    return groups, rows, x.shape[-1], group_stride, row_stride
+
+
+def _folds(operation: int) -> Callable[..., NativeCall | None]:
+    def fold(
+        out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **_: Any
+    ) -> NativeCall | None:
+        dims = [dims] if isinstance(dims, int) else dims
+        found = _rows_of(x) if dims and [d % x.dim() for d in dims] == [x.dim() - 1] else None
+        if found is None or not out.is_contiguous() or out.dtype not in FLOATS:
+            return None
+        arguments = _ROWS.pack(
+            operation, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(),
+            0, 0, 0.0,
+        )  # fmt: skip
+        return NativeCall(address("fold_rows"), arguments, (x, out))
+
+    return fold
+
+
+def _softmax(out: torch.Tensor, x: torch.Tensor, dim: int, *_: Any, **__: Any) -> NativeCall | None:
+    found = _rows_of(x) if x.dim() and dim % x.dim() == x.dim() - 1 else None
+    if found is None or not out.is_contiguous() or out.dtype not in FLOATS:
+        return None
+    arguments = _ROWS.pack(
+        0, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(), 0, 0, 0.0
+    )
+    return NativeCall(address("softmax_rows"), arguments, (x, out))
+
+
+def _layer_norm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    epsilon: float = 1e-5,
+    *_: Any,
+) -> NativeCall | None:
+    found = _rows_of(x) if len(shape) == 1 else None
+    dense = all(
+        t is None or (t.dtype is x.dtype and list(t.shape) == shape and t.is_contiguous())
+        for t in (weight, bias)
+    )
+    if found is None or not dense or not out.is_contiguous() or out.dtype is not x.dtype:
+        return None
+    arguments = _ROWS.pack(
+        0, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(),
+        0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(), epsilon,
+    )  # fmt: skip
+    return NativeCall(address("norm_rows"), arguments, (x, weight, bias, out))
+
+
+def _matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> NativeCall | None:
+    if left.dim() < 2 or right.dim() < 2 or not left.dtype is right.dtype is out.dtype:
+        return None
+    inner = left.shape[-1]
+    if out.dtype not in FLOATS or out.numel() * inner > _SMALL:
+        return None
+    outer = out.shape[:-2]
+    spread = (left.expand(*outer, *left.shape[-2:]), right.expand(*outer, *right.shape[-2:]), out)
+    batch, strides = joined(list(outer), [list(one.stride()[:-2]) for one in spread])
+    if len(batch) > 1:
+        return None
+    rest = [(stride[0], *one.stride()[-2:]) for stride, one in zip(strides, spread, strict=True)]
+    arguments = _MATMUL.pack(
+        DTYPES[out.dtype], *batch, out.shape[-2], out.shape[-1], inner,
+        left.data_ptr(), right.data_ptr(), out.data_ptr(), *(n for three in rest for n in three),
+    )  # fmt: skip
+    return NativeCall(address("matmul"), arguments, (left, right, out))
+
+
+_OWN: dict[str, Native] = {
+    "aten.linear.default": _linear,
+    "aten.addmm.default": _addmm,
+    "aten.embedding.default": _embedding,
+    "aten.index_select.default": _gather,
+    "aten.index.Tensor": _indexed,
+    "aten.mean.dim": _folds(1),
+    "aten.sum.dim_IntList": _folds(0),
+    "aten.amax.default": _folds(2),
+    "aten._softmax.default": _softmax,
+    "aten.softmax.int": _softmax,
+    "aten.layer_norm.default": _layer_norm,
+    "aten.matmul.default": _matmul,
+    "aten.bmm.default": _matmul,
+    "aten.mm.default": _matmul,
+}

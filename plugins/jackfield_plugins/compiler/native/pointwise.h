@@ -1,0 +1,129 @@
+// Operations number by number, over strided tensors that were broadcast to one shape.
+#pragma once
+#include "numbers.h"
+
+constexpr int64_t DIMS = 6, INPUTS = 3, CHUNK = 512;
+
+// The order is that of OPERATIONS in pointwise.py.
+enum Operation : int64_t {
+    COPY, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, SIN, COS, TANH, SIGMOID, SILU, GELU, GELU_TANH,
+    RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
+    NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP
+};
+
+struct Input {
+    const char* at;  // none: `number` everywhere
+    int64_t dtype, stride[DIMS];
+    double number;
+};
+
+struct Pointwise {
+    int64_t operation, wide, inputs, dims, size[DIMS];  // wide: computed in double
+    char* out;
+    int64_t dtype, stride[DIMS];
+    double factor;  // of ADD and SUB: of the second input
+    Input input[INPUTS];
+};
+
+template <class C> inline C sigmoid(C x) {
+    const C e = exponential(-std::abs(x)), part = 1 / (1 + e);
+    return x < 0 ? e * part : part;
+}
+inline double tangent(double x) { return std::tanh(x); }
+inline float tangent(float x) {
+    const float e = exponential(-2 * std::abs(x)), large = std::copysign((1 - e) / (1 + e), x);
+    const float s = x * x;  // near 0 the difference has lost its digits: the series has them
+    float p = s * -8.8632355e-3f + 2.1869488e-2f;
+    p = p * s - 5.3968254e-2f;
+    p = p * s + 0.13333333f;
+    p = p * s - 0.33333333f;
+    return std::abs(x) < 0.35f ? x + x * s * p : large;
+}
+
+template <class C> inline C gelu(C x) { return x * C(0.5) * (1 + std::erf(x * C(M_SQRT1_2))); }
+template <class C> inline C gelu_tanh(C x) {
+    const C inner = C(M_SQRT2 * M_2_SQRTPI * 0.5) * (x + C(0.044715) * x * x * x);
+    return C(0.5) * x * (1 + tangent(inner));
+}
+
+#define EACH(result) \
+    for (int64_t i = 0; i < count; i++) a[i] = C(result); \
+    break
+
+// a = operation(a, b, c)
+template <class C>
+inline void apply(int64_t operation, C* a, const C* b, const C* c, int64_t count, C factor) {
+    switch (operation) {
+        case COPY: break;
+        case NEG: EACH(-a[i]);
+        case ABS: EACH(std::abs(a[i]));
+        case RECIPROCAL: EACH(1 / a[i]);
+        case SQRT: EACH(std::sqrt(a[i]));
+        case RSQRT: EACH(1 / std::sqrt(a[i]));
+        case EXP: EACH(exponential(a[i]));
+        case LOG: EACH(std::log(a[i]));
+        case SIN: EACH(std::sin(a[i]));
+        case COS: EACH(std::cos(a[i]));
+        case TANH: EACH(tangent(a[i]));
+        case SIGMOID: EACH(sigmoid(a[i]));
+        case SILU: EACH(a[i] * sigmoid(a[i]));
+        case GELU: EACH(gelu(a[i]));
+        case GELU_TANH: EACH(gelu_tanh(a[i]));
+        case RELU: EACH(a[i] < 0 ? 0 : a[i]);
+        case SQUARE: EACH(a[i] * a[i]);
+        case LOGICAL_NOT: EACH(a[i] == 0);
+        case SOFTPLUS: EACH(a[i] > 20 ? a[i] : std::log1p(exponential(a[i])));
+        case FLOOR: EACH(std::floor(a[i]));
+        case ERF: EACH(std::erf(a[i]));
+        case ADD: EACH(a[i] + b[i] * factor);
+        case SUB: EACH(a[i] - b[i] * factor);
+        case MUL: EACH(a[i] * b[i]);
+        case DIV: EACH(a[i] / b[i]);
+        case POW: EACH(std::pow(a[i], b[i]));
+        case MAXIMUM: EACH(a[i] != a[i] || a[i] > b[i] ? a[i] : b[i]);
+        case MINIMUM: EACH(a[i] != a[i] || a[i] < b[i] ? a[i] : b[i]);
+        case EQ: EACH(a[i] == b[i]);
+        case NE: EACH(a[i] != b[i]);
+        case LT: EACH(a[i] < b[i]);
+        case LE: EACH(a[i] <= b[i]);
+        case GT: EACH(a[i] > b[i]);
+        case GE: EACH(a[i] >= b[i]);
+        case AND: EACH(a[i] != 0 && b[i] != 0);
+        case OR: EACH(a[i] != 0 || b[i] != 0);
+        case WHERE: EACH(a[i] != 0 ? b[i] : c[i]);
+        case CLAMP: EACH(a[i] != a[i] ? a[i] : std::min(std::max(a[i], b[i]), c[i]));
+    }
+}
+
+#undef EACH
+
+template <class C>
+inline void along_last(const Pointwise& call, char* out, const char* const* from) {
+    alignas(64) C buffers[INPUTS][CHUNK];
+    const int64_t last = call.dims - 1, size = call.size[last];
+    for (int64_t at = 0; at < size; at += CHUNK) {
+        const int64_t count = std::min(CHUNK, size - at);
+        for (int64_t n = 0; n < call.inputs; n++) {
+            const Input& input = call.input[n];
+            const int64_t stride = input.stride[last];
+            if (!input.at) std::fill_n(buffers[n], count, C(input.number));
+            else fetch(input.dtype, from[n] + at * stride * size_of(input.dtype), stride, count, buffers[n]);
+        }
+        apply(call.operation, buffers[0], buffers[1], buffers[2], count, C(call.factor));
+        const int64_t stride = call.stride[last];
+        put(call.dtype, buffers[0], out + at * stride * size_of(call.dtype), stride, count);
+    }
+}
+
+template <class C>
+inline void over_rows(const Pointwise& call, int64_t dim, char* out, const char* const* from) {
+    if (dim == call.dims - 1) return along_last<C>(call, out, from);
+    const char* at[INPUTS];
+    std::copy_n(from, INPUTS, at);
+    for (int64_t i = 0; i < call.size[dim]; i++) {
+        over_rows<C>(call, dim + 1, out, at);
+        out += call.stride[dim] * size_of(call.dtype);
+        for (int64_t n = 0; n < call.inputs; n++)
+            at[n] += call.input[n].stride[dim] * size_of(call.input[n].dtype);
+    }
+}

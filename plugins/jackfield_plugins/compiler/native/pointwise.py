@@ -1,0 +1,157 @@
+"""Operators that work number by number, as calls of the kernel's `pointwise`."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+
+#: The kernel's numbers for dtypes, in the order of `Dtype`.
+DTYPES = {
+    dtype: at
+    for at, dtype in enumerate(
+        (
+            torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+            torch.bool,
+        )
+    )
+}  # fmt: skip
+
+#: The kernel's numbers for operations, in the order of `Operation`.
+OPERATIONS = {
+    name: at
+    for at, name in enumerate(
+        (
+            "copy", "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh",
+            "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "square", "logical_not", "softplus",
+            "floor", "erf", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne",
+            "lt", "le", "gt", "ge", "and", "or", "where", "clamp",
+        )
+    )
+}  # fmt: skip
+
+_DIMS, _INPUTS = 6, 3
+_HEAD = struct.Struct(f"@4q{_DIMS}q")
+_OUT = struct.Struct(f"@2q{_DIMS}qd")
+_INPUT = struct.Struct(f"@2q{_DIMS}qd")
+
+_UNARY = {
+    f"aten.{name}.default": name
+    for name in (
+        "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid",
+        "silu", "relu", "logical_not", "floor", "erf",
+    )
+}  # fmt: skip
+_BINARY = {
+    "aten.add.Tensor": "add", "aten.add.Scalar": "add", "aten.sub.Tensor": "sub",
+    "aten.sub.Scalar": "sub", "aten.mul.Tensor": "mul", "aten.mul.Scalar": "mul",
+    "aten.div.Tensor": "div", "aten.div.Scalar": "div", "aten.pow.Tensor_Tensor": "pow",
+    "aten.maximum.default": "maximum", "aten.minimum.default": "minimum",
+    "aten.logical_and.default": "and", "aten.logical_or.default": "or",
+}  # fmt: skip
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _BINARY |= {f"aten.{_name}.Tensor": _name, f"aten.{_name}.Scalar": _name}
+_COPIES = frozenset(
+    {
+        "aten._to_copy.default", "aten.clone.default", "aten.contiguous.default", "aten.to.dtype",
+        "aten.type_as.default",
+    }
+)  # fmt: skip
+
+
+def lowered(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(operation, inputs, factor) of a call of the operator `target`; None: it is no such one."""
+    if target in _COPIES:
+        return "copy", args[:1], 1.0
+    if name := _UNARY.get(target):
+        return name, args[:1], 1.0
+    if name := _BINARY.get(target):
+        alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+        return name, args[:2], float(alpha)
+    if target == "aten.pow.Tensor_Scalar":
+        simple = {2: "square", 0.5: "sqrt", 1: "copy", -0.5: "rsqrt"}.get(args[1])
+        return (simple, args[:1], 1.0) if simple else ("pow", args[:2], 1.0)
+    if target == "aten.rsub.Scalar" and len(args) == 2 and not kwargs:
+        return "sub", (args[1], args[0]), 1.0
+    if target == "aten.gelu.default":
+        form = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
+        return {"none": "gelu", "tanh": "gelu_tanh"}[form], args[:1], 1.0
+    if target == "aten.softplus.default" and len(args) == 1:
+        return "softplus", args, 1.0
+    if target == "aten.where.self":
+        return "where", args, 1.0
+    if target == "aten.masked_fill.Scalar":
+        return "where", (args[1], args[2], args[0]), 1.0
+    if target in ("aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default"):
+        return "clamp", _bounds(target, args, kwargs), 1.0
+    return None
+
+
+def _bounds(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    low, high = kwargs.get("min"), kwargs.get("max")
+    rest = args[1:]
+    if target == "aten.clamp_max.default":
+        high = rest[0] if rest else high
+    else:
+        low, high = (rest + (low, high)[len(rest) :])[:2]
+    return args[0], -float("inf") if low is None else low, float("inf") if high is None else high
+
+
+def packed(
+    operation: str, inputs: tuple[Any, ...], factor: float, out: torch.Tensor
+) -> bytes | None:
+    """`struct Pointwise` of a call; None: the kernel has no such dtype, or too many dimensions."""
+    tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+    if not tensors or any(t.dtype not in DTYPES for t in (*tensors, out)):
+        return None
+    columns = [list(out.stride())]
+    columns += [
+        list(one.expand(out.shape).stride()) for one in inputs if isinstance(one, torch.Tensor)
+    ]
+    size, (out_stride, *strides) = joined(list(out.shape), columns)
+    if len(size) > _DIMS:
+        return None
+    computed = [t.dtype for t in tensors] if out.dtype is torch.bool else [out.dtype]
+    wide = any(d in _IN_DOUBLE for d in computed)
+    if out.dtype in (torch.int64, torch.int32) and operation not in _WHOLE:
+        return None
+    fill = [0] * (_DIMS - len(size))
+    whole = [
+        _HEAD.pack(OPERATIONS[operation], wide, len(inputs), len(size), *size, *fill),
+        _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, factor),
+    ]
+    for one in inputs:
+        if isinstance(one, torch.Tensor):
+            whole.append(
+                _INPUT.pack(one.data_ptr(), DTYPES[one.dtype], *strides.pop(0), *fill, 0.0)
+            )
+        else:
+            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, float(one)))
+    whole += [_INPUT.pack(0, 0, *[0] * _DIMS, 0.0)] * (_INPUTS - len(inputs))
+    return b"".join(whole)
+
+
+_IN_DOUBLE = (torch.float64, torch.int64, torch.int32)
+#: What doubles do with whole numbers as torch does.
+_WHOLE = frozenset(
+    {"copy", "neg", "abs", "add", "sub", "mul", "maximum", "minimum", "where", "clamp"}
+)
+
+
+def joined(size: list[int], columns: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """The same numbers in fewer dimensions: those of one are left out, regular neighbours are one.
+
+    `columns` are strides of tensors of this size.
+    """
+    kept: list[tuple[int, list[int]]] = []
+    for d, n in enumerate(size):
+        strides = [column[d] for column in columns]
+        if n == 1:
+            continue
+        if kept and all(a == n * b for a, b in zip(kept[-1][1], strides, strict=True)):
+            kept[-1] = (kept[-1][0] * n, strides)
+        else:
+            kept.append((n, strides))
+    kept = kept or [(1, [0] * len(columns))]
+    return [n for n, _ in kept], [[s[at] for _, s in kept] for at in range(len(columns))]

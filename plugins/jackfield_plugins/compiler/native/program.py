@@ -1,0 +1,157 @@
+"""A graph laid out in memory: each operator on its tensors, in the order in which they run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield_plugins.compiler.native.calls import (
+    Attend,
+    Call,
+    Done,
+    PythonCall,
+    Sequential,
+    Whole,
+)
+from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
+from jackfield_plugins.compiler.native.memory import Places
+from jackfield_plugins.compiler.native.operators import KERNEL, cleared, native_call
+from jackfield_plugins.compiler.native.views import is_view
+
+if TYPE_CHECKING:
+    from jackfield.contracts import Compilation
+
+#: The operator behind which the compiled part of a step ends; see `Compilation.compile`.
+ATTEND = "jackfield.attend.default"
+
+
+class StaleError(Exception):
+    """Says which tensor of a model a graph does not fit any more."""
+
+
+class Program:
+    """One step of one size, to be run on ids and positions of that size.
+
+    `read` finds a weight by its name; `offered` is asked for what other backends of the plan have.
+    `python` counts the operators, attentions aside, for which every step goes back to Python; by
+    name.
+
+    Raises:
+        StaleError: A weight is not what the graph was traced with.
+    """
+
+    def __init__(
+        self, graph: Graph, read: Callable[[str], torch.Tensor], offered: Compilation
+    ) -> None:
+        self.python: Counter[str] = Counter()
+        self._native = offered.native_operators
+        self._places = Places(graph)
+        size = (graph.rows, graph.width)
+        self._fed = {kind: torch.zeros(size, dtype=torch.int64) for kind in ("ids", "positions")}
+        self._values: list[Any] = [self._input(graph, i, read) for i in range(len(graph.inputs))]
+        self._calls: list[Call] = []
+        for node in graph.nodes:
+            self._values.append(self._laid(node, len(self._values)))
+        self._logits = self._values[graph.output]
+        run = KERNEL.library()["run"]
+        run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
+        self._parts = Sequential(self._calls, run)
+        self._whole: Whole | None = None
+        if not self.python:
+            ask, attended = offered.native_attention, offered.native_attended
+            self._whole = Whole(self._calls, run, ask, attended)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the values between the weights and the logits take."""
+        return self._places.num_bytes
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, width, vocab]`, overwritten by the next call. Raises ExecutionError."""
+        self._fed["ids"].copy_(ids)
+        self._fed["positions"].copy_(positions)
+        if self._whole is None or not self._whole():
+            self._parts()
+        return self._logits  # type: ignore[no-any-return]
+
+    def _input(self, graph: Graph, at: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        kind, name, meta = graph.inputs[at]
+        if kind in self._fed:
+            return self._fed[kind]
+        found = read(name).detach() if kind == "weight" else graph.constants[name]
+        there = found.device.type == "cpu" and found.layout is torch.strided
+        if not (there and meta_of(found) == meta and (found.data_ptr() or not found.numel())):
+            raise StaleError(f"{name} is not what it was when the step was traced")
+        return found
+
+    def _laid(self, node: Node, value: int) -> Any:
+        """Have `node` run behind those before it; what it makes, where it will be."""
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        if node.target == "getitem":
+            return args[0][args[1]]
+        if is_view(node):
+            return _operator(node.target)(*args, **kwargs)
+        out = self._places.of(value, node.out)
+        if node.target == "aten.cat.default":
+            self._join(out, *args)
+            return out
+        if (offered := self._native.get(node.target)) is not None:
+            call = offered(out, *args, **kwargs)
+        else:
+            call = native_call(node.target, args, kwargs, out)
+        if call is not None:
+            self._calls.append(Done(node.target, call))
+        else:
+            self._enter_python(node.target, args, kwargs, out)
+        return out
+
+    def _argument(self, given: Any) -> Any:
+        if isinstance(given, Ref):
+            return self._values[given.at]
+        if isinstance(given, dict):
+            return {name: self._argument(one) for name, one in given.items()}
+        if isinstance(given, list | tuple):
+            return [self._argument(one) for one in given]
+        return given
+
+    def _join(self, out: torch.Tensor, parts: list[torch.Tensor], dim: int = 0) -> None:
+        begin = 0
+        for part in parts:
+            if part.shape == (0,) and out.dim() != 1:
+                continue  # torch's old way of saying nothing
+            end = begin + part.shape[dim]
+            place = out.narrow(dim, begin, end - begin)
+            call = native_call("aten._to_copy.default", [part], {}, place)
+            if call is None:
+                self._enter_python("aten.copy.default", [place, part], {}, place)
+            else:
+                self._calls.append(Done("aten.cat.default", call))
+            begin = end
+
+    def _enter_python(self, target: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        run, outs = _operator(target), out if isinstance(out, list) else [out]
+
+        def call() -> None:
+            found = run(*args, **kwargs)
+            for place, one in zip(outs, found if isinstance(out, list) else [found], strict=True):
+                if place is not None:
+                    place.copy_(one)
+
+        if target == ATTEND:
+            if len(out) * out.shape[1] > 1:  # there may be tokens that are nobody's
+                self._calls.append(Done(target, cleared(out)))
+            self._calls.append(Attend(args[3], out, tuple(args), call))
+        else:
+            self.python[target] += 1
+            self._calls.append(PythonCall(target, call))
+
+
+def _operator(target: str) -> Callable[..., Any]:
+    """torch's operator, by the name that it has in a graph."""
+    space, name, overload = target.split(".")
+    found: Any = getattr(getattr(getattr(torch.ops, space), name), overload)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,415 @@
+"""Native steps give what uncompiled ones give, and are made anew where they no longer hold."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven import arrivals, compiled, drive, tokens
+from families import FAMILIES, build, prompts
+
+import jackfield
+from jackfield.errors import ExecutionError, PlanError
+from jackfield_plugins.compiler.native import kept
+from jackfield_plugins.compiler.native.graph import Graph
+from jackfield_plugins.native import keeping
+
+REFUSED = {"falcon-alibi"}
+
+
+def load(model: Any, cache: str = "paged", compiler: str = "native", **more: Any) -> Any:
+    return jackfield.load(model, cache_implementation=cache, compile=compiler, **more)
+
+
+def programs(engine: jackfield.Engine) -> dict[tuple[int, int], Any]:
+    return engine._bound.compiled.compilation._programs
+
+
+def keep_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(folder))
+    return folder / "native-graphs"
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("common") / "cache"
+
+
+@pytest.fixture(autouse=True)
+def _shared(common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are kept for this module: tracing is most of what its tests take."""
+    keep_in(common, monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Graphs are kept for this test alone."""
+    return keep_in(tmp_path / "cache", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [("gemma3", "paged"), ("llama", "static"), ("mistral", "dynamic"), ("phi3", "paged")],
+)
+def test_twenty_requests_get_the_same_tokens(family: str, cache: str) -> None:
+    """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
+    model, coming = build(family), arrivals(20)
+    limits = {"max_batch_size": 7, "prefill_chunk_size": 12}
+    with load(model, cache, "none", **limits) as engine:
+        expected = tokens(drive(engine, coming))
+    with load(model, cache, **limits) as engine:
+        assert tokens(drive(engine, coming)) == expected
+        seen = compiled(engine)
+        assert 1 <= seen.compiled.graphs <= 1 + math.ceil(math.log2(7))
+        assert 0 < seen.calls < engine.report()["scheduler"].calls
+        attention = engine.report()["attention"]
+        assert set(attention.decode) == set(range(model.config.num_hidden_layers))
+        assert min(attention.decode.values()) >= seen.calls
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED))
+def test_every_family_says_the_same(family: str) -> None:
+    """In float32, which experts need; most other tests run float64."""
+    model, texts = build(family, torch.float32), prompts((5, 9, 3))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    found = []
+    for compiler in ("none", "native"):
+        with load(model, "paged", compiler) as engine:
+            found.append([c.token_ids for c in engine.generate(texts, max_new_tokens=8)])
+            assert compiled(engine).calls == 7 + (compiler == "none")
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_drafts_are_verified_in_native_steps(cache: str) -> None:
+    texts = [[7, 8, 9, 10] * 6, [3, 4, 5] * 8, prompts((17,))[0]]
+    model, common = build("llama"), {"decoding": "prompt_lookup"}
+    with load(model, cache, "none", **common) as engine:
+        expected = [c.token_ids for c in engine.generate(texts, max_new_tokens=20)]
+    with load(model, cache, **common) as engine:
+        found = engine.generate(texts, max_new_tokens=20)
+        assert [c.token_ids for c in found] == expected
+        assert engine.report().speculation.proposed
+        assert compiled(engine).calls == engine.report()["scheduler"].calls - 1
+
+
+@pytest.mark.parametrize("cache", ["paged", "dynamic"])
+def test_beams_fork_between_native_steps(cache: str) -> None:
+    model, texts, found = build("llama"), prompts((6, 11)), {}
+    for compiler in ("none", "native"):
+        with load(model, cache, compiler, decoding="beam") as engine:
+            done = engine.generate(texts, num_beams=3, max_new_tokens=8)
+            found[compiler] = [c.token_ids for c in done]
+            assert compiled(engine).calls
+    assert found["native"] == found["none"]
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_layers_of_int4_cpu(kernel: str) -> None:
+    selected = {"quantization": f"int4-cpu?kernel={kernel}", "cache_implementation": "paged"}
+    text = "Sort these numbers: 41 7 88"
+    with jackfield.load("demo", **selected) as engine:
+        (expected,) = engine.generate(text, max_new_tokens=12)
+    with jackfield.load("demo", compile="native", **selected) as engine:
+        (found,) = engine.generate(text, max_new_tokens=12)
+        assert found.token_ids == expected.token_ids
+        assert compiled(engine).calls == 11
+        (program,) = programs(engine).values()
+        assert bool(program.python) == (kernel == "torch")
+        missing = "; in Python: jackfield.int4_cpu_linear.default"
+        assert engine.report()["compiler"].source.endswith(missing) == (kernel == "torch")
+
+
+def test_a_step_is_one_call_and_its_attentions_are_counted() -> None:
+    with load("demo", dtype="bfloat16") as engine:
+        calls = []
+        engine.generate("Once upon a time", max_new_tokens=2)
+        (program,) = programs(engine).values()
+        assert not program.python
+        forward = engine._bound.compiled
+        attend = forward.attend
+        forward.attend = lambda *a, **k: calls.append(1) or attend(*a, **k)
+        before = engine.report()["attention"].decode
+        engine.generate("Once upon a time", max_new_tokens=6)
+        after = engine.report()["attention"].decode
+        assert not calls  # Python's way to the attention is not taken
+        assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(after, 5)
+
+
+def test_an_attention_without_a_native_form_is_called_from_python() -> None:
+    found = {}
+    for attention in ("sdpa", "cpu_decode"):
+        with load(build("llama"), attn_implementation=attention) as engine:
+            found[attention] = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
+            assert engine.report()["attention"].decode == {0: 7, 1: 7}
+    assert found["sdpa"] == found["cpu_decode"]
+
+
+def test_an_adapter_that_is_switched() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model.add_adapter(
+        peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    found = {}
+    for compiler in ("none", "native"):
+        with load(model, "paged", compiler) as engine:
+            said = []
+            for switch in (engine.enable_adapter, engine.disable_adapter, engine.enable_adapter):
+                switch()
+                said.append(engine.generate([5, 6, 7], max_new_tokens=6)[0].token_ids)
+            found[compiler] = said
+    assert found["native"] == found["none"]
+    assert said[0] != said[1]
+
+
+def negated(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+
+
+def moved(model: Any) -> None:
+    model.lm_head.weight.data = -model.lm_head.weight.data
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+def another_module(model: Any) -> None:
+    old, model.lm_head = model.lm_head, torch.nn.Linear(32, 120, bias=False, dtype=torch.float64)
+    model.lm_head.weight = torch.nn.Parameter(-old.weight.detach())
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: -output)
+
+
+def patched(model: Any) -> None:
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda states: -own(states)
+
+
+CHANGES = (negated, moved, replaced, another_module, hooked, patched)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_is_changed_while_an_engine_runs_it(change: Any) -> None:
+    model = build("llama").__class__(build("llama").config).double()
+    with load(model) as engine:
+        (before,) = engine.generate([5, 6, 7], max_new_tokens=8)
+        change(model)
+        (after,) = engine.generate([5, 6, 7], max_new_tokens=8)
+    with load(model, "paged", "none") as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == after.token_ids
+    assert after.token_ids != before.token_ids
+
+
+def test_a_thread_count_that_changes() -> None:
+    usual = torch.get_num_threads()
+    try:
+        with load(build("llama")) as engine:
+            said = []
+            for threads in (1, 2, 3, 1):
+                torch.set_num_threads(threads)
+                said.append(engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids)
+            assert compiled(engine).compiled.graphs == 1  # laid out anew, not traced
+    finally:
+        torch.set_num_threads(usual)
+    assert said == [said[0]] * 4
+
+
+def test_two_engines_take_turns() -> None:
+    with load(build("llama")) as first, load(build("mistral")) as second:
+        turns = [
+            engine.generate([5, 6, 7], max_new_tokens=6)[0].token_ids
+            for engine in (first, second, first, second)
+        ]
+        assert turns[:2] == turns[2:]
+        assert compiled(first).compiled.graphs == compiled(second).compiled.graphs == 1
+
+
+def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
+    with load(build("llama")) as engine:
+        engine.generate([5, 6, 7], max_new_tokens=4)
+        (program,) = map(weakref.ref, programs(engine).values())
+    del engine
+    assert program() is None
+
+
+def test_a_model_that_cannot_be_traced_fails_in_one_line_each_time() -> None:
+    model = build("llama")
+    whole = model.model.norm.forward
+
+    def breaks(states: torch.Tensor) -> torch.Tensor:
+        if states.sum() > 1e9:  # depends on numbers, which are not there while it is traced
+            return states
+        return whole(states)
+
+    model.model.norm.forward = breaks
+    try:
+        with load(model) as engine:
+            for _ in range(2):
+                with pytest.raises(ExecutionError) as caught:
+                    engine.generate([5, 6, 7], max_new_tokens=4)
+                text = str(caught.value)
+                assert "native cannot trace LlamaForCausalLM: " in text
+                assert text.endswith("; load it without compile")
+                assert "\n" not in text
+            del model.model.norm.forward
+            assert len(engine.generate([5, 6, 7], max_new_tokens=4)[0].token_ids) == 4
+    finally:
+        vars(model.model.norm).pop("forward", None)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "reason"),
+    [
+        ("llama", {"deterministic": True}, "is not batch-invariant"),
+        ("llama", {"cache_implementation": "offloaded"}, "not known to work with steps that are"),
+        ("falcon-alibi", {}, "cannot take the model's own attention out"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(
+    family: str, arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        jackfield.load(build(family), **{"compile": "native", **arguments})
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(PlanError, match="needs a C\\+\\+ compiler"):
+        load(build("llama"))
+
+
+# -- graphs on disk
+
+
+def generate(model: Any) -> tuple[list[int], int]:
+    """What is said, and how often a step was traced."""
+    from jackfield_plugins.compiler.native import compilation
+
+    traced = []
+    whole = compilation.trace
+
+    def counted(*args: Any) -> Graph:
+        traced.append(args)
+        return whole(*args)
+
+    compilation.trace = counted  # type: ignore[assignment]
+    try:
+        with load(model) as engine:
+            return engine.generate([5, 6, 7], max_new_tokens=6)[0].token_ids, len(traced)
+    finally:
+        compilation.trace = whole
+
+
+def test_a_graph_is_traced_once(folder: Path) -> None:
+    said, traced = generate(build("llama"))
+    assert traced == 1
+    assert generate(build("llama")) == (said, 0)
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_graph_is_of_one_model_only(folder: Path) -> None:
+    generate(build("llama"))
+    other = build("llama").__class__(build("llama").config).double()
+    assert generate(other)[1] == 0  # other numbers, the same shape
+    for name, value in (("attention_dropout", 0.25), ("scaling", 0.5), ("layer_idx", 1)):
+        changed = build("llama").__class__(build("llama").config).double()
+        setattr(changed.model.layers[0].self_attn, name, value)
+        assert kept.KeptGraphs(changed)._key != kept.KeptGraphs(other)._key
+    changed = build("llama").__class__(build("llama").config).float()
+    assert kept.KeptGraphs(changed)._key != kept.KeptGraphs(other)._key
+    assert kept.KeptGraphs(build("mistral"))._key != kept.KeptGraphs(other)._key
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 40, -1])
+def test_a_graph_that_was_cut_off_is_traced_anew(
+    folder: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, _ = generate(build("llama"))
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:cut])
+    assert generate(build("llama")) == (said, 1)
+    assert "is traced anew" in caplog.text
+    assert file.read_bytes() == whole
+
+
+def test_a_graph_of_somebody_else_is_not_read(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changed bytes, and the whole graph of another size under this one's name."""
+    said, _ = generate(build("llama"))
+    (file,) = folder.iterdir()
+    whole = bytearray(file.read_bytes())
+    for at in (10, len(whole) // 2, len(whole) - 3):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        assert generate(build("llama")) == (said, 1)
+    other = file.with_name(file.name.replace("1x1", "1x2"))
+    other.write_bytes(whole)
+    assert "damaged, or was changed" in caplog.text
+    assert kept.KeptGraphs(build("llama")).read(1, 2) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not folder.exists()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept, "keep", full)
+    said, traced = generate(build("llama"))
+    assert (len(said), traced) == (6, 1)
+    assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_others_can_write_is_not_read(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate(build("llama"))
+    folder.chmod(0o777)
+    assert generate(build("llama"))[1] == 1
+    assert "others can write to" in caplog.text
+
+
+def test_hooks_are_in_no_graph_on_disk(folder: Path) -> None:
+    model = build("llama").__class__(build("llama").config).double()
+    model.lm_head.register_forward_hook(lambda module, args, output: -output)
+    generate(model)
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_second_process_traces_nothing(tmp_path: Path) -> None:
+    script = (
+        "import jackfield\n"
+        "from jackfield_plugins.compiler.native import compilation\n"
+        "whole, traced = compilation.trace, []\n"
+        "compilation.trace = lambda *a: traced.append(a) or whole(*a)\n"
+        "with jackfield.load('demo', compile='native') as engine:\n"
+        "    print(engine.generate('Once', max_new_tokens=6)[0].text, len(traced))\n"
+    )
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        ).stdout.rsplit(" ", 1)
+        for _ in range(2)
+    ]
+    assert said[0][0] == said[1][0]
+    assert [one[1].strip() for one in said] == ["1", "0"]

@@ -1,0 +1,299 @@
+"""Each operator that native steps compute without torch, against torch, for odd shapes."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.errors import ExecutionError
+from jackfield_plugins.compiler.native.calls import Stretch
+from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
+from jackfield_plugins.compiler.native.memory import Places, num_bytes
+from jackfield_plugins.compiler.native.operators import KERNEL, native_call
+from jackfield_plugins.compiler.native.program import _operator
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: how far off a result may be, of its largest number, by dtype: some roundings of it
+BOUNDS = {
+    torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-9,
+}  # fmt: skip
+
+
+def run(target: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel makes of it, and what torch does."""
+    due = _operator(target)(*args, **kwargs)
+    out = torch.empty_strided(due.shape, due.stride(), dtype=due.dtype)
+    out.fill_(77)
+    call = native_call(target, args, kwargs, out)
+    assert call is not None, f"{target} has no native form"
+    stretch = Stretch(_run())
+    stretch.add(target, call)
+    stretch.close()
+    stretch()
+    return out, due
+
+
+def _run() -> Any:
+    run = KERNEL.library()["run"]
+    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
+    return run
+
+
+def same(target: str, *args: Any, bound: float = 1, **kwargs: Any) -> None:
+    found, due = run(target, *args, **kwargs)
+    if not due.dtype.is_floating_point:
+        assert torch.equal(found, due), target
+        return
+    assert torch.equal(found.isnan(), due.isnan()), target
+    found, due = found.double().nan_to_num(), due.double().nan_to_num()
+    finite = due[due.abs() < 1e300]
+    most = finite.abs().max().item() if finite.numel() else 0.0
+    off = (found - due).abs()[due.abs() < 1e300]
+    most_off = bound * BOUNDS[_coarsest(args)] * max(most, 1e-3)
+    assert not off.numel() or off.max() <= most_off, (target, off.max(), most, args)
+    assert torch.equal(found[due.abs() >= 1e300], due[due.abs() >= 1e300]), target
+
+
+def _coarsest(args: Any) -> torch.dtype:
+    dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype in BOUNDS]
+    return max(dtypes or [torch.float32], key=BOUNDS.__getitem__)
+
+
+def shaped(chance: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers of many sizes, in some order of the dimensions, sometimes a slice of more."""
+    order = list(range(len(shape)))
+    chance.shuffle(order)
+    wide = [shape[d] + chance.choice([0, 0, 1, 3]) for d in order]
+    made = torch.randn(wide, dtype=torch.float64) * 2.0 ** chance.randint(-3, 3)
+    back = made.permute([order.index(d) for d in range(len(shape))])
+    return back[tuple(slice(0, n) for n in shape)].to(dtype)
+
+
+def shapes(chance: random.Random) -> tuple[int, ...]:
+    sizes = [1, 2, 3, 5, 16, 17, 33, 64, 130, 513, 600]
+    return tuple(chance.choice(sizes[: 11 - 2 * d]) for d in reversed(range(chance.randint(1, 4))))
+
+
+UNARY = (
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid",
+    "silu", "relu", "floor", "erf", "gelu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_operators_of_one_number(name: str, dtype: torch.dtype) -> None:
+    chance = random.Random(name)
+    for _ in range(6):
+        x = shaped(chance, dtype, shapes(chance))
+        same(f"aten.{name}.default", x.abs() + 0.1 if name in ("log", "sqrt", "rsqrt") else x)
+    edges = torch.tensor([0.0, -0.0, 1e-6, -1e-6, 90.0, -90.0, 700.0, -700.0], dtype=torch.float64)
+    ends = torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=torch.float64)
+    if name not in ("sin", "cos"):
+        some = edges if name == "gelu" else torch.cat([edges, ends])  # torch's gelu of inf is nan
+        same(f"aten.{name}.default", some.to(dtype))
+
+
+def test_small_numbers_keep_their_digits() -> None:
+    """Where a formula would subtract numbers that are nearly the same."""
+    x = torch.logspace(-12, 1, 500)
+    for name in ("tanh", "sigmoid", "silu", "erf", "exp"):
+        for signed in (x, -x):
+            found, due = run(f"aten.{name}.default", signed)
+            assert ((found - due).abs() <= 4e-7 * due.abs()).all(), name
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gelu_as_a_tanh(dtype: torch.dtype) -> None:
+    same("aten.gelu.default", torch.randn(3, 700).to(dtype), approximate="tanh")
+
+
+BINARY = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", BINARY)
+def test_operators_of_two_tensors_that_broadcast(name: str, dtype: torch.dtype) -> None:
+    chance = random.Random(name)
+    for _ in range(8):
+        shape = shapes(chance)
+        x = shaped(chance, dtype, shape)
+        narrow = tuple(n if chance.random() < 0.6 else 1 for n in shape)
+        other = chance.choice([dtype, torch.float32])
+        y = shaped(chance, other, narrow[chance.randint(0, len(shape) - 1) :])
+        same(f"aten.{name}.Tensor", x, y)
+        same(f"aten.{name}.Scalar", x, 0.5)
+    if name in ("add", "sub"):
+        same(f"aten.{name}.Tensor", x, x * 2, alpha=3)
+
+
+def test_whole_numbers() -> None:
+    x, y = torch.randint(-9, 9, (4, 5)), torch.randint(-9, 9, (5,))
+    for name in ("add", "sub", "mul", "eq", "lt", "ge"):
+        same(f"aten.{name}.Tensor", x, y)
+    large = torch.tensor([2**40 + 1, 2**24 + 1, -(2**31)])
+    same("aten.add.Tensor", large, 1)
+    same("aten._to_copy.default", large, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bool, torch.int32):
+        same("aten._to_copy.default", x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_choices_and_bounds(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 33).to(dtype)
+    same("aten.where.self", x > 0, x, -x)
+    same("aten.masked_fill.Scalar", x, x > 0, float("-inf"))
+    same("aten.clamp.default", x, -0.5, 0.5)
+    same("aten.clamp.default", x, min=0.1)
+    same("aten.clamp_min.default", x, 0.1)
+    same("aten.clamp_max.default", x, 0.1)
+    same("aten.maximum.default", x, -x)
+    same("aten.minimum.default", x, -x)
+    same("aten.logical_and.default", x > 0, x < 1)
+    same("aten.logical_not.default", x > 0)
+    for power in (2, 3, 0.5, -0.5, 1):
+        same("aten.pow.Tensor_Scalar", x.abs() + 0.1, power, bound=4)
+    same("aten.rsub.Scalar", x, 1.0)
+    same("aten.softplus.default", x * 20)
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("into", FLOATS, ids=str)
+def test_casts_round_as_torch_does(source: torch.dtype, into: torch.dtype) -> None:
+    x = torch.cat([torch.randn(2000, dtype=torch.float64) * 2.0**e for e in range(-30, 20, 3)])
+    found, due = run("aten._to_copy.default", x.to(source), dtype=into)
+    if not (source is torch.float64 and into in (torch.bfloat16, torch.float16)):
+        assert torch.equal(found, due)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_operators_on_rows(dtype: torch.dtype) -> None:
+    for size in (1, 5, 16, 31, 64, 257):
+        x = torch.randn(3, 4, size).to(dtype)
+        for one in (x, x.transpose(0, 1), torch.randn(3, 4, size + 3).to(dtype)[..., :size]):
+            same("aten.mean.dim", one, [-1], True, bound=4)
+            same("aten.sum.dim_IntList", one, [-1], bound=8)
+            same("aten.amax.default", one, [-1], True)
+            same("aten._softmax.default", one, -1, False)
+            weight, bias = (torch.randn(size).to(dtype) for _ in "wb")
+            if size > 1:
+                same("aten.layer_norm.default", one, [size], weight, bias, 1e-5, bound=8)
+                same("aten.layer_norm.default", one.contiguous(), [size], bound=8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_linears(dtype: torch.dtype, threads: int) -> None:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for inner, outer in ((1, 1), (3, 5), (16, 16), (33, 17), (64, 100), (200, 33), (515, 40)):
+            for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 32):
+                x = (torch.randn(1, rows, inner) / inner**0.5).to(dtype)
+                weight, bias = torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
+                same("aten.linear.default", x, weight, bound=4)
+                same("aten.linear.default", x, weight, bias, bound=4)
+        wide = torch.randn(40, 100).to(dtype)[:, :64]  # rows lie apart
+        same("aten.linear.default", torch.randn(2, 64).to(dtype), wide, bound=4)
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_a_row_of_a_linear_is_the_same_beside_others() -> None:
+    """Of one number of rows at a time; the bits may differ between 1, 2, 4 and 8."""
+    weight, x = torch.randn(50, 130).bfloat16(), torch.randn(8, 130).bfloat16()
+    whole, _ = run("aten.linear.default", x, weight)
+    again, _ = run("aten.linear.default", x.flip(0), weight)
+    assert torch.equal(whole, again.flip(0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_small_products(dtype: torch.dtype) -> None:
+    left, right = torch.randn(2, 3, 16, 1).to(dtype), torch.randn(2, 3, 1, 5).to(dtype)
+    same("aten.matmul.default", left, right)
+    same(
+        "aten.bmm.default", torch.randn(4, 3, 7).to(dtype), torch.randn(4, 7, 5).to(dtype), bound=8
+    )
+    same("aten.mm.default", torch.randn(3, 7).to(dtype), torch.randn(5, 7).to(dtype).t(), bound=8)
+
+
+def test_rows_of_a_table() -> None:
+    table = torch.randn(9, 5).bfloat16()
+    for index in (torch.tensor([[1, 8], [0, 3]]), torch.tensor([-1, -9])):
+        if (index >= 0).all():
+            same("aten.embedding.default", table, index)
+        same("aten.index.Tensor", table, [index])
+    same("aten.index_select.default", table, 0, torch.tensor([1, 1, 8]))
+
+
+@pytest.mark.parametrize("index", [9, -10, 10**9])
+def test_an_index_that_leads_out_of_a_table_is_told(index: int) -> None:
+    out, table = torch.zeros(1, 5), torch.randn(9, 5)
+    call = native_call("aten.embedding.default", (table, torch.tensor([index])), {}, out)
+    stretch = Stretch(_run())
+    assert call is not None
+    stretch.add("aten.embedding.default", call)
+    stretch.close()
+    with pytest.raises(ExecutionError, match=r"aten\.embedding\.default cannot compute"):
+        stretch()
+    assert not out.any()
+
+
+def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
+    x = torch.randn(3, 4)
+    for target, args in (
+        ("aten.topk.default", (x, 2)),
+        ("aten.cumsum.default", (x, 0)),
+        ("aten.mean.dim", (x, [0])),
+        ("aten.linear.default", (torch.randn(64, 4), x)),  # many rows
+        ("aten.add.Tensor", (x.to(torch.complex64), 1)),
+    ):
+        due = _operator(target)(*args)
+        out = torch.empty_like(due) if isinstance(due, torch.Tensor) else due
+        assert native_call(target, args, {}, out) is None, target
+
+
+def test_values_that_live_at_one_time_lie_apart() -> None:
+    """Random graphs: nothing is overwritten that is read later."""
+    chance = random.Random(5)
+    for _ in range(40):
+        nodes: list[Node] = []
+        for at in range(1, 30):
+            reads = [Ref(chance.randrange(max(0, at - 6), at)) for _ in range(2)]
+            shape = (chance.choice([1, 7, 64, 300]),)
+            meta = Meta(torch.float32, shape, (1,))
+            if at > 1 and chance.random() < 0.3:
+                node = Node("aten.unsqueeze.default", (reads[0], 0), {}, meta)
+            else:
+                node = Node("aten.add.Tensor", tuple(reads), {}, meta)
+            nodes.append(node)
+        graph = Graph(
+            1, 1, [Input("ids", "", Meta(torch.int64, (1, 1), (1, 1)))], nodes, len(nodes)
+        )
+        _hold_apart(graph)
+
+
+def _hold_apart(graph: Graph) -> None:
+    places = Places(graph)
+    owner, until = {0: 0}, {}
+    for at, node in enumerate(graph.nodes, 1):
+        view = node.target == "aten.unsqueeze.default"
+        owner[at] = owner[node.args[0].at] if view else at
+        for ref in node.args:
+            if isinstance(ref, Ref):
+                until[owner[ref.at]] = at
+    until[owner[graph.output]] = len(graph.nodes) + 1
+    spans = {}
+    for value, begin in owner.items():
+        if value and value == begin:
+            place = places.of(value, graph.nodes[value - 1].out)
+            first = place.data_ptr()
+            spans[value] = (first, first + num_bytes(graph.nodes[value - 1].out))
+    for a, (first, last) in spans.items():
+        for b, (begin, end) in spans.items():
+            if a < b <= until.get(a, a):
+                assert last <= begin or end <= first, (a, b)
