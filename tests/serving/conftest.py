@@ -6,8 +6,12 @@ import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from page_in_browser import Opened
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "pydantic_settings", "uvicorn")
 HERE = all(map(importlib.util.find_spec, NEEDED))
@@ -15,6 +19,8 @@ collect_ignore_glob = [] if HERE else ["*.py"]
 
 if HERE:
     import openai
+    from browser import Browser, chromium
+    from page_in_browser import opener
     from served import Served, serving
 
 
@@ -39,3 +45,16 @@ def serve() -> Iterator[Callable[..., Served]]:
         yield lambda **settings: stack.enter_context(serving(**settings))
     hanging = [t for t in threading.enumerate() if t.name == "server" and t not in before]
     assert not hanging
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One that the tests of a file share."""
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture
+def opened(browser: Browser, server: Served) -> Opened:
+    """`with opened() as page`: see `page_in_browser.opener`."""
+    return opener(browser, server)

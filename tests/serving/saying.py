@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from hypothesis import strategies as st
+from json_values import json_values
 from tool_templates import TEMPLATES, tool, with_template
 
 from jackfield.serving.parsing import (
@@ -33,13 +34,7 @@ TOOLS = [
     ),
     tool("now"),
 ]
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)  # fmt: skip
+VALUES = json_values(st.text(max_size=8), 3, 6)
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from json_values import json_values
 from served import Served, serving
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -29,13 +30,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "demo", "prompt": "One"},
     "/v1/responses": {"model": "demo", "input": "hi", "store": False},
 }
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)  # fmt: skip
+JSON = json_values(st.text(max_size=20), 4, 8)
 ODD = st.sampled_from([
     -1, 0, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 1e308, -0.0, 1e-320, "", "\0", "\n",
     "a" * 3000, "\U0001f600", "../../etc/passwd", "http://127.0.0.1:1/x",

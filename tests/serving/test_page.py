@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import Browser, chromium
 from page_in_browser import (
     ANSWERED,
     KEY,
@@ -17,7 +16,6 @@ from page_in_browser import (
     STORY,
     ask,
     needs_browser,
-    opener,
     said,
     streamed,
 )  # fmt: skip
@@ -27,17 +25,6 @@ from jackfield.serving.keys import new_key
 if TYPE_CHECKING:
     from page_in_browser import Opened
     from served import Served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture
-def opened(browser: Browser, server: Served) -> Opened:
-    return opener(browser, server)
 
 
 @needs_browser

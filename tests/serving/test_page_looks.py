@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from browser import Browser, chromium
-from page_in_browser import ANSWERED, LAST, SORT, ask, needs_browser, opener, said, streamed
+from page_in_browser import ANSWERED, LAST, SORT, ask, needs_browser, said, streamed
 
 from jackfield.serving import page as pages
 
 if TYPE_CHECKING:
     from page_in_browser import Opened
     from served import Served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture
-def opened(browser: Browser, server: Served) -> Opened:
-    return opener(browser, server)
 
 
 @needs_browser

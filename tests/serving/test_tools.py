@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 import torch
+from agents import assert_an_agent_calls_a_tool
 from served import Served, serving
 from tool_templates import TEMPLATES
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -179,27 +179,4 @@ def test_what_cannot_be_is_refused_by_its_field(
 
 
 def test_an_agent_calls_a_tool_and_reads_what_came_of_it(server: Served) -> None:
-    agents = pytest.importorskip("pydantic_ai")
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    asked_for = []
-
-    async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            model = OpenAIChatModel("demo", provider=OpenAIProvider(openai_client=client))
-            agent = agents.Agent(model, output_type=str, retries=0)
-
-            @agent.tool_plain
-            def weather(place: Literal["Rome", "Oslo"]) -> str:
-                """The weather at a place."""
-                asked_for.append(place)
-                return "sunny"
-
-            settings = {"max_tokens": 600, "extra_body": {"tool_choice": NAMED}}
-            limits = agents.UsageLimits(request_limit=2)
-            await agent.run("What is the weather?", model_settings=settings, usage_limits=limits)
-
-    with pytest.raises(agents.UsageLimitExceeded):  # it must call it for ever
-        asyncio.run(run())
-    assert len(asked_for) == 2
+    assert_an_agent_calls_a_tool(server, "OpenAIChatModel", NAMED)
