@@ -10,7 +10,7 @@ import torch
 
 from jackfield.contracts import PackedLayer
 from jackfield_plugins.cache.paged.pools import NO_TABLES
-from jackfield_plugins.cache.paged.storing import KERNEL, stored
+from jackfield_plugins.cache.paged.storing import KERNEL, StoredStates
 
 pytestmark = pytest.mark.skipif(
     bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
@@ -29,6 +29,10 @@ def states(dtype: torch.dtype, size: int, order: str) -> torch.Tensor:
     if order == "heads":
         return torch.randn(2, 4, size).to(dtype).transpose(0, 1)
     return torch.randn(4, 2, size + 2 * (order == "slice")).to(dtype)[..., :size]
+
+
+def stored(layer: PackedLayer, slots: torch.Tensor, keys: torch.Tensor, values: Any) -> Any:
+    return StoredStates(layer, keys, values).call(slots)
 
 
 def run(call: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NAME = "cpu_decode"
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
 _PACK = struct.Struct("@10qd8q3q10q").pack  # `struct Call` in kernel.cpp
+_TABLES_AT = struct.calcsize("@10qd8q3q")
 _NO_MASK = (0, 0)
 _NO_TABLE = (0,) * 10
 _PADDED = (
@@ -65,6 +67,49 @@ def unrolled(tables: PageTables) -> Rows:
     return Rows(tables.block_table[of], tables.first[of], *small)
 
 
+class Laid:
+    """The arguments of a call whose tensors lie where they lay, but for those of the step."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        layer: PackedLayer,
+        out: torch.Tensor,
+        scaling: float | None,
+        whole: bytes,
+    ) -> None:
+        self._tensors = [weakref.ref(one) for one in (query, out, layer.keys, layer.values)]
+        self._told = scaling, torch.get_num_threads()
+        self._begin, self._middle = whole[:32], whole[40:_TABLES_AT]
+        self._tokens, self._pages = whole[-24:-16], whole[-8:]
+
+    def holds(
+        self, query: torch.Tensor, layer: PackedLayer, out: torch.Tensor, scaling: float | None
+    ) -> bool:
+        """Whether it is about these very tensors."""
+        queries, outputs, keys, values = self._tensors
+        return (
+            outputs() is out
+            and queries() is query
+            and keys() is layer.keys
+            and values() is layer.values
+            and self._told == (scaling, torch.get_num_threads())
+        )
+
+    def joined(self, count: bytes, tables: bytes, columns: bytes) -> bytes:
+        """The whole, for a step of so many rows with these tables of so many columns."""
+        parts = (self._begin, count, self._middle, tables, self._tokens, columns, self._pages)
+        return b"".join(parts)
+
+
+def _packed(rows: Rows, tables: PageTables) -> tuple[bytes, bytes, bytes]:
+    """What `struct Call` has of a step: how many rows, where its tables lie, their columns."""
+    table, first, lengths, starts = rows
+    held = (table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr())
+    where = struct.pack("@7q", *held, table.stride(0), tables.page_size, tables.window or 0)
+    return struct.pack("@q", len(lengths)), where, struct.pack("@q", table.shape[1])
+
+
 class Kernel:
     """The compiled kernel, called with tensors. The first on a machine compiles it."""
 
@@ -77,6 +122,8 @@ class Kernel:
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
             self._decode[dtype] = function
             self._addresses[dtype] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        self._laid: dict[int, Laid] = {}  # by output, which they do not keep alive
+        self._packed_rows: dict[int | None, tuple[PageTables, bytes, bytes, bytes]] = {}
         self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step
         self._readable: dict[int | None, Rows] = {}  # those that were looked at last, by window
 
@@ -177,12 +224,25 @@ class Kernel:
         scaling: float | None = None,
         **_: Any,
     ) -> NativeCall | None:
-        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`."""
-        if layer.step.max_seqlen_q > SHORT or query.stride(-1) != 1 or not out.is_contiguous():
+        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`.
+
+        Asked for each layer in each step: what lies at one place in all of them is packed once.
+        """
+        tables = layer.tables
+        if tables.step.max_seqlen_q > SHORT:
             return None
-        arguments = self._arguments(query, layer, scaling, out)
-        self._function(query, layer.keys, layer.values)
-        return NativeCall(self._addresses[query.dtype], arguments)
+        laid = self._laid.get(id(out))
+        if laid is None or not laid.holds(query, layer, out, scaling):
+            if query.stride(-1) != 1 or not out.is_contiguous():
+                return None
+            whole = self._arguments(query, layer, scaling, out)
+            self._function(query, layer.keys, layer.values)
+            laid = self._laid[id(out)] = Laid(query, layer, out, scaling, whole)
+        rows = self._packed_rows.get(tables.window)
+        if rows is None or rows[0] is not tables:
+            found = self._rows_of(tables)
+            rows = self._packed_rows[tables.window] = (tables, *_packed(found, tables))
+        return NativeCall(self._addresses[query.dtype], laid.joined(*rows[1:]))
 
     def _arguments(
         self, query: torch.Tensor, layer: PackedLayer, scaling: float | None, out: torch.Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
-from jackfield_plugins.cache.paged.storing import stored
+from jackfield_plugins.cache.paged.storing import StoredStates
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
@@ -50,6 +50,7 @@ class LayerGroup:
         self.now: PageTables = NO_TABLES  # this step's
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
         self.forget_tables()
+        self._stored: dict[int, StoredStates] = {}  # by layer, of the last step that was native
         self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
@@ -273,7 +274,10 @@ class LayerGroup:
     ) -> tuple[PackedLayer, NativeCall] | None:
         """The same as a call, for keys and values to come; None where they cannot be copied so."""
         layer = self.pools.layer(index, self.capacity, self.now, keys, values)
-        call = stored(layer, self.targets, keys, values)
+        known = self._stored.get(index)
+        if known is None or not known.holds(layer, keys, values):
+            known = self._stored[index] = StoredStates(layer, keys, values)
+        call = known.call(self.targets)
         return None if call is None else (layer, call)
 
     def close(self) -> None:
@@ -281,6 +285,7 @@ class LayerGroup:
         self.pools.close()
         self.now = NO_TABLES
         self.forget_tables()
+        self._stored.clear()
         self._swap = None
         self.targets = NO_TABLES.first
 

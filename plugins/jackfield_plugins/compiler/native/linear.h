@@ -21,6 +21,8 @@ class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
     static constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
+    static constexpr int64_t AHEAD = 8192;     // bytes of weights that are asked for before their turn
+    static constexpr int64_t NEAREST = 32768;  // bytes of rows that stay in the nearest cache
 #if defined(__AVX512BF16__)
     static constexpr bool pairs = std::is_same_v<T, bfloat16>;
 #else
@@ -67,36 +69,46 @@ class Product {
         return reinterpret_cast<const T*>(call.input) + row * call.input_row;
     }
 
+    // Inputs are taken in pieces, of which all rows stay in the nearest cache for all outputs.
     template <int rows, int side>
     void block(int64_t first, int64_t row) const {
-        Vec<C> found[rows][lanes];
-        for (int at = 0; at < lanes; at += side) {
-            Vec<C> sum[rows * side];
-            some<rows, side>(first + at, row, sum);
-            each<rows>([&](auto r) ALWAYS_INLINE {
-                each<side>([&](auto o) ALWAYS_INLINE { found[r][at + o] = sum[r * side + o]; });
-            });
-        }
+        constexpr int64_t piece = NEAREST / (rows * int64_t(sizeof(T))) / step * step;
+        Vec<C> found[rows][lanes] = {};
+        for (int64_t from = 0; from < call.in_features; from += piece)
+            for (int at = 0; at < lanes; at += side) {
+                Vec<C> sum[rows * side];
+                each<rows * side>([&](auto i) ALWAYS_INLINE {
+                    sum[i] = found[i / side][at + i % side];
+                });
+                some<rows, side>(first + at, row, from, std::min(from + piece, call.in_features), sum);
+                each<rows * side>([&](auto i) ALWAYS_INLINE {
+                    found[i / side][at + i % side] = sum[i];
+                });
+            }
         const int64_t count = std::min<int64_t>(lanes, call.out_features - first);
         for (int r = 0; r < rows; r++) write(sums<C>(found[r]), first, row + r, count);
     }
 
     template <int rows, int side>
-    ALWAYS_INLINE void some(int64_t output, int64_t row, Vec<C>* sum) const {
+    ALWAYS_INLINE void some(int64_t output, int64_t row, int64_t from, int64_t to, Vec<C>* sum) const {
         const T *w[side], *x[rows];
         each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
         each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
-        each<rows * side>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<C>{}; });
-        int64_t at = 0;
-        for (; at + step <= call.in_features; at += step) add<rows, side>(w, x, at, sum);
-        if (at == call.in_features) return;
+        const int64_t turn = side * call.weight_row;  // memory is asked for some turns ahead
+        const int64_t ahead = turn * std::max<int64_t>(1, AHEAD / (turn * int64_t(sizeof(T))));
+        int64_t at = from;
+        for (; at + step <= to; at += step) {
+            each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + ahead + at); });
+            add<rows, side>(w, x, at, sum);
+        }
+        if (at == to) return;
         T ends[rows + side][step] = {};  // what is missing counts for nothing
         each<side>([&](auto o) ALWAYS_INLINE {
-            std::copy(w[o] + at, w[o] + call.in_features, ends[rows + o]);
+            std::copy(w[o] + at, w[o] + to, ends[rows + o]);
             w[o] = ends[rows + o];
         });
         each<rows>([&](auto r) ALWAYS_INLINE {
-            std::copy(x[r] + at, x[r] + call.in_features, ends[r]);
+            std::copy(x[r] + at, x[r] + to, ends[r]);
             x[r] = ends[r];
         });
         add<rows, side>(w, x, 0, sum);
