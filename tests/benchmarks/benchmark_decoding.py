@@ -129,7 +129,7 @@ def timed(forward: Callable[[Any], Any], seconds: list[float]) -> Callable[[Any]
 def benchmark_against_the_formula(batch: int, alternate: Any, capsys: Any) -> None:
     model, small = random_pair()
     texts = torch.randint(5, 16000, (batch, 32), generator=torch.Generator().manual_seed(1))
-    options = "assistant_confidence_threshold=0&min_acceptance_rate=0"
+    options = "assistant_confidence_threshold=0&min_acceptance_rate=0&min_speedup=0"
     strategy = f"assisted?num_assistant_tokens={DRAFTS}&{options}"
     with (
         jackfield.load(copy.deepcopy(model)) as plain,

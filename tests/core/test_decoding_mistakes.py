@@ -58,6 +58,8 @@ def assert_wrong(error: type[JackfieldError], text: str, call: Any) -> None:
         ({"decoding": "assisted?num_assistant_tokens_schedule=x"}, OptionError, "one of constant"),
         ({"decoding": "assisted?assistant_confidence_threshold=2"}, OptionError, "from 0 to 1"),
         ({"decoding": "prompt_lookup?min_acceptance_rate=7"}, OptionError, "share from 0 to 1"),
+        ({"decoding": "prompt_lookup?min_speedup=-1"}, OptionError, "0 or more, not -1"),
+        ({"decoding": "assisted?min_speedup=inf"}, OptionError, "number"),
         ({"decoding": "prompt_lookup", "cache_implementation": "static"}, PlanError, "rollback"),
         ({"decoding": {"a": "sample", "b": "prompt_lookup"}, "cache_implementation": "static"},
          PlanError, "rollback"),

@@ -370,6 +370,8 @@ BY_HAND = (
     Wrong("does not ask for copies", ForgetsForks, "does not ask the cache"),
     Wrong("a rate of percents", of(type("Percents", (Lookup,), {"min_acceptance_rate": 30})),
           "min_acceptance_rate"),
+    Wrong("a speed in words", of(type("Words", (Lookup,), {"min_speedup": "1.5x"})),
+          "min_speedup"),
     Wrong("a search that is none", of(Lookup, forks=True), "forks"),
     Wrong("does not release the draft model", assisted(release=lambda self, sequences: None),
           "Assistant.release"),

@@ -108,9 +108,13 @@ class Strategy(ABC):
     Attributes:
         min_acceptance_rate: The share of its drafts that must be kept for them to pay, 0 to 1,
             read once when it is bound. A request where they do not is left alone for a while.
+        min_speedup: How many times as fast as without drafts decoding must be, at least, by the
+            time that steps take, read once when it is bound. Below it nobody's drafts are asked for
+            for a while. 0: nothing is measured.
     """
 
     min_acceptance_rate: float = 0.0
+    min_speedup: float = 0.0
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import islice
@@ -81,6 +82,10 @@ class CheckedStrategy(Strategy):
         self._name = name
         self._vocab_size = vocab_size
         self.min_acceptance_rate = inner.min_acceptance_rate
+        self.min_speedup = inner.min_speedup
+        if type(self.min_speedup) not in (int, float) or not 0 <= self.min_speedup < math.inf:
+            what = quoted(self.min_speedup)
+            raise fault(self, f"min_speedup must be a number of 0 or more, not {what}")
 
     def __str__(self) -> str:
         return self._name

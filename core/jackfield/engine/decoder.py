@@ -16,9 +16,10 @@ from jackfield.contracts import Accepted, Decision, Search, Settings, StepBlock,
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.checked_search import CheckedSearch, checked
-from jackfield.engine.report import Speculation, total
+from jackfield.engine.draft_timing import DraftTiming
 from jackfield.engine.searching import Searcher
 from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.engine.speculation import Resting, Speculation, total
 from jackfield.engine.steps import RunningStep, ScheduledRunning
 from jackfield.errors import quoted
 from jackfield.guarded import all_of, fault
@@ -51,6 +52,8 @@ class Decoder:
         self.drafting = drafting
         self.calls: Counter[str] = Counter()
         self.totals = {name: Drafted() for name in strategies}
+        fast = {name: self.strategies[name].min_speedup for name in sorted(drafting)}
+        self.timing = DraftTiming({name: least for name, least in fast.items() if least})
         self._structures = structures
         self._allowed: Future[torch.Tensor] | None = None
         self._sampler = Sampler()
@@ -62,15 +65,23 @@ class Decoder:
         """Drafts for each sequence; none for one that reads its prompt or has a cooldown."""
         if not self.drafting:
             return [[] for _ in sequences]
+        self.timing.begin(len(sequences))
         found: dict[int, list[int]] = {}
         for name in self.drafting:
-            max_drafts = {
-                s: room for s in sequences if s.settings.decoding == name and (room := _room(s))
-            }
-            if max_drafts:
-                drafts = self.strategies[name].propose(list(max_drafts), list(max_drafts.values()))
-                found |= {s.id: own for s, own in zip(max_drafts, drafts, strict=True)}
+            own = [s for s in sequences if s.settings.decoding == name and _decodes(s)]
+            if own and self.timing.asks(name):
+                begin = self.timing.clock()
+                found |= self._proposed(name, own)
+                self.timing.proposed(name, self.timing.clock() - begin)
         return [found.get(sequence.id, []) for sequence in sequences]
+
+    def _proposed(self, name: str, sequences: Seq[RunningSequence]) -> dict[int, list[int]]:
+        """What a strategy guesses for those that have room and no cooldown, by their `id`."""
+        max_drafts = {s: room for s in sequences if (room := _room(s))}
+        if not max_drafts:
+            return {}
+        drafts = self.strategies[name].propose(list(max_drafts), list(max_drafts.values()))
+        return {s.id: own for s, own in zip(max_drafts, drafts, strict=True)}
 
     def expect(self, step: RunningStep) -> None:
         """Send what the sampler needs, and find out while the model computes what may follow."""
@@ -104,7 +115,20 @@ class Decoder:
                 if self.drafting:
                     self._learn(item, gain)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
+        if self.drafting and step.decode and len(ready) == len(gains):
+            self._time(step, gains)
         return gains
+
+    def _time(self, step: RunningStep, gains: Seq[Accepted]) -> None:
+        """Count the step in which all decoded, and tell of whom it puts to rest."""
+        drafted: dict[str, tuple[int, int]] = {}
+        for item, gain in zip(step.scheduled, gains, strict=True):
+            if item.drafts:
+                name = item.sequence.settings.decoding
+                count, extra = drafted.get(name, (0, 0))
+                drafted[name] = (count + len(item.drafts), extra + max(0, len(gain.tokens) - 1))
+        for one in self.timing.end(drafted):
+            logger.info("%s: no drafts for %d steps", one, one.steps)
 
     def _search(
         self,
@@ -148,9 +172,15 @@ class Decoder:
         strategy = self.strategies[settings.decoding]
         return strategy.width(settings) if isinstance(strategy, CheckedSearch) else None
 
+    @property
+    def resting(self) -> tuple[Resting, ...]:
+        """The strategies whose drafts lost time, and are none now."""
+        return self.timing.resting
+
     def speculation(self) -> Speculation | None:
         """What the drafts of all strategies did; None where none drafts."""
-        return total([self.totals[name] for name in self.drafting])
+        drafted = [self.totals[name] for name in self.drafting]
+        return total(drafted, sum(self.timing.rests.values()), self.resting)
 
     def release(self, sequences: Seq[RunningSequence]) -> None:
         searching = () if self.searcher is None else self.searcher.strategies
@@ -209,9 +239,13 @@ def _parted(
     return allowed[of_group], allowed[~of_group]
 
 
+def _decodes(sequence: RunningSequence) -> bool:
+    return len(sequence.tokens) - sequence.num_cached == 1
+
+
 def _room(sequence: RunningSequence) -> int:
-    """How many drafts a sequence can use now: the last new token is never fed."""
-    if len(sequence.tokens) - sequence.num_cached != 1 or sequence.drafted.in_cooldown():
+    """How many drafts a sequence that decodes can use: the last new token is never fed."""
+    if sequence.drafted.in_cooldown():
         return 0
     return sequence.settings.max_new_tokens - sequence.num_new - 1
 

@@ -10,8 +10,9 @@ from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.completions import Completion, Delta, Usage
 from jackfield.engine.loop import Loop
-from jackfield.engine.report import Compiled, Observation, Ran, Report, observe, total
+from jackfield.engine.report import Compiled, Observation, Ran, Report, observe
 from jackfield.engine.sequences import RunningSequence
+from jackfield.engine.speculation import Speculation, total
 from jackfield.engine.steps import Event
 from jackfield.engine.verifying import Verification
 from jackfield.planning.planning import Plan
@@ -130,8 +131,16 @@ class Observer:
             self.mark(),
             sequence.settings.decoding,
             None if group is None else group.width,
-            total([sequence.drafted]) if self._loop.decoding.speculation() else None,
+            self._drafted(sequence),
         )
+
+    def _drafted(self, sequence: RunningSequence) -> Speculation | None:
+        """What its own drafts did, and whether its strategy rests."""
+        if not self._loop.decoding.drafting:
+            return None
+        name = sequence.settings.decoding
+        own = tuple(one for one in self._loop.decoding.resting if one.decoding == name)
+        return total([sequence.drafted], resting=own)
 
     def _text_of(self, sequence: RunningSequence) -> str | None:
         """None where there is no tokenizer, and where it fails, which ends this request alone."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jackfield.bridge.adapter import AdapterUse
 from jackfield.bridge.tally import Tally
+from jackfield.engine.speculation import Speculation
 from jackfield.registry.backends import Registered
-from jackfield.sampling.drafted import Drafted
 
 
 @dataclass(frozen=True)
@@ -105,45 +104,6 @@ class Observation:
     def did(self) -> str:
         """How often it was called, and what it compiled."""
         return f"{self.calls} calls" + (f", {self.compiled}" if self.compiled else "")
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What drafts did: `steps` gave `tokens` tokens; of `proposed` drafts `accepted` were right.
-
-    `cooldowns` counts how often a strategy did not pay for a request, which went without for a
-    while.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    cooldowns: int = 0
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """The share of the drafts that were right; None where there were none."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """How many tokens a sequence gains in a step; None before the first."""
-        return self.tokens / self.steps if self.steps else None
-
-    def since(self, before: Speculation) -> Speculation:
-        """What was counted after `before`."""
-        pairs = zip(astuple(self), astuple(before), strict=True)
-        return Speculation(*(now - then for now, then in pairs))
-
-    def to_dict(self) -> dict[str, Any]:
-        rates = {"acceptance_rate": self.acceptance_rate, "tokens_per_step": self.tokens_per_step}
-        return asdict(self) | rates
-
-    def __str__(self) -> str:
-        text = f"{self.accepted} of {self.proposed} drafts right ({self.acceptance_rate or 0:.0%})"
-        cooldowns = f", {self.cooldowns} cooldowns" if self.cooldowns else ""
-        return f"{text}, {self.tokens_per_step or 0:.2f} tokens a step{cooldowns}"
 
 
 @dataclass(frozen=True)
@@ -269,11 +229,3 @@ def observe(
     return Observation(
         kind, registered.name, registered.distribution, registered.version, whole, *layers, source
     )
-
-
-def total(counts: Seq[Drafted]) -> Speculation | None:
-    """The sum of what drafts did; None where there is nothing to sum."""
-    if not counts:
-        return None
-    names = [f.name for f in fields(Speculation)]
-    return Speculation(**{name: sum(getattr(c, name) for c in counts) for name in names})

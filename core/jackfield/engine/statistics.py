@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jackfield.contracts import CacheUsage
-    from jackfield.engine.report import Speculation
     from jackfield.engine.sequences import RunningSequence
+    from jackfield.engine.speculation import Speculation
     from jackfield.engine.steps import Event, RunningStep
 
 REMEMBERED = 1000  # requests whose times count

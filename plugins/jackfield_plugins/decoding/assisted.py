@@ -8,6 +8,7 @@ text comes out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,13 +36,16 @@ class AssistedOptions:
     With the schedule "heuristic" a request's drafts become two more when all were right and one
     less when not; "constant" keeps their number. A draft to which the draft model gives less than
     `assistant_confidence_threshold` is the last one. `min_acceptance_rate`: the share of the
-    drafts that must be right, or a request does without for a while.
+    drafts that must be right, or a request does without for a while. `min_speedup`: how many times
+    as fast as without drafts it must be, by the clock, or all do without for a while; 0: however
+    slow.
     """
 
     num_assistant_tokens: int = 4
     num_assistant_tokens_schedule: Literal["constant", "heuristic"] = "constant"
     assistant_confidence_threshold: float = 0.4
     min_acceptance_rate: float = 0.3
+    min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_assistant_tokens < 1:
@@ -51,6 +55,8 @@ class AssistedOptions:
         for name in ("assistant_confidence_threshold", "min_acceptance_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if not 0 <= self.min_speedup < math.inf:
+            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
 
 
 class Assisted(Decoding):
@@ -86,6 +92,7 @@ class AssistedStrategy(Strategy):
         self._options = options
         self._assistant = assistant
         self.min_acceptance_rate = options.min_acceptance_rate
+        self.min_speedup = options.min_speedup
         self._lengths: dict[int, int] = {}
         self._last: dict[int, tuple[int, list[int]]] = {}  # where drafts began, and which
 

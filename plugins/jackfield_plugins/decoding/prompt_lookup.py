@@ -8,6 +8,7 @@ as the text grows, so that a guess costs a look into a dict and not a walk throu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,15 @@ class LookupOptions:
     """Drafts at most, and the longest n-gram that is looked for (down to 2 tokens).
 
     Requests override both by the settings of these names. `min_acceptance_rate`: the share of the
-    drafts that must be right, or a request does without for a while.
+    drafts that must be right, or a request does without for a while. `min_speedup`: how many times
+    as fast as without drafts it must be, by the clock, or all do without for a while; 0: however
+    slow.
     """
 
     prompt_lookup_num_tokens: int = 10
     max_matching_ngram_size: int = 3
     min_acceptance_rate: float = 0.1
+    min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
@@ -45,6 +49,8 @@ class LookupOptions:
             raise ValueError(
                 f"min_acceptance_rate must be a share from 0 to 1, not {self.min_acceptance_rate}"
             )
+        if not 0 <= self.min_speedup < math.inf:
+            raise ValueError(f"min_speedup must be a number of 0 or more, not {self.min_speedup}")
 
 
 class PromptLookup(Decoding):
@@ -97,6 +103,7 @@ class PromptLookupStrategy(Strategy):
     def __init__(self, options: LookupOptions) -> None:
         self._options = options
         self.min_acceptance_rate = options.min_acceptance_rate
+        self.min_speedup = options.min_speedup
         self._indexes: dict[int, Index] = {}
 
     def propose(self, sequences: Seq[Sequence], max_drafts: Seq[int]) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import random
 import time
 import weakref
@@ -276,9 +277,12 @@ def _two_engines(subject: Subject, _: object) -> None:
 
 
 def _rate(subject: Subject, _: object) -> None:
-    rate = Rehearsal(subject).strategy.min_acceptance_rate
+    strategy = Rehearsal(subject).strategy
+    rate, speedup = strategy.min_acceptance_rate, strategy.min_speedup
     if type(rate) not in (int, float) or not 0 <= rate <= 1:
         raise WrongError(f"min_acceptance_rate must be a share from 0 to 1, not {rate!r:.60}")
+    if type(speedup) not in (int, float) or not 0 <= speedup < math.inf:
+        raise WrongError(f"min_speedup must be a number of 0 or more, not {speedup!r:.60}")
 
 
 def _time(subject: Subject, _: object) -> str:
