@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import uvicorn
 from test_load import at_rest
+from test_process import pair
 from uvicorn.server import ServerState
 
 from jackfield.serving.connections import protocol
@@ -60,29 +63,50 @@ def run(act: Coroutine[Any, Any, Any], loop: Callable[[], asyncio.AbstractEventL
         return runner.run(asyncio.wait_for(act, 30))
 
 
-async def asked(app: Any, metrics: Metrics, read: Callable[[socket.socket], Any]) -> Any:
+async def asked(
+    app: Any,
+    metrics: Metrics,
+    read: Callable[[socket.socket], Any],
+    certificate: tuple[str, str] | None = None,
+) -> Any:
     """What `read` does with a connection on which an answer of `app` has been asked for."""
+    ours, theirs = None, None
+    if certificate is not None:
+        ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ours.load_cert_chain(*certificate)
+        theirs = ssl.create_default_context(cafile=certificate[0])
     loop, config = asyncio.get_running_loop(), uvicorn.Config(app, log_config=None)
     made = protocol(settings(write_timeout=WITHIN), metrics)
     server = await loop.create_server(
-        lambda: made(config=config, server_state=ServerState(), app_state={}), "127.0.0.1", 0
-    )
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
-        client.connect(server.sockets[0].getsockname())
-        client.sendall(ASK)
-        found = await asyncio.to_thread(read, client)
-        server.close()
-        return found
+        lambda: made(config=config, server_state=ServerState(), app_state={}),
+        "127.0.0.1", 0, ssl=ours,
+    )  # fmt: skip
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
+
+    def act() -> Any:
+        plain.connect(server.sockets[0].getsockname())
+        own = theirs.wrap_socket(plain, server_hostname="localhost") if theirs else plain
+        with own as client:
+            client.sendall(ASK)
+            return read(client)
+
+    found = await asyncio.to_thread(act)
+    server.close()
+    return found
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_answer_that_nobody_takes_ends(loop: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_answer_that_nobody_takes_ends(
+    loop: Callable[[], Any], secure: bool, tmp_path: Path
+) -> None:
     metrics = Metrics()
+    certificate = pair(tmp_path, "own") if secure else None
 
     async def act() -> None:
         app, left = Endless(None), threading.Event()
-        asking = asyncio.create_task(asked(app, metrics, lambda _: left.wait(20)))
+        asking = asyncio.create_task(asked(app, metrics, lambda _: left.wait(20), certificate))
         await app.left.wait()
         left.set()
         await asking
@@ -107,8 +131,10 @@ def test_the_end_of_an_answer_that_nobody_takes_is_not_kept(loop: Callable[[], A
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_who_reads_slowly_is_served(loop: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("secure", [False, True])
+def test_who_reads_slowly_is_served(loop: Callable[[], Any], secure: bool, tmp_path: Path) -> None:
     metrics, count = Metrics(), 200
+    certificate = pair(tmp_path, "own") if secure else None
 
     def read(client: socket.socket) -> int:
         """In steps, each well within the time; all of them take several times as long."""
@@ -122,7 +148,7 @@ def test_who_reads_slowly_is_served(loop: Callable[[], Any]) -> None:
         return whole
 
     async def act() -> int:
-        return int(await asked(Endless(count), metrics, read))
+        return int(await asked(Endless(count), metrics, read, certificate))
 
     assert run(act(), loop) > count * len(PIECE)
     assert b"jackfield_unread_answers_total 0.0" in metrics.show()
