@@ -218,7 +218,9 @@ CUTTING = {
 }
 
 
-@pytest.mark.parametrize("text", ["a </s> b", "</s>", "</s></s>x<s>", "x</s>", "\\ufdd0</s>\ufdd0"])
+@pytest.mark.parametrize(
+    "text", ["a </s> b", "</s>", "</s></s>x<s>", "x</s>", "\\ufdd0</s>", "\ufdd0</s>"]
+)
 @pytest.mark.parametrize("how", CUTTING)
 def test_a_template_may_cut_texts(how: str, text: str) -> None:
     made = byte_level()

@@ -58,6 +58,12 @@ class Endless:
         self.left.set()
 
 
+def small(listening: Any) -> None:
+    """Little is kept by the system of what goes to those whom it accepts."""
+    with socket.socket(fileno=os.dup(listening.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
 def run(act: Coroutine[Any, Any, Any], loop: Callable[[], asyncio.AbstractEventLoop]) -> Any:
     with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(asyncio.wait_for(act, 30))
@@ -68,6 +74,9 @@ async def asked(
     metrics: Metrics,
     read: Callable[[socket.socket], Any],
     certificate: tuple[str, str] | None = None,
+    within: float = WITHIN,
+    *,
+    little: bool = False,
 ) -> Any:
     """What `read` does with a connection on which an answer of `app` has been asked for."""
     ours, theirs = None, None
@@ -76,13 +85,15 @@ async def asked(
         ours.load_cert_chain(*certificate)
         theirs = ssl.create_default_context(cafile=certificate[0])
     loop, config = asyncio.get_running_loop(), uvicorn.Config(app, log_config=None)
-    made = protocol(settings(write_timeout=WITHIN), metrics)
+    made = protocol(settings(write_timeout=within), metrics)
     server = await loop.create_server(
         lambda: made(config=config, server_state=ServerState(), app_state={}),
         "127.0.0.1", 0, ssl=ours,
     )  # fmt: skip
+    if little:
+        small(server.sockets[0])
     plain = socket.socket()
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096 if little else 20_000)
 
     def act() -> Any:
         plain.connect(server.sockets[0].getsockname())
@@ -120,35 +131,38 @@ def test_an_answer_that_nobody_takes_ends(
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_the_end_of_an_answer_that_nobody_takes_is_not_kept(loop: Callable[[], Any]) -> None:
     """Less than what pauses a stream, behind what the system has taken."""
-    metrics = Metrics()
+    metrics, paused = Metrics(), []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": PIECE * 400})
+        await send({"type": "http.response.body", "body": b"x" * 60_000})
+        paused.append(send.__self__.flow.write_paused)
 
-    run(asked(answer, metrics, lambda client: time.sleep(4 * WITHIN)), loop)
+    run(asked(answer, metrics, lambda client: time.sleep(4 * WITHIN), little=True), loop)
     assert b"jackfield_unread_answers_total 1.0" in metrics.show()
+    assert paused == [False]
 
 
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize(
+    ("loop", "secure"), [(asyncio.new_event_loop, False), (uvloop.new_event_loop, True)]
+)
 def test_who_reads_slowly_is_served(loop: Callable[[], Any], secure: bool, tmp_path: Path) -> None:
-    metrics, count = Metrics(), 200
+    metrics, count, within = Metrics(), 200, 1.0
     certificate = pair(tmp_path, "own") if secure else None
 
     def read(client: socket.socket) -> int:
         """In steps, each well within the time; all of them take several times as long."""
-        whole, until = 0, time.monotonic() + 4 * WITHIN
+        whole, until = 0, time.monotonic() + 3 * within
         while piece := client.recv(1 << 20 if time.monotonic() > until else 30_000):
             whole += len(piece)
             if piece.endswith(b"0\r\n\r\n"):
                 return whole
             if time.monotonic() < until:
-                time.sleep(WITHIN / 20)
+                time.sleep(within / 15)
         return whole
 
     async def act() -> int:
-        return int(await asked(Endless(count), metrics, read, certificate))
+        return int(await asked(Endless(count), metrics, read, certificate, within))
 
     assert run(act(), loop) > count * len(PIECE)
     assert b"jackfield_unread_answers_total 0.0" in metrics.show()
@@ -176,9 +190,7 @@ def test_who_reads_late_what_the_system_took_has_it_all(
 def test_a_stream_that_nobody_takes_gives_back_what_it_held(serve: Callable[..., Served]) -> None:
     served = serve(write_timeout=0.3, stream_interval=0)
     rest = at_rest(served)
-    (listening,) = served.server.servers[0].sockets
-    with socket.socket(fileno=os.dup(listening.fileno())) as same:  # what it accepts has the same
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    small(served.server.servers[0].sockets[0])
     host, port = served.url.removeprefix("http://").split(":")
     asked = json.dumps({
         "model": "demo", "prompt": "One day", "max_tokens": 200, "stream": True, "n": 4,
