@@ -136,6 +136,73 @@ def int4(bits: int, through_torch: bool) -> Entry:
     return Entry("int4-cpu", tensors, call, expected)
 
 
+def gguf_linear(kind: str, through_torch: bool) -> Entry:
+    from gguf_files import Type, random_blocks
+
+    from jackfield_plugins.quantizer.gguf import native
+    from jackfield_plugins.quantizer.gguf.operator import gguf_linear as operator
+
+    matrix = native.Matrix(kind, 70, 256)
+    packed = native.pack(torch.from_numpy(random_blocks(Type[kind], 70, 256, 0.1)), matrix)
+
+    def call(t: Tensors) -> torch.Tensor:
+        return (
+            operator(*t.values(), *matrix) if through_torch else native.linear(*t.values(), matrix)
+        )
+
+    def expected(t: Tensors) -> torch.Tensor:
+        given = t["packed"].reshape(packed.shape)
+        weight = native.rows(torch.arange(70), given, matrix, torch.float32)
+        found = t["hidden"].double() @ weight.double().T + t["bias"].double()
+        return found.to(t["hidden"].dtype)
+
+    tensors = {
+        "hidden": torch.randn(2, 3, 256).bfloat16(), "packed": packed,
+        "bias": torch.randn(70).bfloat16(),
+    }  # fmt: skip
+    return Entry("gguf", tensors, call, expected)
+
+
+def gguf_rows(through_torch: bool) -> Entry:
+    from gguf_files import Type, random_blocks
+
+    from jackfield_plugins.quantizer.gguf import native
+    from jackfield_plugins.quantizer.gguf.operator import gguf_rows as operator
+
+    matrix = native.Matrix("Q4_0", 70, 64)
+    packed = native.pack(torch.from_numpy(random_blocks(Type.Q4_0, 70, 64, 0.1)), matrix)
+
+    def call(t: Tensors) -> torch.Tensor:
+        if through_torch:
+            return operator(*t.values(), *matrix, torch.float32)
+        return native.rows(*t.values(), matrix, torch.float32)
+
+    def expected(t: Tensors) -> torch.Tensor:
+        given = t["packed"].reshape(packed.shape)
+        return native.linear(torch.eye(64), given, None, matrix).T[t["index"].long()]
+
+    tensors = {"index": torch.tensor([[3, 69, 0], [3, 5, 64]]), "packed": packed}
+    return Entry("gguf", tensors, call, expected)
+
+
+def gguf_blocks() -> Entry:
+    from gguf_files import Type, random_blocks, weights
+
+    from jackfield_plugins.quantizer.gguf import native
+
+    matrix = native.Matrix("Q6_K", 70, 256)
+
+    def call(t: Tensors) -> torch.Tensor:
+        packed = native.pack(t["blocks"], matrix)
+        return native.rows(torch.arange(70), packed, matrix, torch.float32)
+
+    # No byte that a scale which is no number could begin with, wherever a mutant puts it.
+    tensors = {"blocks": torch.from_numpy(random_blocks(Type.Q6_K, 70, 256, 0.1)) & 63}
+    return Entry(
+        "gguf", tensors, call, lambda t: weights(t["blocks"].contiguous().numpy(), Type.Q6_K)
+    )
+
+
 ENTRIES: dict[str, Callable[[], Entry]] = {
     "padded": lambda: padded(masked=False),
     "padded, masked": lambda: padded(masked=True),
@@ -147,6 +214,11 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "int4": lambda: int4(4, through_torch=False),
     "int8": lambda: int4(8, through_torch=False),
     "int4, operator": lambda: int4(4, through_torch=True),
+    "gguf Q4_K": lambda: gguf_linear("Q4_K", through_torch=False),
+    "gguf Q6_K, operator": lambda: gguf_linear("Q6_K", through_torch=True),
+    "gguf rows": lambda: gguf_rows(through_torch=False),
+    "gguf rows, operator": lambda: gguf_rows(through_torch=True),
+    "gguf blocks": gguf_blocks,
 }
 
 

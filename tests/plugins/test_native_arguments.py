@@ -31,6 +31,7 @@ READERS = {
     "plugins/jackfield_plugins/compiler/native/pointwise.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/program.py": "holds tensors to their graph",
     "plugins/jackfield_plugins/quantizer/int4_cpu/native.py": ("int4", "int8"),
+    "plugins/jackfield_plugins/quantizer/gguf/native.py": ("gguf",),
     "plugins/jackfield_plugins/native/arguments.py": "says what is wrong",
     "plugins/jackfield_plugins/native/__init__.py": "loads libraries",
     "plugins/jackfield_plugins/native/compiling.py": "loads libraries",

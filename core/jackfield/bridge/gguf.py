@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
@@ -88,11 +90,23 @@ def open_gguf(location: str, revision: str | None) -> GgufModel:
     blocks = {
         name: [weight.tensor.type, *weight.tensor.shape]
         for name, weight in weights.items()
-        if isinstance(weight, GgufWeight) and weight.in_blocks
+        if isinstance(weight, GgufWeight) and weight.in_blocks and _can_keep(model, name)
     }
     if blocks:
         config.quantization_config = {"quant_method": GGUF_BLOCKS, "tensors": blocks}
     return GgufModel(header, config, type(model), weights)
+
+
+def _can_keep(model: PreTrainedModel, name: str) -> bool:
+    """Whether all layers that share a weight are linear ones or embeddings."""
+    layers = [model.get_submodule(name.removesuffix(".weight"))] if name.endswith(".weight") else []
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    layers += [model.get_submodule(to.removesuffix(".weight")) for to in tied if tied[to] == name]
+    return bool(layers) and all(
+        type(layer) in (nn.Linear, Conv1D, nn.Embedding)
+        or type(layer).__name__.endswith("ScaledWordEmbedding")
+        for layer in layers
+    )
 
 
 def _file(location: str, revision: str | None) -> Path:

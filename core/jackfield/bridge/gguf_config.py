@@ -65,6 +65,9 @@ def config_of(header: GgufHeader) -> PreTrainedConfig:
     config.dtype = _dtype(header)
     _take_over(header, config)
     _set_scale(config)
+    for name in ("bos", "eos"):  # or the class's own defaults would stand
+        if f"tokenizer.ggml.{name}_token_id" not in header.values:
+            setattr(config, f"{name}_token_id", None)
     rope_of(header, config)
     return config
 

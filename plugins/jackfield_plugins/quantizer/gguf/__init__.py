@@ -1,0 +1,138 @@
+"""``gguf``: the blocks of a GGUF file, kept and computed as they are on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jackfield import hookimpl
+from jackfield.contracts import (
+    BindContext,
+    Quantization,
+    Quantizer,
+    QuantizerCapabilities,
+    Requirements,
+    Weight,
+)
+from jackfield.contracts.checkpoint import Field
+from jackfield.contracts.quantizing import GGUF_BLOCKS, method, mixed_bytes, plain_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("jackfield")
+
+#: In which the kernel computes.
+DTYPES = frozenset({"bfloat16", "float32"})
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """`kernel`: `native` keeps blocks and is written here, compiled once; `none` unpacks all
+    weights as they are read; `auto` does so where there can be no kernel, with a warning.
+    """
+
+    kernel: Literal["auto", "native", "none"] = "auto"
+
+
+def _are_tensors(given: Any) -> bool:
+    """name -> type and shape."""
+    return isinstance(given, dict) and all(
+        isinstance(entry, list)
+        and len(entry) == 3
+        and isinstance(entry[0], str)
+        and all(type(size) is int and size > 0 for size in entry[1:])
+        for entry in given.values()
+    )
+
+
+class Gguf(Quantizer):
+    """Reads what `jackfield.load` finds in a GGUF file; quantizes nothing itself.
+
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K stay in blocks, of linear layers, embeddings
+    and the head; other types are unpacked.
+    """
+
+    name = "gguf"
+    options = GgufOptions
+    quantizes = False
+    fields: ClassVar[Mapping[str, Field]] = {
+        "tensors": Field(_are_tensors, "types and shapes of tensors", needed=True)
+    }
+    capabilities = QuantizerCapabilities(batch_invariant=True, compiles=True, relative_error=0.0)
+
+    def reads(self, stored: Mapping[str, Any]) -> bool:
+        if method(stored) != GGUF_BLOCKS:
+            return False
+        from jackfield_plugins.quantizer.gguf.loading import register
+
+        register()
+        return True
+
+    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
+        reasons = super().refuse(requirements, options)
+        if not reasons and getattr(options, "kernel", None) == "native":
+            return _why_unpacked(requirements, options)
+        return reasons
+
+    def dtypes(self, requirements: Requirements, options: Any) -> frozenset[str]:
+        named = getattr(options, "kernel", None) == "native"
+        return DTYPES if named else self.capabilities.dtypes
+
+    def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
+        if not requirements.stored or _why_unpacked(requirements, options):
+            return plain_bytes(requirements)
+        from jackfield_plugins.quantizer.gguf.native import BLOCKS, Matrix
+
+        tensors = requirements.stored["tensors"]
+
+        def size(weight: Weight) -> int | None:
+            kind, *shape = tensors.get(weight.name, [""])
+            return Matrix(kind, *shape).nbytes if kind in BLOCKS else None
+
+        return mixed_bytes(requirements, size)
+
+    def bind(self, context: BindContext) -> Quantization:
+        needs: Requirements | None = context.requirements
+        assert needs is not None
+        assert needs.stored is not None
+        if reasons := _why_unpacked(needs, context.options):
+            if getattr(context.options, "kernel", None) == "auto":
+                logger.warning("gguf unpacks all weights (%s)", "; ".join(reasons))
+            return Quantization(None)
+        from jackfield_plugins.quantizer.gguf.loading import GgufBlocksConfig, check_packed
+
+        config = GgufBlocksConfig(dict(needs.stored["tensors"]))
+        return Quantization(config, finish=check_packed)
+
+    def make_config(self, context: BindContext) -> None:
+        return None  # refused before, unless the checkpoint is a GGUF file
+
+    def converted(self, module: nn.Module) -> bool:
+        from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
+
+        return isinstance(module, GgufLinear | GgufEmbedding)
+
+    def runs_on(self, module: nn.Module) -> str:
+        """The type of its blocks."""
+        return f"in {module.matrix.kind}"  # type: ignore[union-attr]
+
+
+def _why_unpacked(requirements: Requirements, options: Any) -> list[str]:
+    """Why blocks cannot be kept for this job; an empty list: they are."""
+    from jackfield_plugins.quantizer.gguf.native import KERNEL
+
+    if getattr(options, "kernel", None) == "none":
+        return ["as kernel=none asks"]
+    if requirements.device not in ("cpu", None):
+        return [f"keeps blocks on the CPU, not on {requirements.device}"]
+    if requirements.dtype not in DTYPES:
+        return [f"computes with blocks in bfloat16 or float32, not in {requirements.dtype}"]
+    return KERNEL.cannot_build() or KERNEL.cannot_load()
+
+
+@hookimpl
+def jackfield_quantizer() -> list[Quantizer]:
+    return [Gguf()]

@@ -1,0 +1,442 @@
+// Products with the blocks of GGUF files, and rows of them; activations of bfloat16 or float32, float32
+// sums.
+//
+// One token reads every weight once, so the time to read them is the least there can be, and what
+// is done to a weight has to fit into it. So weights lie as formats.h says: in one stream, scales beside
+// the numbers that they are of, 16 outputs in the lanes of a vector. The bits of two inputs are the index
+// into a table of bfloat16 (VPERMW), and the product with two activations is one instruction
+// (VDPBF16PS). Whole numbers up to 255 are exact in bfloat16: scales are multiplied after the sum over the
+// inputs that share one. Minima are multiplied with the sum of these inputs, made once for all outputs.
+//
+// Sums run over the inputs of a group in their order, then over the groups in theirs, however many rows
+// there are: a row's result does not depend on what else is in the batch.
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "formats.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int PARTS = LANES / Vector<float>::lanes;
+constexpr int64_t CHUNK = 48;       // rows of a task: with a unit's weights they fit into a cache
+constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
+constexpr int FEW = 8;              // rows, up to which memory is waited for
+constexpr int AHEAD = 6144;         // bytes of weights that are asked for before they are needed
+
+// What Python packs, field by field. Of the last unit of outputs some may not exist.
+struct LinearCall {
+    const void* input;      // [rows, in_features]
+    void* out;              // [rows, out_features]
+    const uint8_t* weight;  // [units, records]
+    const void* bias;       // [out_features], or none
+    int64_t rows, in_features, out_features, type, floats, threads;  // floats: not bfloat16
+};
+
+struct RowsCall {
+    const int64_t* index;   // [rows], of outputs
+    void* out;              // [rows, in_features]
+    const uint8_t* weight;
+    int64_t rows, in_features, type, floats, threads;
+};
+
+struct PackCall {
+    const uint8_t* blocks;  // [out_features, blocks of a row], as in a file
+    uint8_t* weight;        // zeros
+    int64_t in_features, out_features, type, threads;
+};
+
+// Gives out tasks from 0 to before `count` to at most `threads` threads.
+template <class Work>
+class Tasks {
+    const int64_t count;
+    Work work;
+    std::atomic<int64_t> next{0};
+
+   public:
+    Tasks(int64_t count, int64_t threads, Work work) : count(count), work(work) {
+        threads = std::min(threads, count);
+        auto each = [](void* self) { static_cast<Tasks*>(self)->run(); };
+        if (threads > 1) GOMP_parallel(each, this, threads, 0);
+        else each(this);
+    }
+
+   private:
+    void run() {
+        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(task);
+    }
+};
+
+// How many rows are worked on together, which is compiled for each, and how many blocks; their sums
+// have to fit into the registers. Few rows take all blocks of a unit, so that its weights are read in
+// the order in which they lie.
+#if defined(__AVX512BF16__)
+constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
+#else
+constexpr int blocks_for(int) { return 1; }
+#endif
+template <class T> constexpr int MOST = 4;
+#if defined(__AVX512BF16__)
+template <> constexpr int MOST<bfloat16> = 8;
+#endif
+
+// x * y + z, rounded once where the machine can. Left to compilers, it is rounded twice in the code
+// for some numbers of rows and once in that for others.
+inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(x, y, z);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < Vector<float>::lanes; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return z;
+#else
+    return x * y + z;
+#endif
+}
+
+// Two inputs of the outputs in a vector's lanes: `even` and `odd` as floats.
+struct Two {
+    Vec<float> even, odd;
+};
+
+inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
+inline float wide(float x) { return x; }
+
+template <class T>
+inline ALWAYS_INLINE void add(Vec<float>& sum, const Two& weight, const T* input) {
+    sum = fused(weight.even, Vec<float>{} + wide(input[0]), sum);
+    sum = fused(weight.odd, Vec<float>{} + wide(input[1]), sum);
+}
+
+#if defined(__AVX512BF16__)
+
+// The numbers that 4, 5 or 6 bits mean, as bfloat16.
+template <int bits, int offset>
+struct Table {
+    alignas(64) uint16_t values[64];
+    Table() {
+        for (int i = 0; i < 64; i++)
+            values[i] = as<uint32_t>(float(i % (1 << bits) - offset)) >> 16;
+    }
+    __m512i half(int which) const { return _mm512_load_si512(values + 32 * which); }
+};
+template <int bits, int offset>
+const Table<bits, offset> table;
+
+// Each lane has two inputs of an output, the even one in its lower half.
+typedef __m512bh Pair;
+
+template <int shift>
+inline ALWAYS_INLINE __m512i shifted(__m512i bits) {
+    if constexpr (shift > 0) return _mm512_srli_epi16(bits, shift);
+    else return _mm512_slli_epi16(bits, -shift);
+}
+
+typedef __m512i Bits;
+
+// Pair `turn` of four, of a block: `low` is where they are, of 4 bits or 8; `high` has the other bits.
+template <Type type, int turn>
+inline ALWAYS_INLINE Pair numbers(const uint8_t* low, Bits high) {
+    using F = Format<type>;
+    if constexpr (F::bits == 8) {
+        const uint8_t* from = low + turn * UNIT * 2 * LANES;
+        auto part = [&](int i) ALWAYS_INLINE {
+            return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(from + 16 * i)));
+        };
+        return _mm512_cvtne2ps_pbh(part(1), part(0));
+    } else {
+        const auto& values = table<F::bits, F::offset>;
+        __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(low), turn * 4);  // what is above does not matter
+        if constexpr (F::bits == 4) {
+            return (__m512bh)_mm512_permutexvar_epi16(index, values.half(0));
+        } else {
+            constexpr int more = F::bits - 4;
+            __m512i mask = _mm512_set1_epi16(((1 << more) - 1) << 4);
+            index = _mm512_ternarylogic_epi32(mask, shifted<more * turn - 4>(high), index, 0xca);
+            if constexpr (F::bits == 5) return (__m512bh)_mm512_permutexvar_epi16(index, values.half(0));
+            else return (__m512bh)_mm512_permutex2var_epi16(values.half(0), index, values.half(1));
+        }
+    }
+}
+
+template <int count>
+inline Bits without(Bits bits) { return _mm512_srli_epi16(bits, count); }
+
+inline ALWAYS_INLINE void add(Vec<float>& sum, Pair weight, const bfloat16* input) {
+    sum = _mm512_dpbf16_ps(sum, weight, (__m512bh)_mm512_set1_epi32(as<int32_t>(read<uint32_t>(input))));
+}
+
+inline ALWAYS_INLINE void add(Vec<float>& sum, Pair weight, const float* input) {
+    Words both = as<Words>(weight);
+    add(sum, Two{as<Vec<float>>(both << 16), as<Vec<float>>(both & 0xffff0000)}, input);
+}
+
+#else
+
+typedef Two Pair;
+typedef Words Bits;
+
+template <Type type, int turn>
+inline ALWAYS_INLINE Pair numbers(const uint8_t* low, Bits high) {
+    using F = Format<type>;
+    auto two = [](Integers even, Integers odd) ALWAYS_INLINE {
+        return Two{__builtin_convertvector(even, Vec<float>), __builtin_convertvector(odd, Vec<float>)};
+    };
+    if constexpr (F::bits == 8) {
+        Words both = words(reinterpret_cast<const uint16_t*>(low + turn * UNIT * 2 * LANES));
+        return two(as<Integers>(both << 24) >> 24, as<Integers>(both << 16) >> 24);
+    } else {
+        Words bits = read<Words>(low) >> (turn * 4);
+        Words even = bits & 15, odd = bits >> 16 & 15;
+        if constexpr (F::bits > 4) {
+            constexpr int more = F::bits - 4, mask = (1 << more) - 1;
+            even |= (high >> (more * turn) & mask) << 4;
+            odd |= (high >> (16 + more * turn) & mask) << 4;
+        }
+        return two(as<Integers>(even) - F::offset, as<Integers>(odd) - F::offset);
+    }
+}
+
+// Each half of a word less its lowest bits; what comes from above is not looked at.
+template <int count>
+inline Bits without(Bits bits) { return bits >> count; }
+
+#endif
+
+constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
+
+inline Vec<float> whole(const uint8_t* from, bool negative) {
+#if defined(__AVX512F__)
+    __m128i bytes = read<__m128i>(from);
+    return _mm512_cvtepi32_ps(negative ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#else
+    Vec<float> made;
+    for (int i = 0; i < WIDE; i++) made[i] = negative ? float(int8_t(from[i])) : float(from[i]);
+    return made;
+#endif
+}
+
+inline Vec<float> halves(const uint8_t* from) { return load(reinterpret_cast<const float16*>(from)); }
+
+// Scale and minimum of a group, of the outputs from `output` of a unit on.
+template <Type type>
+inline ALWAYS_INLINE Vec<float> scale_of(const uint8_t* record, const uint8_t* group, int output) {
+    if constexpr (Format<type>::super)
+        return halves(record + 2 * output) * whole(group + output, type == Q6_K);
+    else
+        return halves(group + 2 * output);
+}
+
+template <Type type>
+inline ALWAYS_INLINE Vec<float> minimum_of(const uint8_t* record, const uint8_t* group, int output) {
+    if constexpr (Format<type>::super)
+        return halves(record + 2 * (OUTPUTS + output)) * -whole(group + OUTPUTS + output, false);
+    else
+        return halves(group + 2 * (OUTPUTS + output));
+}
+
+template <Type type, class T>
+class Linear {
+    using F = Format<type>;
+    const LinearCall& call;
+    const T* const input;
+    const int64_t units, chunks, records;
+    const float* sums_of_inputs = nullptr;  // [rows, groups of a row], where there are minima
+
+   public:
+    explicit Linear(const LinearCall& call)
+        : call(call), input(static_cast<const T*>(call.input)),
+          units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
+          records(call.in_features / F::inputs) {}
+
+    void run() {
+        static thread_local std::vector<float> sums;
+        if constexpr (F::minimum) {
+            sums.resize(call.rows * records * F::groups);
+            for (size_t i = 0; i < sums.size(); i++) sums[i] = sum_of_group(input + i * F::group);
+            sums_of_inputs = sums.data();
+        }
+        int64_t products = call.rows * call.in_features * call.out_features;
+        int64_t threads = std::min(call.threads, products / WORTH + 1);
+        Tasks(units * chunks, threads, [this](int64_t task) { work(task); });
+    }
+
+   private:
+    static float sum_of_group(const T* from) {
+        Vec<float> sum{};
+        for (int i = 0; i < F::group; i += WIDE) sum += load(from + i);
+        float total = 0;
+        for (int i = 0; i < WIDE; i++) total += sum[i];
+        return total;
+    }
+
+    void work(int64_t task) const {
+        int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        const int64_t most = call.rows <= FEW ? 4 : MOST<T>;
+        // Tiles as even as can be, since each has to unpack the weights.
+        for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
+            int64_t rows = (count + tiles - 1) / tiles;
+            by_rows<MOST<T>>(rows, task / chunks, from);
+            from += rows;
+            count -= rows;
+        }
+    }
+
+    // With the fewest rows that are compiled and not less than there are.
+    template <int most>
+    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
+        constexpr int less = sizeof(T) == 4 ? 1 : most / 2;  // of float32 1 and 4
+        if constexpr (most > 1) {
+            if (rows <= less) return by_rows<less>(rows, unit, from);
+        }
+        constexpr int blocks = blocks_for(most);
+        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
+    }
+
+    template <int rows, int blocks>
+    void multiply(int count, int64_t unit, int block, int64_t from) const {
+        constexpr int parts = blocks * PARTS;
+        const uint8_t* record = call.weight + unit * records * F::record;
+        const int64_t groups = records * F::groups;
+        const T* row[rows];
+        const float* sum_of[rows];
+        each<rows>([&](auto i) ALWAYS_INLINE {
+            int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
+            row[i] = input + place * call.in_features;
+            sum_of[i] = sums_of_inputs + place * groups;
+        });
+        Vec<float> total[rows * parts];
+        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        for (int64_t at = 0; at < groups; at++) {
+            const int g = at % F::groups;
+            const uint8_t* group = record + F::head + g * F::part;
+            for (int line = 0; line < F::factors; line += 64) __builtin_prefetch(group + line + AHEAD);
+            Vec<float> sums[rows * parts];
+            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
+            add_group<rows, parts>(group + F::factors, block * PARTS, row, at * F::group, sums);
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                const int output = block * LANES + part * WIDE;
+                Vec<float> scale = scale_of<type>(record, group, output), minimum{};
+                if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
+                each<rows>([&](auto i) ALWAYS_INLINE {
+                    Vec<float>& all = total[i * parts + part];
+                    all = fused(sums[i * parts + part], scale, all);
+                    if constexpr (F::minimum) all = fused(minimum, Vec<float>{} + sum_of[i][at], all);
+                });
+            });
+            if (g == F::groups - 1) record += F::record;
+        }
+        each<rows * parts>([&](auto i) ALWAYS_INLINE {
+            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
+            if (i / parts < count) write(total[i], output, from + i / parts);
+        });
+    }
+
+    template <int rows, int parts>
+    ALWAYS_INLINE void add_group(const uint8_t* low, int first, const T* const* row, int64_t from,
+                                 Vec<float>* sums) const {
+        constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
+        constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
+        Bits high[parts];
+        each<parts>([&](auto part) ALWAYS_INLINE {
+            const uint8_t* rest = low + F::low + (first + part) * WIDTH;
+            if constexpr (above > 0) {
+                __builtin_prefetch(rest + AHEAD);
+                high[part] = read<Bits>(rest);
+            }
+        });
+        low += first * wide;
+        for (int64_t i = from; i < from + F::group; i += 8) {
+            each<4>([&](auto turn) ALWAYS_INLINE {
+                each<parts>([&](auto part) ALWAYS_INLINE {
+                    const uint8_t* own = low + part * wide;
+                    if (F::bits == 8) __builtin_prefetch(own + turn * UNIT * 2 * LANES + AHEAD);
+                    else if (turn == 0) __builtin_prefetch(own + AHEAD);
+                    Pair weight = numbers<type, turn>(own, high[part]);
+                    each<rows>([&](auto r) ALWAYS_INLINE {
+                        add(sums[r * parts + part], weight, row[r] + i + 2 * turn);
+                    });
+                });
+            });
+            if constexpr (above > 0)
+                each<parts>([&](auto part) ALWAYS_INLINE { high[part] = without<4 * above>(high[part]); });
+            low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
+        }
+    }
+
+    void write(Vec<float> total, int64_t output, int64_t row) const {
+        const T* bias = static_cast<const T*>(call.bias);
+        T* out = static_cast<T*>(call.out) + row * call.out_features + output;
+        const int64_t count = call.out_features - output;
+        if (count >= WIDE) {
+            store(bias ? total + load(bias + output) : total, out);
+        } else if (count > 0) {
+            T some[WIDE] = {}, rounded[WIDE];
+            if (bias) std::copy_n(bias + output, count, some);
+            store(total + load(some), rounded);
+            std::copy_n(rounded, count, out);
+        }
+    }
+};
+
+template <Type type, class T>
+void gather(const RowsCall& call) {
+    using F = Format<type>;
+    const int64_t records = call.in_features / F::inputs;
+    Tasks(call.rows, std::min(call.threads, call.rows * call.in_features / WORTH + 1), [&](int64_t row) {
+        int64_t output = call.index[row];
+        // Read alone; Place also writes.
+        uint8_t* record = const_cast<uint8_t*>(call.weight) + output / OUTPUTS * records * F::record;
+        T* out = static_cast<T*>(call.out) + row * call.in_features;
+        for (int64_t r = 0; r < records; r++, record += F::record, out += F::inputs) {
+            float found[F::inputs];
+            Place<type>{record, int(output % OUTPUTS)}.get(found);
+            for (int i = 0; i < F::inputs; i += WIDE) store(load(found + i), out + i);
+        }
+    });
+}
+
+// Whether all scales are finite.
+template <Type type>
+bool pack(const PackCall& call) {
+    using F = Format<type>;
+    const int64_t records = call.in_features / F::inputs;
+    const int64_t units = (call.out_features + OUTPUTS - 1) / OUTPUTS;
+    std::atomic<bool> finite{true};
+    Tasks(units, call.threads, [&](int64_t unit) {
+        for (int64_t r = 0; r < records; r++)
+            for (int i = 0; i < OUTPUTS && unit * OUTPUTS + i < call.out_features; i++) {
+                const uint8_t* block = call.blocks + ((unit * OUTPUTS + i) * records + r) * F::block;
+                uint8_t* record = call.weight + (unit * records + r) * F::record;
+                const Decoded<type> decoded(block);
+                if ((decoded.d & 0x7c00) == 0x7c00 || (decoded.m & 0x7c00) == 0x7c00) finite = false;
+                Place<type>{record, i}.put(decoded);
+            }
+    });
+    return finite;
+}
+
+}  // namespace
+
+extern "C" {
+// Each returns whether it knows the type; of blocks also, whether all scales are finite.
+int gguf_linear(const LinearCall* call) {
+    return with_type(call->type, [&](auto type) {
+        if (call->floats) Linear<type, float>(*call).run();
+        else Linear<type, bfloat16>(*call).run();
+    });
+}
+int gguf_rows(const RowsCall* call) {
+    return with_type(call->type, [&](auto type) {
+        if (call->floats) gather<type, float>(*call);
+        else gather<type, bfloat16>(*call);
+    });
+}
+int gguf_pack(const PackCall* call) {
+    bool finite = false;
+    with_type(call->type, [&](auto type) { finite = pack<type>(*call); });
+    return finite;
+}
+}

@@ -1,0 +1,132 @@
+"""How transformers' `from_pretrained` puts a file's blocks into a model.
+
+Matrices come one by one, as the file has them, and are laid out for the kernel at once, so little
+more than the model itself is ever held.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from jackfield.contracts.quantizing import GGUF_BLOCKS
+from jackfield.errors import CheckpointError, ExecutionError
+from jackfield_plugins.quantizer.gguf.layers import DTYPES, GgufEmbedding, GgufLinear
+from jackfield_plugins.quantizer.gguf.native import BLOCKS, Matrix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GgufBlocksConfig(QuantizationConfigMixin):
+    """`tensors`: of each matrix that stays in blocks its type and shape, out × in."""
+
+    def __init__(self, tensors: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.quant_method: Any = GGUF_BLOCKS
+        self.tensors = tensors or {}
+
+
+class GgufBlocksHfQuantizer(HfQuantizer):
+    """transformers' side of the quantizer."""
+
+    quantization_config: GgufBlocksConfig
+
+    def __init__(self, quantization_config: GgufBlocksConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # Or transformers would take the state dict for one that a quantizer saved.
+        self.pre_quantized = False
+        self._dtype = torch.bfloat16
+        self.refused: dict[str, str] = {}  # transformers tells of errors without their names
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in DTYPES:
+            raise ValueError(f"gguf computes in bfloat16 or float32, not in {dtype}")
+        self._dtype = dtype
+        return dtype
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        places = kwargs.get("device_map")
+        found = set(places.values()) if isinstance(places, dict) else {places} - {None}
+        if stray := {str(place) for place in found} - {"cpu"}:
+            raise ValueError(f"gguf keeps blocks on the CPU, not on {', '.join(sorted(stray))}")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        tensors = self.quantization_config.tensors
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        for target, source in tied.items():  # by name or pattern; a head is by name
+            if source in tensors:
+                tensors = {**tensors, target: tensors[source]}
+        for name, (kind, *shape) in tensors.items():
+            if kind in BLOCKS:
+                self._replace(model, name.removesuffix(".weight"), Matrix(kind, *shape))
+
+    def _replace(self, model: PreTrainedModel, path: str, matrix: Matrix) -> None:
+        old: Any = model.get_submodule(path)
+        if isinstance(old, nn.Linear | Conv1D):
+            made: nn.Module = GgufLinear(matrix, old.bias)
+        else:
+            made = GgufEmbedding(matrix, self._dtype, getattr(old, "scalar_embed_scale", None))
+        setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
+        model.set_submodule(path, made)
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        path, _, own = param_name.rpartition(".")
+        return own == "weight" and isinstance(model.get_submodule(path), GgufLinear | GgufEmbedding)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Pack(ConversionOps):
+    """Hands a file's blocks to their layer."""
+
+    def __init__(self, quantizer: GgufBlocksHfQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        for name, found in input_dict.items():
+            layer: Any = kwargs["model"].get_submodule(name.rpartition(".")[0])
+            try:
+                layer.set_blocks(found[0] if isinstance(found, list) else found)
+            except ExecutionError as error:
+                self.hf_quantizer.refused[name] = str(error)
+            kwargs["missing_keys"].discard(name)
+        return {}
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Raise CheckpointError where blocks of a model that was read were refused."""
+    quantizer: GgufBlocksHfQuantizer = model.hf_quantizer  # type: ignore[assignment]
+    for name, why in quantizer.refused.items():
+        raise CheckpointError(f"the file has {why} in {name}; fetch it again")
+
+
+def register() -> None:
+    """Teach transformers the method. A second call changes nothing."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(GGUF_BLOCKS, GgufBlocksConfig)
+    AUTO_QUANTIZER_MAPPING.setdefault(GGUF_BLOCKS, GgufBlocksHfQuantizer)

@@ -1,0 +1,209 @@
+"""The kernel written here (`kernel.cpp`), called with tensors.
+
+A model calls it hundreds of times a token, so little is done in a call: all arguments travel in
+one packed struct, and addresses are read anew each time, since a module can be moved or copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from jackfield.errors import ExecutionError
+from jackfield_plugins.native import NativeKernel
+from jackfield_plugins.native.arguments import unreadable
+
+KERNEL = NativeKernel("gguf", Path(__file__).parent, instead="quantization='gguf?kernel=none'")
+UNIT = 64  # outputs that lie side by side
+
+_PACK_LINEAR = struct.Struct("@10q").pack  # the structs of kernel.cpp
+_PACK_ROWS = struct.Struct("@8q").pack
+_PACK_PACK = struct.Struct("@6q").pack
+_threads = torch.get_num_threads
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Blocks(NamedTuple):
+    """A type of blocks: ggml's number of it, the inputs of a block, its bytes in a file and, of
+    one output, in memory (scales of 6 bits become bytes).
+    """
+
+    number: int
+    inputs: int
+    stored: int
+    held: int
+
+
+BLOCKS = {
+    "Q4_0": Blocks(2, 32, 18, 18),
+    "Q4_1": Blocks(3, 32, 20, 20),
+    "Q5_0": Blocks(6, 32, 22, 22),
+    "Q5_1": Blocks(7, 32, 24, 24),
+    "Q8_0": Blocks(8, 32, 34, 34),
+    "Q4_K": Blocks(12, 256, 144, 148),
+    "Q5_K": Blocks(13, 256, 176, 180),
+    "Q6_K": Blocks(14, 256, 210, 210),
+}
+
+
+class Matrix(NamedTuple):
+    """What a packed weight stands for."""
+
+    kind: str
+    out_features: int
+    in_features: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row in the file."""
+        return self.in_features // BLOCKS[self.kind].inputs * BLOCKS[self.kind].stored
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is packed; outputs are filled up to `UNIT`."""
+        return -(-self.out_features // UNIT) * self._unit_bytes
+
+    @property
+    def _unit_bytes(self) -> int:
+        return UNIT * self.in_features // BLOCKS[self.kind].inputs * BLOCKS[self.kind].held
+
+
+def pack(blocks: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """The kernel's layout of a file's blocks, uint8 `[out_features, row_bytes]`.
+
+    Raises ExecutionError for others, and where a scale is infinite or not a number.
+    """
+    if (
+        blocks.dtype is not torch.uint8
+        or blocks.shape != (matrix.out_features, matrix.row_bytes)
+        or blocks.layout is not torch.strided
+        or not (blocks.is_cpu and blocks.data_ptr())
+    ):
+        takes = f"blocks of {matrix.kind}, uint8 {[matrix.out_features, matrix.row_bytes]}"
+        raise unreadable("gguf", takes, blocks=blocks)
+    blocks = blocks.contiguous()
+    packed = torch.zeros(matrix.nbytes, dtype=torch.uint8)
+    number = BLOCKS[matrix.kind].number
+    call = (blocks.data_ptr(), packed.data_ptr(), matrix.in_features, matrix.out_features)
+    if not _function("gguf_pack")(_PACK_PACK(*call, number, _threads())):
+        raise ExecutionError(f"blocks of {matrix.kind} with a scale that is no finite number")
+    return packed
+
+
+def linear(
+    hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, matrix: Matrix
+) -> torch.Tensor:
+    """`[..., in_features]` of bfloat16 or float32 to `[..., out_features]` of the same.
+
+    Raises ExecutionError where the kernel cannot read them.
+    """
+    kind, out_features, in_features = matrix
+    shape, dtype = hidden.shape, hidden.dtype
+    if not (
+        hidden.is_cpu
+        and dtype in _DTYPES
+        and shape
+        and shape[-1] == in_features
+        and packed.is_cpu
+        and packed.dtype is torch.uint8
+        and packed.nbytes == _nbytes(matrix)
+        and packed.is_contiguous()
+        and (bias is None or _is_bias(bias, out_features, dtype))
+    ):
+        raise _unreadable(hidden, packed, bias, matrix)
+    if not hidden.is_contiguous():
+        hidden = hidden.contiguous()
+    out = hidden.new_empty((*shape[:-1], out_features))
+    read, weight = hidden.data_ptr(), packed.data_ptr()
+    if not (read and weight):
+        if out.numel():
+            raise _unreadable(hidden, packed, bias, matrix)
+        return out
+    _function("gguf_linear")(
+        _PACK_LINEAR(
+            read, out.data_ptr(), weight, 0 if bias is None else bias.data_ptr(),
+            hidden.numel() // in_features, in_features, out_features, BLOCKS[kind].number,
+            dtype is torch.float32, _threads(),
+        )
+    )  # fmt: skip
+    return out
+
+
+def rows(
+    index: torch.Tensor, packed: torch.Tensor, matrix: Matrix, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rows `index` (int64, of any shape) of the matrix, in bfloat16 or float32.
+
+    Raises ExecutionError where there is no such row, or the kernel cannot read what it is given.
+    """
+    if not (
+        index.is_cpu
+        and index.layout is torch.strided
+        and index.dtype in (torch.int64, torch.int32)
+        and packed.is_cpu
+        and packed.dtype is torch.uint8
+        and packed.nbytes == _nbytes(matrix)
+        and packed.is_contiguous()
+        and packed.data_ptr()
+        and dtype in _DTYPES
+    ):
+        raise _unreadable_rows(index, packed, matrix)
+    index = index.to(torch.int64).contiguous()
+    out = torch.empty(*index.shape, matrix.in_features, dtype=dtype)
+    if not index.numel():
+        return out
+    if not index.data_ptr():
+        raise _unreadable_rows(index, packed, matrix)
+    low, high = (int(end) for end in index.aminmax())
+    if low < 0 or high >= matrix.out_features:
+        raise ExecutionError(f"gguf: row {low if low < 0 else high} of {matrix.out_features}")
+    _function("gguf_rows")(
+        _PACK_ROWS(
+            index.data_ptr(), out.data_ptr(), packed.data_ptr(), index.numel(),
+            matrix.in_features, BLOCKS[matrix.kind].number, dtype is torch.float32, _threads(),
+        )
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _nbytes(matrix: Matrix) -> int:
+    return matrix.nbytes
+
+
+@functools.cache
+def _function(name: str) -> ctypes._NamedFuncPointer:
+    """One of the library's, which is compiled by the first call on a machine."""
+    function = KERNEL.library()[name]
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    return function
+
+
+def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
+    return (
+        bias.is_cpu
+        and bias.dtype is dtype
+        and bias.numel() == out_features
+        and bias.is_contiguous()
+        and bias.data_ptr() != 0
+    )
+
+
+def _unreadable_rows(index: torch.Tensor, packed: torch.Tensor, matrix: Matrix) -> ExecutionError:
+    takes = f"numbers of rows, int64, and {matrix.nbytes:,} dense bytes of {matrix.kind}"
+    return unreadable("gguf", takes, index=index, packed=packed)
+
+
+def _unreadable(
+    hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, matrix: Matrix
+) -> ExecutionError:
+    takes = (
+        f"bfloat16 or float32 [..., {matrix.in_features}] on the CPU, a bias like it and, for it "
+        f"and {matrix.out_features} outputs, {matrix.nbytes:,} dense bytes of {matrix.kind}"
+    )
+    return unreadable("gguf", takes, hidden=hidden, packed=packed, bias=bias)

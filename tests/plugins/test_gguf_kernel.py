@@ -1,0 +1,235 @@
+"""Products with blocks of GGUF files, and rows of them, against what the blocks stand for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import sampled
+
+from jackfield.errors import ExecutionError
+from jackfield_plugins.native import compiling
+from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
+from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL, Matrix, linear, pack, rows
+
+pytest.importorskip("gguf")
+from gguf_files import Type, random_blocks, weights
+
+pytestmark = pytest.mark.skipif(
+    bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
+)
+DTYPES = (torch.bfloat16, torch.float32)
+#: How far a product may be from the exact one, as a share of its norm: rounding alone.
+BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2**-20}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def matrix_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> Any:
+    """Packed blocks, what they are, and the weights that they stand for."""
+    blocks = random_blocks(Type[kind], outputs, inputs, seed=seed)
+    matrix = Matrix(kind, outputs, inputs)
+    return pack(torch.from_numpy(blocks), matrix), matrix, weights(blocks, Type[kind])
+
+
+def assert_right(kind: str, count: int, outputs: int, inputs: int, dtype: Any, bias: bool) -> None:
+    packed, matrix, weight = matrix_of(kind, outputs, inputs, seed=outputs + inputs)
+    drawn = torch.Generator().manual_seed(count)
+    hidden = torch.randn(count, inputs, generator=drawn).to(dtype)
+    added = torch.randn(outputs, generator=drawn).to(dtype) if bias else None
+    found = linear(hidden, packed, added, matrix)
+    exact = hidden.double() @ weight.double().T + (0 if added is None else added.double())
+    assert found.dtype is dtype
+    assert found.shape == exact.shape
+    assert (found.double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
+
+
+@given(
+    kind=st.sampled_from(list(BLOCKS)),
+    count=st.one_of(st.integers(1, 33), st.sampled_from((47, 48, 49, 131))),
+    blocks=st.integers(1, 5),
+    outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128))),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    threads=st.sampled_from((1, 2, 3)),
+)
+def test_kernel_equals_the_oracle(kind, count, blocks, outputs, dtype, bias, threads) -> None:
+    torch.set_num_threads(threads)
+    assert_right(kind, count, outputs, blocks * BLOCKS[kind].inputs, dtype, bias)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_each_type_at_any_number_of_rows(kind: str) -> None:
+    for count in range(1, 34):
+        assert_right(kind, count, 70, 512, DTYPES[count % 2], count % 3 == 0)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_are_what_blocks_stand_for(kind: str) -> None:
+    packed, matrix, weight = matrix_of(kind, 130, 512)
+    index = torch.tensor([[0, 63, 64], [129, 5, 5]])
+    found = rows(index, packed, matrix, torch.float32)
+    # A multiplication and a difference, rounded once or twice.
+    torch.testing.assert_close(found, weight[index], rtol=1e-6, atol=1e-6)
+    rough = rows(index.int(), packed, matrix, torch.bfloat16)
+    torch.testing.assert_close(rough, weight[index].bfloat16(), rtol=2**-7, atol=1e-6)
+    assert rows(index[:0], packed, matrix, torch.float32).shape == (0, 3, 512)
+    for wrong in (-1, 130, 1 << 40):
+        with pytest.raises(ExecutionError, match=f"row {wrong} of 130"):
+            rows(torch.tensor([3, wrong]), packed, matrix, torch.float32)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_exact(kind: str, dtype: torch.dtype) -> None:
+    """A row of the identity reads off a column of weights, whatever the place."""
+    packed, matrix, weight = matrix_of(kind, 70, 512)
+    found = linear(torch.eye(512, dtype=dtype), packed, None, matrix).T
+    rounding = 2**-8 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found.float(), weight, rtol=rounding, atol=rounding / 8)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_neither_on_the_batch_nor_on_threads(kind: str, dtype: torch.dtype) -> None:
+    packed, matrix, _ = matrix_of(kind, 200, 1024)
+    hidden = torch.randn(140, 1024).to(dtype)
+    torch.set_num_threads(2)
+    together = linear(hidden, packed, None, matrix)
+    for number, count in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 13, 48, 49)):
+        torch.set_num_threads(1 + number % 3)
+        assert torch.equal(linear(hidden[:count], packed, None, matrix), together[:count]), count
+
+
+def test_infinity_and_not_a_number_reach_every_output() -> None:
+    packed, matrix, _ = matrix_of("Q4_K", 70, 256)
+    for value in (float("inf"), float("nan")):
+        hidden = torch.randn(3, 256).bfloat16()
+        hidden[1, 100] = value
+        found = linear(hidden, packed, None, matrix).isfinite().all(-1)
+        assert found.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 3, 256), (0, 256), (2, 0, 256)])
+def test_any_leading_shape(shape: tuple[int, ...]) -> None:
+    packed, matrix, weight = matrix_of("Q5_K", 70, 256)
+    hidden = torch.randn(*shape)
+    torch.testing.assert_close(
+        linear(hidden, packed, None, matrix), hidden @ weight.T, rtol=1e-4, atol=1e-3
+    )
+    turned = torch.randn(256, 4).T
+    torch.testing.assert_close(
+        linear(turned, packed, None, matrix), turned @ weight.T, rtol=1e-4, atol=1e-3
+    )
+
+
+@given(st.data())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_any_bits_are_read(data: st.DataObject) -> None:
+    """Blocks of any bytes, whose scales are any numbers, give what the package reads of them."""
+    kind = data.draw(st.sampled_from(list(BLOCKS)))
+    drawn = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    form = BLOCKS[kind]
+    matrix = Matrix(kind, 5, 2 * form.inputs)
+    blocks = torch.randint(0, 256, (5, 2 * form.stored), dtype=torch.uint8, generator=drawn)
+    wanted = weights(blocks.numpy(), Type[kind])
+    if wanted.isfinite().all():
+        found = rows(torch.arange(5), pack(blocks, matrix), matrix, torch.float32)
+        # The difference of two products is as exact as these are.
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-2)
+    else:
+        with pytest.raises(ExecutionError, match="a scale that is no finite number"):
+            pack(blocks, matrix)
+
+
+def layer_of(kind: str = "Q4_0", bias: bool = True) -> GgufLinear:
+    added = torch.nn.Parameter(torch.randn(70).bfloat16(), requires_grad=False) if bias else None
+    layer = GgufLinear(Matrix(kind, 70, 256), added)
+    layer.set_blocks(torch.from_numpy(random_blocks(Type[kind], 70, 256, 0.1)))
+    return layer
+
+
+def test_layers() -> None:
+    layer, hidden = layer_of(), torch.randn(3, 256).bfloat16()
+    again = copy.deepcopy(layer)
+    assert again.weight.data_ptr() != layer.weight.data_ptr()
+    assert torch.equal(again(hidden), layer(hidden))
+    other = layer_of()
+    other.set_blocks(torch.from_numpy(random_blocks(Type.Q4_0, 70, 256, seed=9)))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(hidden), layer(hidden))
+    assert str(layer) == "GgufLinear(in_features=256, out_features=70, blocks=Q4_0)"
+    embedding = GgufEmbedding(Matrix("Q4_0", 70, 256), torch.bfloat16, 16.0)
+    embedding.weight = layer.weight  # as tied ones are
+    plain = linear(torch.eye(256), layer.weight, None, layer.matrix).T[[5, 69]].bfloat16()
+    assert torch.equal(embedding(torch.tensor([5, 69])), plain * 16)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        (torch.ones(2, 256, dtype=torch.float16), "takes bfloat16 or float32"),
+        (torch.ones(2, 255), "takes bfloat16 or float32"),
+        (torch.ones(2, 256, requires_grad=True), "computes no gradients"),
+        (torch.ones(2, 256, dtype=torch.float32), "a bias like it"),
+        (torch.ones(2, 200, device="meta"), "has 256 inputs, not 200"),
+    ],
+)
+def test_what_a_layer_cannot_read_is_refused(hidden: torch.Tensor, message: str) -> None:
+    with pytest.raises(ExecutionError, match=message):
+        layer_of()(hidden)
+
+
+def test_layers_without_weights() -> None:
+    empty = GgufLinear(Matrix("Q4_0", 70, 256), None)
+    assert empty(torch.ones(2, 256, device="meta")).shape == (2, 70)
+    with pytest.raises(ExecutionError, match="has no weights yet"):
+        empty(torch.ones(2, 256))
+    with pytest.raises(ExecutionError, match=r"uint8 \[70, 144\]"):
+        empty.set_blocks(torch.zeros(70, 143, dtype=torch.uint8))
+    with pytest.raises(ExecutionError, match="bfloat16 or float32, not"):
+        layer_of().half()
+    embedding = GgufEmbedding(Matrix("Q4_0", 70, 256), torch.bfloat16, None)
+    assert embedding(torch.ones(2, dtype=torch.long, device="meta")).shape == (2, 256)
+    with pytest.raises(ExecutionError, match="its weights and its ids on the CPU"):
+        embedding(torch.ones(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("flag", sampled(["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"], 3))
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
+def test_processors_without_its_instructions(tmp_path: Path, flag: str) -> None:
+    command = compiling.compiler()
+    assert command is not None
+    program = (
+        "import sys; sys.path += sys.argv[1:]\n"
+        "import test_gguf_kernel as t\n"
+        "for kind in t.BLOCKS:\n"
+        "    t.test_rows_are_what_blocks_stand_for(kind)\n"
+        "    for dtype in t.DTYPES:\n"
+        "        t.test_numbers_are_exact(kind, dtype)\n"
+        "        t.test_bits_depend_neither_on_the_batch_nor_on_threads(kind, dtype)\n"
+        "        for rows in (1, 3, 9, 50):\n"
+        "            t.assert_right(kind, rows, 70, 512, dtype, True)"
+    )
+    environ = {**os.environ, "CXX": f"{command[0]} {flag}", "XDG_CACHE_HOME": str(tmp_path)}
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *folders],
+        env=environ, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
