@@ -73,6 +73,20 @@ def test_an_effort_is_told_or_refused(template: str, effort: str, told: Any) -> 
     assert caught.value.param == "reasoning_effort"
 
 
+def test_a_template_for_tools_is_asked_where_there_are_tools() -> None:
+    """Some tokenizers have two templates, and may switch thoughts in one of them alone."""
+    made = with_template(TURNS)
+    made.chat_template = {"default": TURNS, "tool_use": SWITCH}
+    form, asking = format_of(made), Asking(settings(reasoning="off"), "")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for more, told in (
+        ({}, {}), ({"tools": tools}, {"enable_thinking": False}),
+        ({"tools": tools, "tool_choice": "none"}, {}), ({"tools": []}, {}),
+    ):  # fmt: skip
+        body = ChatRequest.model_validate({**BODY, **more})
+        assert template_kwargs(body, asking, form) == told
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_a_turn_without_tools_thoughts_and_channels_is_plain(name: str) -> None:
     thinks = format_of(with_template(TEMPLATES[name])).thought is not None

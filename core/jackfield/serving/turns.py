@@ -162,7 +162,7 @@ def template_kwargs(body: ChatRequest, asking: Asking, form: Format) -> dict[str
 
     Raises ApiError for an effort that the template knows nothing of.
     """
-    tools = bool(body.tools)
+    tools = bool(body.offered) and body.choice != "none"  # then the template is told of none
     found, _ = defaults(asking.settings, form, tools=tools)
     if (effort := body.reasoning_effort) is not None:
         if form.reads(_EFFORT, tools=tools):
