@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,13 +77,20 @@ def _numbers(name: str, text: str, kind: Any) -> list[Any]:
     return found
 
 
+class Endpoint(StrEnum):
+    """Which endpoint is asked. An enum: typer 0.16 makes no option of a Literal."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+
 @dataclass(frozen=True)
 class Asked:
     """What each request asks for, and when it counts as good."""
 
-    endpoint: Annotated[
-        Literal["chat", "completions"], flag("--endpoint", "NAME", "chat or completions.")
-    ] = "chat"
+    endpoint: Annotated[Endpoint, flag("--endpoint", "NAME", "chat or completions.")] = (
+        Endpoint.CHAT
+    )
     prompt_tokens: Annotated[
         int | None, flag("--prompt-tokens", "N", "Prompts of about so many tokens.")
     ] = None
@@ -141,7 +149,7 @@ def serve(
     address = Address.of(url, api_key)
     with address.client() as client:
         talk = Talk(address, model or address.only_model(client), asked.fields(), client)
-        path = measuring.CHAT if asked.endpoint == "chat" else measuring.TEXT
+        path = measuring.CHAT if asked.endpoint is Endpoint.CHAT else measuring.TEXT
         target = measuring.Target(talk, path)
         prompts = _prompts(asked, target, loads.seed)
         found = []
