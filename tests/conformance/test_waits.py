@@ -233,7 +233,7 @@ def test_a_draft_model_waits_once_a_call_of_its_own(cache: str) -> None:
         reads = {asker.split(" ")[-1]: count for asker, count in fake.waits.items()}
         reads.pop("unrolled", None)  # cpu_decode, which no GPU has
         calls = engine.report()["assistant cache"].calls
-        assert reads == {"sample": engine._loop.steps, "_choose": calls}
+        assert reads == {"_on_host": engine._loop.steps, "_choose": calls}
 
 
 STRAYS = {
