@@ -37,7 +37,7 @@ def model_of(family: str) -> Any:
     if family == "gemma3":
         config.layer_types = ["sliding_attention"] * 2
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,9 @@ def test_a_file_is_the_model_that_was_exported(family: str, tmp_path: Path) -> N
     path = export(model, tmp_path / "model.gguf")
     with jackfield.load(path, cache_implementation="dynamic") as engine:
         assert engine.model.dtype is torch.float32
-        assert torch.equal(logits(engine, ids), model(ids).logits)
+        with torch.no_grad():
+            wanted = model(ids).logits
+        torch.testing.assert_close(logits(engine, ids), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_is_kept_and_any_quantizer_reads_it(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_half_precision_is_kept_and_any_quantizer_reads_it(tmp_path: Path) -> No
     for kind, dtype in ((Type.BF16, "bfloat16"), (Type.F16, "float16")):
         path = export(model, tmp_path / f"{dtype}.gguf", kind)
         assert jackfield.plan(path).requirements.dtype == dtype
-    with jackfield.load(path, dtype="bfloat16", quantization="bnb-8bit") as engine:
+    with jackfield.load(path, dtype="bfloat16", quantization="int4-cpu") as engine:
         assert len(engine.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids) == 3
 
 

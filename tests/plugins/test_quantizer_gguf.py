@@ -49,7 +49,7 @@ def model_of(family: str, **fields: Any) -> Any:
         setattr(config, name, value)
     config.initializer_range = 0.08
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,23 @@ def test_compiled_steps_say_the_same(demo: Path) -> None:
     with jackfield.load(demo, compile="inductor") as engine:
         (found,) = engine.generate([QUESTION])
     assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
+
+
+def test_native_steps_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers, head and embedding are functions in C within a native step."""
+    from jackfield_plugins.compiler.native import kept
+    from jackfield_plugins.native import keeping
+
+    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(tmp_path / "cache"))
+    path = export(model_of("qwen2"), tmp_path / "model.gguf", mixed)
+    texts, found = prompts((3, 17, 40)), {}
+    for compiler in ("none", "native"):
+        with jackfield.load(path, compile=compiler) as engine:
+            found[compiler] = [c.token_ids for c in engine.generate(texts, max_new_tokens=12)]
+            seen = engine.report()["compiler"]
+    assert found["native"] == found["none"]
+    assert "in Python" not in seen.source
+    assert seen.calls
 
 
 def test_a_draft_model_in_a_file(demo: Path) -> None:

@@ -182,13 +182,14 @@ def _described(header: GgufHeader) -> dict[str, Any]:
     from transformers import modeling_gguf_pytorch_utils
 
     names: Any = modeling_gguf_pytorch_utils.GGUF_TO_TRANSFORMERS_MAPPING
-    found = {}
+    found: dict[str, Any] = {}
     for key, name in names["tokenizer"]["tokenizer"].items():
         value = header.values.get(f"tokenizer.{key}")
         if value is not None:
             long = isinstance(value, Array)
             found[name] = header.array(f"tokenizer.{key}") if long else value
-    return found
+    # Which tokens these are is told to the tokenizer that is made; transformers 5.17 confuses them.
+    return found | {"bos_token_id": None, "eos_token_id": None}
 
 
 def _convert(model_type: str, described: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

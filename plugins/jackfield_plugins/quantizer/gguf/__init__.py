@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jackfield import hookimpl
 from jackfield.contracts import (
     BindContext,
+    NativeOperators,
     Quantization,
     Quantizer,
     QuantizerCapabilities,
@@ -70,6 +71,14 @@ class Gguf(Quantizer):
 
         register()
         return True
+
+    def native_operators(self) -> NativeOperators:
+        from jackfield_plugins.quantizer.gguf.native import native_linear, native_rows
+
+        return {
+            "jackfield.gguf_linear.default": native_linear,
+            "jackfield.gguf_rows.default": native_rows,
+        }
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)

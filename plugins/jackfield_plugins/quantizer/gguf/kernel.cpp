@@ -38,7 +38,7 @@ struct RowsCall {
     const int64_t* index;   // [rows], of outputs
     void* out;              // [rows, in_features]
     const uint8_t* weight;
-    int64_t rows, in_features, type, floats, threads;
+    int64_t rows, out_features, in_features, type, floats, threads;
 };
 
 struct PackCall {
@@ -421,20 +421,22 @@ bool pack(const PackCall& call) {
 }  // namespace
 
 extern "C" {
-// Each returns whether it knows the type; of blocks also, whether all scales are finite.
-int gguf_linear(const LinearCall* call) {
+// Each returns whether it can: it knows the type, there are the rows, all scales are finite.
+bool gguf_linear(const LinearCall* call) {
     return with_type(call->type, [&](auto type) {
         if (call->floats) Linear<type, float>(*call).run();
         else Linear<type, bfloat16>(*call).run();
     });
 }
-int gguf_rows(const RowsCall* call) {
+bool gguf_rows(const RowsCall* call) {
+    for (int64_t row = 0; row < call->rows; row++)
+        if (call->index[row] < 0 || call->index[row] >= call->out_features) return false;
     return with_type(call->type, [&](auto type) {
         if (call->floats) gather<type, float>(*call);
         else gather<type, bfloat16>(*call);
     });
 }
-int gguf_pack(const PackCall* call) {
+bool gguf_pack(const PackCall* call) {
     bool finite = false;
     with_type(call->type, [&](auto type) { finite = pack<type>(*call); });
     return finite;

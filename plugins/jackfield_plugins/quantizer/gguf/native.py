@@ -10,10 +10,11 @@ import ctypes
 import functools
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel
 from jackfield_plugins.native.arguments import unreadable
@@ -22,7 +23,7 @@ KERNEL = NativeKernel("gguf", Path(__file__).parent, instead="quantization='gguf
 UNIT = 64  # outputs that lie side by side
 
 _PACK_LINEAR = struct.Struct("@10q").pack  # the structs of kernel.cpp
-_PACK_ROWS = struct.Struct("@8q").pack
+_PACK_ROWS = struct.Struct("@9q").pack
 _PACK_PACK = struct.Struct("@6q").pack
 _threads = torch.get_num_threads
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -102,6 +103,37 @@ def linear(
 
     Raises ExecutionError where the kernel cannot read them.
     """
+    if not hidden.is_contiguous():
+        hidden = hidden.contiguous()
+    out = hidden.new_empty((*hidden.shape[:-1], matrix.out_features))
+    arguments = _of_linear(hidden, packed, bias, matrix, out)
+    if out.numel():
+        _function("gguf_linear")(arguments)
+    return out
+
+
+def native_linear(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    *matrix: Any,
+) -> NativeCall | None:
+    """The call that writes what `linear` returns into `out`; None for strided tensors."""
+    if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
+        return None
+    arguments = _of_linear(hidden, packed, bias, Matrix(*matrix), out)
+    return NativeCall(_address("gguf_linear"), arguments, (hidden, packed, bias, out))
+
+
+def _of_linear(
+    hidden: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    matrix: Matrix,
+    out: torch.Tensor,
+) -> bytes:
+    """`struct LinearCall` of a product into `out`. Raises ExecutionError."""
     kind, out_features, in_features = matrix
     shape, dtype = hidden.shape, hidden.dtype
     if not (
@@ -116,22 +148,14 @@ def linear(
         and (bias is None or _is_bias(bias, out_features, dtype))
     ):
         raise _unreadable(hidden, packed, bias, matrix)
-    if not hidden.is_contiguous():
-        hidden = hidden.contiguous()
-    out = hidden.new_empty((*shape[:-1], out_features))
     read, weight = hidden.data_ptr(), packed.data_ptr()
-    if not (read and weight):
-        if out.numel():
-            raise _unreadable(hidden, packed, bias, matrix)
-        return out
-    _function("gguf_linear")(
-        _PACK_LINEAR(
-            read, out.data_ptr(), weight, 0 if bias is None else bias.data_ptr(),
-            hidden.numel() // in_features, in_features, out_features, BLOCKS[kind].number,
-            dtype is torch.float32, _threads(),
-        )
+    if out.numel() and not (read and weight):
+        raise _unreadable(hidden, packed, bias, matrix)
+    return _PACK_LINEAR(
+        read, out.data_ptr(), weight, 0 if bias is None else bias.data_ptr(),
+        hidden.numel() // in_features, in_features, out_features, BLOCKS[kind].number,
+        dtype is torch.float32, _threads(),
     )  # fmt: skip
-    return out
 
 
 def rows(
@@ -141,34 +165,49 @@ def rows(
 
     Raises ExecutionError where there is no such row, or the kernel cannot read what it is given.
     """
+    if index.is_cpu and index.layout is torch.strided and index.dtype is torch.int32:
+        index = index.to(torch.int64)
+    if not index.is_contiguous():
+        index = index.contiguous()
+    out = torch.empty(*index.shape, matrix.in_features, dtype=dtype)
+    arguments = _of_rows(index, packed, matrix, out)
+    if out.numel() and not _function("gguf_rows")(arguments):
+        low, high = (int(end) for end in index.aminmax())
+        raise ExecutionError(f"gguf: row {low if low < 0 else high} of {matrix.out_features}")
+    return out
+
+
+def native_rows(
+    out: torch.Tensor, index: torch.Tensor, packed: torch.Tensor, *matrix_and_dtype: Any
+) -> NativeCall | None:
+    """The call that writes what `rows` returns into `out`; None for strided tensors."""
+    *matrix, _ = matrix_and_dtype
+    whole = index.dtype is torch.int64 and index.is_contiguous() and out.is_contiguous()
+    if not (whole and out.numel()):
+        return None
+    arguments = _of_rows(index, packed, Matrix(*matrix), out)
+    return NativeCall(_address("gguf_rows"), arguments, (index, packed, out))
+
+
+def _of_rows(index: torch.Tensor, packed: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> bytes:
+    """`struct RowsCall` of rows into `out`. Raises ExecutionError."""
     if not (
         index.is_cpu
         and index.layout is torch.strided
-        and index.dtype in (torch.int64, torch.int32)
+        and index.dtype is torch.int64
         and packed.is_cpu
         and packed.dtype is torch.uint8
         and packed.nbytes == _nbytes(matrix)
         and packed.is_contiguous()
         and packed.data_ptr()
-        and dtype in _DTYPES
+        and (index.data_ptr() or not index.numel())
+        and out.dtype in _DTYPES
     ):
         raise _unreadable_rows(index, packed, matrix)
-    index = index.to(torch.int64).contiguous()
-    out = torch.empty(*index.shape, matrix.in_features, dtype=dtype)
-    if not index.numel():
-        return out
-    if not index.data_ptr():
-        raise _unreadable_rows(index, packed, matrix)
-    low, high = (int(end) for end in index.aminmax())
-    if low < 0 or high >= matrix.out_features:
-        raise ExecutionError(f"gguf: row {low if low < 0 else high} of {matrix.out_features}")
-    _function("gguf_rows")(
-        _PACK_ROWS(
-            index.data_ptr(), out.data_ptr(), packed.data_ptr(), index.numel(),
-            matrix.in_features, BLOCKS[matrix.kind].number, dtype is torch.float32, _threads(),
-        )
+    return _PACK_ROWS(
+        index.data_ptr(), out.data_ptr(), packed.data_ptr(), index.numel(), matrix.out_features,
+        matrix.in_features, BLOCKS[matrix.kind].number, out.dtype is torch.float32, _threads(),
     )  # fmt: skip
-    return out
 
 
 @functools.cache
@@ -180,8 +219,13 @@ def _nbytes(matrix: Matrix) -> int:
 def _function(name: str) -> ctypes._NamedFuncPointer:
     """One of the library's, which is compiled by the first call on a machine."""
     function = KERNEL.library()[name]
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
     return function
+
+
+@functools.cache
+def _address(name: str) -> int:
+    return ctypes.cast(_function(name), ctypes.c_void_p).value or 0
 
 
 def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
