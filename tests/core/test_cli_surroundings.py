@@ -33,6 +33,7 @@ LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "new": (("new", "attention", "my-kernel"), ""),
     "check": (("check", "fifo", "--only", "schedule.again"), ""),
     "lock": (("lock", "--json"), ""),
+    "warm": (("warm", "--rows", "1"), ""),
     "serve": (("serve", "--new-key", "ann"), ""),
     "mistake": (("generate", "hi", "--attention", "nope…"), ""),
 }

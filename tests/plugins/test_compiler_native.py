@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import subprocess
 import sys
 import weakref
@@ -17,7 +18,7 @@ from families import FAMILIES, build, prompts
 
 import jackfield
 from jackfield.errors import ExecutionError, PlanError
-from jackfield_plugins.compiler.native import kept
+from jackfield_plugins.compiler.native import kept, warmed
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.native import keeping
 
@@ -33,7 +34,8 @@ def programs(engine: jackfield.Engine) -> dict[tuple[int, int], Any]:
 
 
 def keep_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(folder))
+    for module in (kept, warmed):
+        monkeypatch.setattr(module, "cache_root", lambda: keeping.own_folder(folder))
     return folder / "native-graphs"
 
 
@@ -393,6 +395,56 @@ def test_hooks_are_in_no_graph_on_disk(folder: Path) -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: -output)
     generate(model)
     assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_auto_takes_it_for_a_model_that_was_warmed(folder: Path) -> None:
+    for _ in range(2):
+        with load("demo") as engine:  # its graphs are kept, and nobody asked for it
+            engine.generate("Once", max_new_tokens=3)
+            chosen = engine.plan
+        assert jackfield.plan("demo")["compiler"].registered.name == "none"
+    chosen["compiler"].registered.backend.warmed(chosen.requirements)
+    assert jackfield.plan("demo")["compiler"].registered.name == "native"
+    assert jackfield.plan("demo", compile="none")["compiler"].registered.name == "none"
+    for other in ({"dtype": "bfloat16"}, {"deterministic": True}):
+        assert jackfield.plan("demo", **other)["compiler"].registered.name == "none"
+    beside = jackfield.plan("demo", kernels="cpu-rms-norm")  # which is no part of such a step
+    assert beside["compiler"].registered.name == "none"
+    folder.chmod(0o777)
+    assert jackfield.plan("demo")["compiler"].registered.name == "native"  # of our own file
+    (marked,) = folder.glob("*.warm")
+    marked.write_bytes(b"")
+    assert jackfield.plan("demo")["compiler"].registered.name == "none"
+
+
+@pytest.mark.parametrize("compiler", ["inductor?backend=eager", "none"])
+def test_what_auto_does_not_take_is_not_warmed(compiler: str) -> None:
+    with load("demo", "paged", compiler) as engine, pytest.raises(PlanError, match="warm 'native'"):
+        engine.plan["compiler"].registered.backend.warmed(engine.plan.requirements)
+
+
+FLAGS = {
+    "AVX2": ["-march=haswell"],
+    "plain C++": ["-march=x86-64"],
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_other_processors(flags: list[str], tmp_path: Path) -> None:
+    """The same sources without AVX-512, and without any of it: all operators, once more."""
+    script = (
+        "import sys\n"
+        "from jackfield_plugins.native import compiling\n"
+        f"flags = [f for f in compiling.FLAGS if f != '-march=native'] + {flags}\n"
+        "compiling.FLAGS = tuple(flags)\n"
+        "import pytest\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-W', 'ignore', sys.argv[1]]))\n"
+    )
+    file = Path(__file__).with_name("test_native_operators.py")
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script, str(file)], env=env, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
 def test_a_second_process_traces_nothing(tmp_path: Path) -> None:

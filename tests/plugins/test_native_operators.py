@@ -197,6 +197,7 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
                 weight, bias = torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
                 same("aten.linear.default", x, weight, bound=4)
                 same("aten.linear.default", x, weight, bias, bound=4)
+                same("aten.addmm.default", bias, x[0], weight.t().contiguous(), bound=4)
         wide = torch.randn(40, 100).to(dtype)[:, :64]  # rows lie apart
         same("aten.linear.default", torch.randn(2, 64).to(dtype), wide, bound=4)
     finally:

@@ -24,6 +24,7 @@ from jackfield.cli.new import new
 from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 from jackfield.cli.serve import serve
+from jackfield.cli.warm import warm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -86,6 +87,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "new": new,
     "check": check,
     "lock": lock,
+    "warm": warm,
 }
 for name, command in COMMANDS.items():
     app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.native import NativeCall, NativeOperators
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
@@ -240,6 +241,20 @@ class Compiler(Backend):
         """
         del requirements, options
         return []
+
+    def warmed(self, requirements: Requirements) -> None:
+        """What steps of this job were compiled to is on disk; `auto` may choose it from now on.
+
+        Called by `jackfield warm`, after steps of each size.
+
+        Args:
+            requirements: The job, as it was planned.
+
+        Raises:
+            PlanError: It keeps nothing on disk, or could not.
+        """
+        del requirements
+        raise PlanError(f"auto does not take {self.name} for what is on disk; warm 'native'")
 
     @abstractmethod
     def bind(self, context: BindContext) -> Compilation | Uncompiled:

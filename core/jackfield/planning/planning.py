@@ -266,6 +266,8 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
         raise PlanError(needs.varies)
     selections = selected(selections, registry)
     kernels = selections.pop("kernel", AUTO)
+    if kernels != AUTO and selections.get("compiler", AUTO) == AUTO:
+        selections["compiler"] = "none"  # which layers that are called one by one can do without
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
+from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
     from jackfield.contracts import Compilation
@@ -21,6 +22,21 @@ class NativeCompiler(Compiler):
 
     name = "native"
     capabilities = CompilerCapabilities(devices=frozenset({"cpu"}))
+
+    def rank(self, requirements: Requirements) -> int | None:
+        """For `auto` only where `jackfield warm` has put the model's graphs on disk."""
+        from jackfield_plugins.compiler.native.warmed import is_marked
+
+        return 10 if requirements.device == "cpu" and is_marked(requirements) else None
+
+    def warmed(self, requirements: Requirements) -> None:
+        from jackfield_plugins.compiler.native.warmed import mark
+        from jackfield_plugins.native.keeping import KeepingError
+
+        try:
+            mark(requirements)
+        except KeepingError as error:
+            raise PlanError(f"native: {error}") from None
 
     def available(self) -> list[str]:
         from jackfield_plugins.compiler.native.operators import KERNEL

@@ -112,4 +112,9 @@ bool linear_float32(const Linear* call) { return Product<float>(*call).run(), tr
 bool linear_float64(const Linear* call) { return Product<double>(*call).run(), true; }
 bool linear_bfloat16(const Linear* call) { return Product<bfloat16>(*call).run(), true; }
 bool linear_float16(const Linear* call) { return Product<float16>(*call).run(), true; }
+
+bool turned_float32(const Linear* call) { return Turned<float>(*call).run(), true; }
+bool turned_float64(const Linear* call) { return Turned<double>(*call).run(), true; }
+bool turned_bfloat16(const Linear* call) { return Turned<bfloat16>(*call).run(), true; }
+bool turned_float16(const Linear* call) { return Turned<float16>(*call).run(), true; }
 }

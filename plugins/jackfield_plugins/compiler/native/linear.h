@@ -16,11 +16,78 @@ struct Linear {
     int64_t rows, in_features, out_features, input_row, weight_row, out_row, threads;
 };
 
+constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
+
+inline int64_t threads_for(const Linear& call, int64_t tasks) {
+    const int64_t products = call.rows * call.in_features * call.out_features;
+    return std::min({call.threads, tasks, products / WORTH + 1});
+}
+
+// The same of a matrix whose rows are inputs, `[in_features, out_features]`, as GPT-2 has it:
+// outputs side by side are the lanes of a few vectors, and inputs come one after the other.
+template <class T>
+class Turned {
+    using C = typename Wide<T>::type;
+    static constexpr int lanes = Vector<C>::lanes, side = 4;
+    static constexpr int64_t wide = side * lanes;
+
+    const Linear& call;
+    int64_t tasks, next = 0;
+
+   public:
+    explicit Turned(const Linear& call) : call(call), tasks((call.out_features + wide - 1) / wide) {}
+
+    void run() {
+        auto each = [](void* self) { static_cast<Turned*>(self)->work(); };
+        const int64_t threads = threads_for(call, tasks);
+        if (threads > 1) GOMP_parallel(each, this, unsigned(threads), 0);
+        else work();
+    }
+
+   private:
+    void work() {
+        for (int64_t task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < tasks;) {
+            int64_t row = 0;
+            for (; row + 4 <= call.rows; row += 4) block<4>(task * wide, row);
+            if (call.rows - row >= 2) block<2>(task * wide, row), row += 2;
+            if (call.rows - row >= 1) block<1>(task * wide, row);
+        }
+    }
+
+    template <int rows>
+    void block(int64_t first, int64_t row) const {
+        const int64_t count = std::min(wide, call.out_features - first);
+        Vec<C> sum[rows * side];
+        each<rows * side>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<C>{}; });
+        for (int64_t at = 0; at < call.in_features; at++) {
+            const T* w = reinterpret_cast<const T*>(call.weight) + at * call.weight_row + first;
+            T end[wide] = {};  // what is missing counts for nothing
+            if (count < wide) w = std::copy_n(w, count, end) - count;
+            Vec<C> some[side];
+            each<side>([&](auto o) ALWAYS_INLINE { some[o] = load(w + o * lanes); });
+            each<rows>([&](auto r) ALWAYS_INLINE {
+                const C x = C(wide_of(row + r, at));
+                each<side>([&](auto o) ALWAYS_INLINE { sum[r * side + o] += some[o] * x; });
+            });
+        }
+        for (int r = 0; r < rows; r++)
+            for (int64_t i = 0; i < count; i++) {
+                const C value = sum[r * side + i / lanes][i % lanes];
+                const T* bias = reinterpret_cast<const T*>(call.bias);
+                T* out = reinterpret_cast<T*>(call.out) + (row + r) * call.out_row + first + i;
+                narrow(bias ? value + C(::wide(bias[first + i])) : value, *out);
+            }
+    }
+
+    auto wide_of(int64_t row, int64_t at) const {
+        return ::wide((reinterpret_cast<const T*>(call.input) + row * call.input_row)[at]);
+    }
+};
+
 template <class T>
 class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
-    static constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
     static constexpr int64_t AHEAD = 8192;     // bytes of weights that are asked for before their turn
     static constexpr int64_t NEAREST = 32768;  // bytes of rows that stay in the nearest cache
 #if defined(__AVX512BF16__)
@@ -38,8 +105,7 @@ class Product {
         : call(call), tasks((call.out_features + lanes - 1) / lanes) {}
 
     void run() {
-        const int64_t products = call.rows * call.in_features * call.out_features;
-        const int64_t threads = std::min({call.threads, tasks, products / WORTH + 1});
+        const int64_t threads = threads_for(call, tasks);
         auto each = [](void* self) { static_cast<Product*>(self)->work(); };
         if (threads > 1) GOMP_parallel(each, this, unsigned(threads), 0);
         else work();

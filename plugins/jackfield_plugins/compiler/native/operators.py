@@ -62,25 +62,25 @@ def _linear(
         and x.dtype is weight.dtype is out.dtype
         and weight.dim() == 2
         and weight.shape == (out.shape[-1], inner)
-        and weight.stride(1) == 1
+        and 1 in weight.stride()
         and x.is_contiguous()
         and out.is_contiguous()
         and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
     ):
         return None
-    outer = weight.shape[0]
+    outer, turned = weight.shape[0], weight.stride(1) != 1
     arguments = _LINEAR.pack(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows, inner, outer, inner, weight.stride(0), outer, torch.get_num_threads(),
+        rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),
     )  # fmt: skip
-    name = f"linear_{str(x.dtype).removeprefix('torch.')}"
+    name = f"{'turned' if turned else 'linear'}_{str(x.dtype).removeprefix('torch.')}"
     return NativeCall(address(name), arguments, (x, weight, bias, out))
 
 
 def _addmm(
     out: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **scaled: Any
 ) -> NativeCall | None:
-    """`weight` is `[in_features, out_features]`, as in GPT-2: read it as it lies, not turned."""
+    """`weight` is `[in_features, out_features]`, as in GPT-2."""
     if scaled or bias.dim() != 1:
         return None
     return _linear(out, x, weight.t(), bias)

@@ -1,0 +1,50 @@
+"""`jackfield warm`: what steps of a model are compiled to, on disk before anybody waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, load
+from jackfield.cli.output import print_json, say
+from jackfield.contracts import Compiler
+from jackfield.errors import UsageError
+
+RowsOption = Annotated[
+    int, typer.Option("--rows", metavar="N", min=1, help="For steps of up to so many sequences.")
+]
+
+
+def warm(
+    backends: Backends,
+    model: ModelOption = "demo",
+    rows: RowsOption = 8,
+    json: JsonOption = False,
+) -> None:
+    """Trace the decode steps of a model, for 1, 2, 4, ... sequences, and keep them on disk.
+
+    Engines of other processes then have them at once, and `auto` takes the compiler `native` for
+    this model on this machine. Steps with drafts are traced when they first come.
+
+    Example: jackfield warm --dtype bfloat16 --rows 16
+    """
+    named = replace(backends, compiler=backends.compiler or ["native"])
+    sizes = [1 << at for at in range((rows - 1).bit_length() + 1)]
+    with load(model, named, Batches(max_batch_size=sizes[-1])) as engine:
+        if engine.report()["compiler"].compiled is None:
+            raise UsageError("compile='none' keeps nothing on disk; name 'native', or no compiler")
+        for count in sizes:
+            engine.generate([[0]] * count, max_new_tokens=3, min_new_tokens=3)
+        ran = engine.report()["compiler"]
+        compiler = engine.plan["compiler"].registered.backend
+        assert isinstance(compiler, Compiler)
+        compiler.warmed(engine.plan.requirements)
+    seconds = ran.compiled.seconds if ran.compiled is not None else 0.0
+    found = {"model": model, "compiler": ran.name, "rows": sizes, "seconds": round(seconds, 3)}
+    if json:
+        print_json(found)
+    else:
+        counts = ", ".join(map(str, sizes))
+        say(f"{model}: steps of {counts} sequences are on disk for {ran.name} ({seconds:.1f} s)")
