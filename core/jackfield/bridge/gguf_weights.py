@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from jackfield.bridge.gguf_header import GgufHeader, GgufTensor
@@ -137,7 +138,7 @@ def weights_of_file(
     processor = _processor(header, model)
     try:
         names: dict[str, str] = library.get_gguf_hf_weights_map(
-            model, processor, header.architecture
+            _Named(model), processor, header.architecture
         )
     except NotImplementedError:
         raise CheckpointError(
@@ -169,6 +170,24 @@ def weights_of_file(
         _check_shape(header, weight, ours, expected)
         found[ours] = weight
     return {**found, **joined}
+
+
+class _Named:
+    """The names in a model, and in the one inside it; for a function of transformers that asks
+    every module of all levels, which takes seconds.
+    """
+
+    def __init__(self, model: nn.Module, config: Any = None) -> None:
+        self.config = config or model.config
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._model.state_dict()
+
+    def named_children(self) -> list[tuple[str, _Named]]:
+        prefix: str = getattr(self._model, "base_model_prefix", "")
+        inner = getattr(self._model, prefix, None) if prefix else None
+        return [(prefix, _Named(inner, self.config))] if isinstance(inner, nn.Module) else []
 
 
 def _processor(header: GgufHeader, model: PreTrainedModel) -> Any:

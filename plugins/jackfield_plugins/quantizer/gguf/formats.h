@@ -153,7 +153,7 @@ struct Place {
                 put_half(part(g), from.d);
                 if (F::minimum) put_half(part(g) + 2 * OUTPUTS, from.m);
             }
-            for (int i = 0; i < F::group; i++) put_number(g, i, from.q[g * F::group + i]);
+            put_numbers(g, from.q + g * F::group);
         }
     }
 
@@ -184,44 +184,35 @@ struct Place {
     void put_half(uint8_t* at, uint16_t bits) const { std::memcpy(at + 2 * output, &bits, 2); }
     float get_half(const uint8_t* at) const { return wide(half_at(at + 2 * output)); }
 
-    // The byte with the lower bits of input i of group g, and how far they are shifted.
-    uint8_t* lower(int g, int i, int* shift) const {
-        int pair = i / 2, odd = i % 2, block = output / LANES, lane = output % LANES;
-        uint8_t* low = part(g) + F::factors;
-        *shift = F::bits == 8 ? 0 : pair % 2 * 4;
-        if (F::bits == 8) return low + (pair * UNIT + block) * 2 * LANES + lane * 2 + odd;
-        return low + (pair / 4 * UNIT + block) * 4 * LANES + lane * 4 + odd * 2 + pair % 4 / 2;
-    }
-
-    uint8_t* higher(int g, int i, int* shift) const {
-        int place = i / 2 * (F::bits - 4);
-        *shift = place % 8;
-        return part(g) + F::factors + F::low + output * 4 + i % 2 * 2 + place / 8;
-    }
-
-    void put_number(int g, int i, int q) const {
-        int shift;
-        uint8_t* at = lower(g, i, &shift);
-        if (F::bits == 8) {
-            *at = q;
-            return;
-        }
-        *at |= (q & 15) << shift;
-        if (F::bits > 4) {
-            at = higher(g, i, &shift);
-            *at |= q >> 4 << shift;
+    void put_numbers(int g, const uint8_t* q) const {
+        const int block = output / LANES, lane = output % LANES;
+        uint8_t *low = part(g) + F::factors, *high = low + F::low + output * 4;
+        if constexpr (F::bits == 8) {
+            for (int i = 0; i < F::group; i += 2)
+                std::memcpy(low + (i / 2 * UNIT + block) * 2 * LANES + lane * 2, q + i, 2);
+        } else {
+            for (int step = 0; step < F::group / 8; step++) {
+                uint32_t word = 0;
+                for (int i = 0; i < 8; i++)
+                    word |= uint32_t(q[8 * step + i] & 15) << (i / 2 * 4 + i % 2 * 16);
+                std::memcpy(low + (step * UNIT + block) * 4 * LANES + lane * 4, &word, 4);
+            }
+            uint32_t word = 0;
+            for (int i = 0; i < F::group; i++)
+                word |= uint32_t(q[i] >> 4) << (i / 2 * (F::bits - 4) + i % 2 * 16);
+            if (F::bits > 4) std::memcpy(high, &word, 4);
         }
     }
 
+    // Bits of input i of group g, as `put_numbers` has put them.
     int number(int g, int i) const {
-        int shift;
-        const uint8_t* at = lower(g, i, &shift);
-        if (F::bits == 8) return *at;
-        int q = *at >> shift & 15;
-        if (F::bits > 4) {
-            at = higher(g, i, &shift);
-            q |= (*at >> shift & ((1 << (F::bits - 4)) - 1)) << 4;
-        }
+        const int block = output / LANES, lane = output % LANES, pair = i / 2, odd = i % 2;
+        const uint8_t *low = part(g) + F::factors, *high = low + F::low + output * 4;
+        if (F::bits == 8) return low[(pair * UNIT + block) * 2 * LANES + lane * 2 + odd];
+        low += (pair / 4 * UNIT + block) * 4 * LANES + lane * 4 + odd * 2;
+        int q = half_at(low) >> pair % 4 * 4 & 15;
+        if (F::bits > 4)
+            q |= (half_at(high + odd * 2) >> pair * (F::bits - 4) & ((1 << (F::bits - 4)) - 1)) << 4;
         return q;
     }
 };
