@@ -118,6 +118,7 @@ class AttentionBinding:
             forward = self._declared(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         self.native = self._native(bound, pages)
+        self._whole_mask = "own_mask" in context.requirements.features
         self.forward, mask = forward, self._masking(bound.mask)
         if context.requirements.compiled:
             from jackfield.bridge.opaque import opaque, unmasked
@@ -191,10 +192,11 @@ class AttentionBinding:
         @functools.wraps(inner)
         def mask(*args: Any, **kwargs: Any) -> Any:
             # Whether a mask could be left out is in these numbers, for which the host would wait in
-            # every step. Where there is no padding, there is no attention_mask.
+            # every step. Where there is no padding, there is no attention_mask. A model that makes
+            # a mask of its own makes it from this one: Doge in transformers 5.17 sees all without.
             numbers = (kwargs.get("attention_mask"), kwargs.get("q_offset"))
             there = any(isinstance(n, torch.Tensor) and n.device.type != "cpu" for n in numbers)
-            if there and "allow_is_causal_skip" in kwargs:
+            if (self._whole_mask or there) and "allow_is_causal_skip" in kwargs:
                 kwargs["allow_is_causal_skip"] = False
             with guard:
                 return inner(*args, **kwargs)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import sdpa_mask
 
 from jackfield.bridge.requirements import attention_modules, replaceable
 from jackfield.contracts import (
@@ -71,5 +71,8 @@ def narrow_eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
     """transformers' mask for eager attention, filled with float32's lowest number in float64.
 
     Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
+    Made here, since transformers up to 5.17 copies a number of the host's for it in each step.
     """
-    return eager_mask(dtype=_narrow(dtype), **kwargs).to(dtype)
+    seen = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    unseen = torch.finfo(_narrow(dtype)).min
+    return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), unseen)
