@@ -24,6 +24,7 @@ from urllib.request import url2pathname
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
 
 from jackfield.registry.backends import PluginRecord, Registry
 from jackfield.registry.discovery import GROUP, registry
@@ -170,7 +171,7 @@ def _library(name: str, dist: Distribution | None, specifier: SpecifierSet) -> F
 
 def _in_range(name: str, version: str, wanted: SpecifierSet, *, extra: bool) -> Finding:
     shown = f"{version} (supported: {wanted})" if wanted else version
-    if wanted.contains(version, prereleases=True):
+    if _within(version, wanted):
         return Finding("libraries", name, "ok", shown)
     advice = (
         f"run jackfield with python {wanted}"
@@ -178,6 +179,14 @@ def _in_range(name: str, version: str, wanted: SpecifierSet, *, extra: bool) -> 
         else f"run `{_install(name, wanted)}`"
     )
     return Finding("libraries", name, "warning" if extra else "problem", shown, advice)
+
+
+def _within(version: str, wanted: SpecifierSet) -> bool:
+    """Also of what is no version: packaging up to 25 raises there."""
+    try:
+        return wanted.contains(version, prereleases=True)
+    except InvalidVersion:
+        return not wanted
 
 
 def _install(name: str, wanted: SpecifierSet) -> str:
