@@ -2,9 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import extras
 import pytest
 
-pytest.importorskip("copier", reason="needs jackfield[new]")
+
+def pytest_pycollect_makemodule() -> None:
+    """Skip the whole folder."""
+    extras.needs("copier")
 
 
 @pytest.fixture(scope="session")

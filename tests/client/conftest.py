@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 
+import extras
 import pytest
 from fakes import Fake, Script
 
-NEEDED = ("httpx", "httptools")
-collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
+
+def pytest_pycollect_makemodule() -> None:
+    """Skip the whole folder."""
+    extras.needs("httpx", "httptools")
 
 
 @pytest.fixture

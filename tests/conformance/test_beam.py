@@ -268,7 +268,7 @@ def test_a_structure_holds_in_every_beam_as_transformers_confines_them(
     structure: dict[str, Any],
 ) -> None:
     """transformers is told by a matcher of its own, made anew for each row and step."""
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     asked: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
     with jackfield.load("demo", dtype="float32", decoding=BOTH) as engine:
         chat = [{"role": "user", "content": "Extract: Ann is 31 years old."}]

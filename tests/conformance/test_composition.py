@@ -107,13 +107,13 @@ def test_every_decoding_has_a_row() -> None:
     ],
 )
 def test_decodings(family: str, row: str, cache: str, outcome: str) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     found = cells_of_decoding.run(family, row, cache)
     assert found.outcome == outcome, found.note
 
 
 def test_texts_end_by_tokens_by_structures_and_by_nothing() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     lengths = {
         (ends, structured): [
             len(text)
@@ -130,7 +130,7 @@ def test_texts_end_by_tokens_by_structures_and_by_nothing() -> None:
 
 
 def test_a_structure_that_is_not_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     honest = Structures._masks
     monkeypatch.setattr(Structures, "_masks", lambda self, wanted: honest(self, wanted).fill_(-1))
     assert cells_of_decoding.run("llama", "sample", "dynamic").outcome == "equal"
@@ -162,7 +162,7 @@ def test_compilers(family: str, compiler: str, cache: str, note: str) -> None:
 )
 def test_quantizers(family: str, quantizer: str, cache: str, note: str) -> None:
     if quantizer.startswith("bnb"):
-        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("bitsandbytes", reason="needs jackfield[bnb]")
     found = cells_of_quantizing.run(family, quantizer, cache)
     assert (found.outcome, found.note) == ("equal", note)
 

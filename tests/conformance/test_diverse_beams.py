@@ -78,7 +78,7 @@ def test_preemptions_and_neighbours_change_nothing() -> None:
 
 
 def test_a_structure_holds_in_every_group() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     words = ["yes", "no", "perhaps", "nobody knows"]
     with jackfield.load("demo", dtype="float32", decoding="beam") as engine:
         found = engine.generate(

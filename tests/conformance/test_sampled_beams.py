@@ -124,7 +124,7 @@ def test_drawn_groups_that_are_preempted_go_on_as_if_nothing_had_happened() -> N
 
 
 def test_a_structure_holds_in_what_is_drawn() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
     words = ["yes", "no", "perhaps", "nobody knows"]
     asked: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "temperature": 4.0}
     said = collections.Counter()

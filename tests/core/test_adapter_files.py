@@ -17,7 +17,7 @@ import jackfield
 from jackfield.bridge.adapter_files import hushed, read_config
 from jackfield.errors import CheckpointError, UsageError
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

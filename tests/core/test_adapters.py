@@ -22,7 +22,7 @@ from jackfield.bridge.adapters import hushed
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.errors import CheckpointError, PlanError, UsageError
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
 
 LONG = prompts((3, 70))
 CONFIGS: dict[str, Any] = {

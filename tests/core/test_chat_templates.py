@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -480,6 +483,35 @@ def test_a_template_that_takes_too_much_is_stopped(
     with pytest.raises(PromptError, match="the chat template"):
         asked(PLAIN + GREEDY[what], [USER])
     assert asked(PLAIN, [USER])
+
+
+def test_the_end_is_not_lost_in_a_callback_of_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is raised there is only printed, and whoever raised it is not asked again."""
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.3)
+    loops = "{% set s = 'a' * 3000 %}" + 2 * "{% for a in s %}" + 2 * "{% endfor %}"
+    calls, before = 0, gc.get_threshold()
+
+    def nothing() -> None: ...
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        nonlocal calls
+        if sys.gettrace() is not None and not calls:
+            end = time.thread_time() + 0.4
+            while time.thread_time() < end:
+                calls += 1
+                nothing()
+
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(PromptError, match="does not end within"):
+            asked(PLAIN + loops, [USER])
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert calls
 
 
 def test_a_long_chat_is_within_the_bounds() -> None:

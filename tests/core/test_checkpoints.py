@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 import torch
 import transformers
@@ -102,8 +103,16 @@ def test_configs(folder: Path, text: str, words: str) -> None:
     ("stored", "words"),
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "has no model.layers"),
-        ({"quant_method": "gptq", "load_in_8bit": True}, "has no model.layers"),
+        pytest.param(
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            "has no model.layers",
+            marks=extras.marked("bitsandbytes"),
+        ),
+        pytest.param(
+            {"quant_method": "gptq", "load_in_8bit": True},
+            "has no model.layers",
+            marks=extras.marked("bitsandbytes"),
+        ),
         ({"quant_method": "fp8"}, "fp8"),
         ({"quant_method": "of-my-own"}, "of-my-own"),
         ({}, "names no quant_method"),

@@ -8,11 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 
 from jackfield.demo import DRAFT_PATH, MODEL_PATH, stories, tasks
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 HARD_TEXTS = (
     "plain words",

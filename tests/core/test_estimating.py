@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import extras
 import pytest
 import torch
 from families import WINDOW, build, config_of
@@ -293,7 +294,11 @@ LARGE = LlamaConfig(
     ("arguments", "device"),
     [
         ({"device_memory": "300GB"}, None),
-        ({"device_memory": "80GB", "quantization": "bnb-4bit"}, None),
+        pytest.param(
+            {"device_memory": "80GB", "quantization": "bnb-4bit"},
+            None,
+            marks=extras.marked("bitsandbytes"),
+        ),
         ({"device_memory": "80GB", "quantization": "bnb-4bit", "device_map": "cuda"}, "cuda"),
         ({"device_memory": "80GB", "quantization": "int4-cpu", "device_map": "cpu"}, "cpu"),
         ({"device_memory": "300GB", "cache_implementation": "paged", "device": "cuda:3"}, "cuda"),

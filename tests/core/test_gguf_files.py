@@ -19,7 +19,7 @@ from jackfield.bridge.gguf_header import read_header
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, UsageError
 
-pytest.importorskip("gguf")
+pytest.importorskip("gguf", reason="needs jackfield[gguf]")
 from gguf_files import Type, export
 
 if TYPE_CHECKING:

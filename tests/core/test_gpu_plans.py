@@ -18,7 +18,7 @@ from jackfield.planning.planning import Plan
 if TYPE_CHECKING:
     from command_line import Cli
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="needs jackfield[triton]")
 
 
 @pytest.fixture

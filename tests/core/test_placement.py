@@ -28,7 +28,7 @@ from jackfield.planning.device_map import asked
 from jackfield.planning.planning import decide
 from jackfield.registry.discovery import registry
 
-pytest.importorskip("accelerate")
+pytest.importorskip("accelerate", reason="needs jackfield[accelerate]")
 
 PROMPTS = prompts((3, 9))
 LAYER_1 = {"": "cpu", "model.layers.1": "disk"}

@@ -23,7 +23,7 @@ from jackfield.errors import JackfieldError
 if TYPE_CHECKING:
     import torch
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 
 VICTIM = {"max_new_tokens": 120, "temperature": 1.0, "seed": 7, "eos_token_id": []}
 VICTIMS_PROMPT = list(range(1, 9))

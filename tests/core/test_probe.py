@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from families import FAMILIES, MORE_FAMILIES, VOCAB, config_of
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.git.modeling_git import GitModel
 
 import jackfield
 from jackfield.bridge.probe import Probe, probe
@@ -117,7 +119,12 @@ def test_a_state_beside_the_cache_is_refused() -> None:
 def test_a_text_model_beside_a_vision_model_has_attention_of_its_own() -> None:
     git = jackfield.plan(transformers.GitConfig(vocab_size=VOCAB, num_hidden_layers=1))
     assert "own_attention" in git.requirements.features
-    assert git.requirements.ragged == "a row padded at the left says something else"
+    ragged = "a row padded at the left says something else"
+    if "attention_mask is not None" not in inspect.getsource(GitModel.forward):
+        # Git of transformers 5.17 takes no step of one token without a mask.
+        ragged = "a small model of its kind could not be tried: 'NoneType' object has no attribute"
+    assert git.requirements.ragged is not None
+    assert git.requirements.ragged.startswith(ragged)
     with pytest.raises(CheckpointError, match="a cache of its own class"):
         jackfield.plan(transformers.MiniMaxConfig(**GATED))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 import torch
 from torch import nn
@@ -217,7 +218,7 @@ def test_a_quantizer_whose_layer_is_spoilt_does_not_load(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check is on the way of `load`, for those that quantize while they read."""
-    pytest.importorskip("torchao" if name == "torchao" else "bitsandbytes")
+    extras.needs("torchao" if name == "torchao" else "bitsandbytes")
     from jackfield.engine import reading
 
     def spoilt(*arguments: Any) -> Any:

@@ -15,7 +15,7 @@ import jackfield
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import SettingsError
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 from fresh import ROOT
 
@@ -70,6 +71,7 @@ def ran(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@extras.marked("triton")
 def test_they_run_and_are_right(site: Path) -> None:
     done = ran(site, "-c", SCRIPT)
     assert done.returncode == 0, done.stderr

@@ -158,7 +158,7 @@ def test_beams_fork_between_compiled_steps(cache: str) -> None:
 
 
 def test_an_adapter_that_is_switched() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
     model = build("llama")
     model.add_adapter(
         peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="needs jackfield[triton]")
 
 from jackfield_plugins.attention.paged_triton import variants
 from jackfield_plugins.attention.paged_triton.launch import PagedAttention

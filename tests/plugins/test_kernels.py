@@ -22,7 +22,7 @@ from jackfield_plugins.hub_kernels import KernelRefused
 from jackfield_plugins.hub_kernels.probing import probe
 from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="needs jackfield[triton]")
 needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
     reason="Triton runs on a GPU or, with TRITON_INTERPRET=1, in Python",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import extras
 import pytest
 
 SCRIPT = Path(__file__).with_name("quantized_mutants.py")
@@ -21,7 +22,7 @@ def counts(selection: str, *arguments: str) -> tuple[int, int, int]:
     """How many were caught, harmless and wrong."""
     library = LIBRARY.get(selection.partition("-")[0].partition("?")[0])
     if library is not None:
-        pytest.importorskip(library)
+        extras.needs(library)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), selection, *arguments],
         capture_output=True, text=True, check=False,

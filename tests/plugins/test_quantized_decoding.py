@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
+import extras
 import pytest
 
 import jackfield
@@ -22,8 +22,7 @@ LIBRARIES = {"bnb": "bitsandbytes", "torchao": "torchao"}
 def selection(text: str) -> Any:
     """A parameter that is skipped where its library is missing."""
     name = next((v for k, v in LIBRARIES.items() if text.startswith(k)), None)
-    missing = name is not None and importlib.util.find_spec(name) is None
-    return pytest.param(text, marks=pytest.mark.skipif(missing, reason=f"needs {name}"))
+    return pytest.param(text, marks=extras.marked(*filter(None, [name])))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import extras
 import pytest
 
 OURS = "· 4 tokens, "
@@ -36,8 +36,7 @@ def jackfield_generate(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_only_our_own_line_is_on_the_console(selection: str, library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}")
+    extras.needs(library)
     done = jackfield_generate("--quantization", selection)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
@@ -45,7 +44,7 @@ def test_only_our_own_line_is_on_the_console(selection: str, library: str) -> No
     assert done.stdout
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="needs jackfield[gptq]")
+@extras.marked("gptqmodel")
 def test_gptq_is_quiet_too(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a fox.\n" * 40)
@@ -67,7 +66,7 @@ def test_modules_of_quantizers_import_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs jackfield[bnb]")
+@extras.marked("bitsandbytes")
 def test_bitsandbytes_fetches_no_kernel() -> None:
     code = (
         "import sys, types\n"

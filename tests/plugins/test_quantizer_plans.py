@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 import torch
 from transformers import BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
@@ -54,7 +55,7 @@ def refusal(act: Any, folder: Path, selection: Any) -> str | None:
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_plan_refuses_what_loading_refuses(folders: dict[Any, Path], selection: str) -> None:
-    pytest.importorskip("torchao" if "torchao" in selection else "bitsandbytes")
+    extras.needs("torchao" if "torchao" in selection else "bitsandbytes")
     for sizes, folder in folders.items():
         planned = refusal(jackfield.plan, folder, selection)
         assert refusal(jackfield.load, folder, selection) == planned, (selection, sizes)
@@ -85,14 +86,14 @@ def test_a_plan_refuses_what_loading_refuses_of_a_config_object(
     folders: dict[Any, Path], name: str
 ) -> None:
     library, make = OBJECTS[name]
-    pytest.importorskip(library)
+    extras.needs(library)
     for sizes, folder in folders.items():
         planned = refusal(jackfield.plan, folder, make())
         assert refusal(jackfield.load, folder, make()) == planned, (name, sizes)
 
 
 def test_groups_that_do_not_divide_are_told_with_what_does() -> None:
-    pytest.importorskip("gptqmodel")
+    pytest.importorskip("gptqmodel", reason="needs jackfield[gptq]")
     with pytest.raises(PlanError, match=r"groups of 128 do not divide 192 .*'group_size=64'"):
         jackfield.plan("demo", quantization=gptq())
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 from transformers import BitsAndBytesConfig, EetqConfig, GPTQConfig, QuantoConfig
 
@@ -49,8 +49,7 @@ def test_a_method_whose_library_is_missing(
     ],
 )
 def test_the_backend_of_a_method_takes_its_config(make: Any, name: str, library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}")
+    extras.needs(library)
     config = make()
     plan = jackfield.plan("demo", quantization=config)
     assert plan["quantizer"].registered.name == name

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 import torch
 from fake_cuda import FakeCuda, Gpu
@@ -121,7 +122,7 @@ def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) ->
 )
 def test_answers_are_within_two_points_of_full_precision(key: str) -> None:
     if key != "int4-cpu":
-        pytest.importorskip("torchao" if key.startswith("ao") else "bitsandbytes")
+        extras.needs("torchao" if key.startswith("ao") else "bitsandbytes")
     dtype = "bfloat16" if "int4" in key else "float32"  # in float32 torchao's kernel is slow
     with jackfield.load("demo", quantization=SELECTIONS.get(key, key), dtype=dtype) as engine:
         assert evaluate(engine, count=20).accuracy >= full_precision() - 0.02

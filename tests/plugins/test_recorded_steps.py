@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import extras
 import pytest
 import torch
 from driven import Arrival, drive, tokens
@@ -23,7 +24,6 @@ import jackfield
 from jackfield.contracts import CompilerCapabilities
 from jackfield.errors import ExecutionError
 from jackfield.registry.backends import Registered
-from jackfield_plugins.attention.paged_triton import launch
 from jackfield_plugins.cache.paged import fixed
 from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs, stretches, whole
 
@@ -293,10 +293,13 @@ def test_a_model_called_by_somebody_else_before_the_first_request_says_so() -> N
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = pytest.importorskip("jackfield_plugins.attention.paged_triton.variants")
+    extras.needs("triton")
+    from jackfield_plugins.attention.paged_triton import launch, variants
+
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")
     monkeypatch.setattr(variants, "ready", launching(variants.ready))
+    monkeypatch.setattr(launch, "_processors", lambda _: 132)
 
 
 TRITON = {"attn_implementation": "triton"}
@@ -306,9 +309,8 @@ TRITON = {"attn_implementation": "triton"}
 @pytest.mark.parametrize(
     "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss",))]
 )
-def test_the_kernels_in_triton(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_in_triton(family: str) -> None:
     """Windows, sinks, and more splits than short texts have keys for."""
-    monkeypatch.setattr(launch, "_processors", lambda _: 132)
     model, found = build(family), {}
     coming = [
         Arrival(n, prompt, max_new_tokens=3 + 2 * n) for n, prompt in enumerate(prompts((9, 2)))

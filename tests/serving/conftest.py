@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import extras
 import pytest
 
 if TYPE_CHECKING:
     from page_in_browser import Opened
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "pydantic_settings", "uvicorn")
-HERE = all(map(importlib.util.find_spec, NEEDED))
-collect_ignore_glob = [] if HERE else ["*.py"]
+HERE = extras.missing(*NEEDED) is None
 
 if HERE:
     import openai
     from browser import Browser, chromium
     from page_in_browser import opener
     from served import Served, serving
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Skip the whole folder."""
+    extras.needs(*NEEDED)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from served import Served, serving
 from test_tools import loads
 from typing_extensions import get_type_hints, is_typeddict
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 
 
 class Endpoint(NamedTuple):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from json_values import json_values
 from served import Served, serving
 
-schemathesis = pytest.importorskip("schemathesis")
-pytest.importorskip("werkzeug")  # which schemathesis needs for a document
+schemathesis = pytest.importorskip("schemathesis", reason="needs jackfield[dev]")
+# which schemathesis needs for a document
+pytest.importorskip("werkzeug", reason="needs jackfield[dev]")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

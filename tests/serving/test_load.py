@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools")
+pytest.importorskip("httptools", reason="needs jackfield[client]")
 
 from served import Served
 

@@ -13,7 +13,7 @@ from agents import assert_an_agent_calls_a_tool
 from served import Served, serving
 from test_tools import PLACE, SAY, loads
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import jackfield
 from jackfield.demo import MODEL_PATH
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 
 if TYPE_CHECKING:
     from openai import OpenAI

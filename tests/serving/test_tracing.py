@@ -18,9 +18,10 @@ import served
 from jackfield.serving import tracing
 from jackfield.serving.app import create_app
 
-sdk = pytest.importorskip("opentelemetry.sdk.trace")
-memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-export = pytest.importorskip("opentelemetry.sdk.trace.export")
+OTEL = "needs jackfield[otel]"
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason=OTEL)
+export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=OTEL)
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason=OTEL)
 
 SECRET = "Sort these numbers: 41 7 88 23"
 ANSWER = "7 23 41 88"

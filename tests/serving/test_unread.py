@@ -27,7 +27,7 @@ from jackfield.serving.settings import settings
 if TYPE_CHECKING:
     from served import Served
 
-uvloop = pytest.importorskip("uvloop")
+uvloop = pytest.importorskip("uvloop", reason="needs jackfield[serve]")
 
 WITHIN = 0.4  # seconds
 ASK = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import extras
 import pytest
 import quantizer
 import right_quantizer
@@ -46,8 +45,8 @@ def test_weights_as_they_are_pass() -> None:
     "selection", ["int4-cpu", "int4-cpu?group_size=128", "transformers", *OF_LIBRARIES]
 )
 def test_built_in_quantizers_pass(selection: str) -> None:
-    if (library := OF_LIBRARIES.get(selection)) and importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}")
+    if library := OF_LIBRARIES.get(selection):
+        extras.needs(library)
     assert_right(found_of(f"plugin:{selection}"))
 
 

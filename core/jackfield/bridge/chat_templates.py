@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from jackfield.bridge import template_source
+from jackfield.bridge import template_sandbox, template_source
 from jackfield.bridge.template_sandbox import MOST, TIMES, Exceeded, size_of
 from jackfield.errors import PromptError
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
@@ -31,19 +33,24 @@ SECONDS = 5.0  # of its thread's own time for one chat; an ordinary one takes a 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: templates strip the space, or do not
 _PROBE = "Zr0rZ"
 _TEMPLATE = "<template>"  # what jinja calls the file of a template that comes as a string
+_JINJA = (str(Path(jinja2.__file__).parent), template_sandbox.__file__)
 
 
 @contextlib.contextmanager
 def _until(end: float, file: str) -> Iterator[None]:
-    """Every line of `file` or a template, and every function that is called, looks at the clock.
+    """Every line of `file` or a template, and every function of theirs, looks at the clock.
 
-    The functions themselves end: what they are handed was measured.
+    Functions of jinja and of `file`'s folder look when they are called; they themselves end, for
+    what they are handed was measured. All others are left alone: one may be a callback of the
+    garbage collector's, where what is raised is lost, and the clock with it.
     """
+    of_it = file if file == _TEMPLATE else str(Path(file).parent)
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.thread_time() > end:
+        name = frame.f_code.co_filename
+        if name.startswith((_TEMPLATE, of_it, *_JINJA)) and time.thread_time() > end:
             raise Exceeded(f"does not end within {SECONDS:g} s of computing")
-        return look if frame.f_code.co_filename in (file, _TEMPLATE) else None
+        return look if name in (file, _TEMPLATE) else None
 
     before = sys.gettrace()
     sys.settrace(look)
