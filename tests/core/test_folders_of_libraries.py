@@ -27,6 +27,7 @@ BELOW = "/dev/null/below"
 
 KERNEL = "hub?repo=kernels-community/flash-attn2&revision=v1"
 INT4 = "int4-cpu?head=8"
+NEW = None if extras.missing("copier") is None else "jackfield[new]"
 SERVE = None if extras.missing("fastapi") is None else "pip install jackfield[serve]"
 #: command -> (arguments, standard input, what the one line of an error says)
 LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
@@ -44,7 +45,7 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "explain a kernel of the hub": (("explain", "demo", "--attention", KERNEL), "", "kernel"),
     "memory": (("memory", "demo"), "", None),
     "doctor": (("doctor",), "", None),
-    "new": (("new", "attention", "my-kernel"), "", None),
+    "new": (("new", "attention", "my-kernel"), "", NEW),
     "check": (("check", "fifo", "--only", "schedule.again"), "", None),
     "lock": (("lock", "--json"), "", None),
     "serve": (("serve", "--new-key", "ann"), "", SERVE),

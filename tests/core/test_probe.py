@@ -120,7 +120,7 @@ def test_a_text_model_beside_a_vision_model_has_attention_of_its_own() -> None:
     git = jackfield.plan(transformers.GitConfig(vocab_size=VOCAB, num_hidden_layers=1))
     assert "own_attention" in git.requirements.features
     ragged = "a row padded at the left says something else"
-    if "attention_mask is not None" not in inspect.getsource(GitModel.forward):
+    if "past_key_values is not None and seq_len == 1" in inspect.getsource(GitModel.forward):
         # Git of transformers 5.17 takes no step of one token without a mask.
         ragged = "a small model of its kind could not be tried: 'NoneType' object has no attribute"
     assert git.requirements.ragged is not None
