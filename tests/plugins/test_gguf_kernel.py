@@ -22,7 +22,7 @@ from jackfield_plugins.native import compiling
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL, Matrix, linear, pack, rows
 
-pytest.importorskip("gguf")
+pytest.importorskip("gguf", reason="needs jackfield[gguf]")
 from gguf_files import Type, random_blocks, weights
 
 pytestmark = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from jackfield.errors import CheckpointError, JackfieldError
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL
 
-pytest.importorskip("gguf")
+pytest.importorskip("gguf", reason="needs jackfield[gguf]")
 from gguf_files import Type, export
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ def assert_an_agent_calls_a_tool(server: Served, model: str, named: Any) -> None
     """`model` is the name of pydantic-ai's class for an endpoint, `named` a choice of the function
     `weather`, which is called again with what came of it.
     """
-    agents = pytest.importorskip("pydantic_ai")
+    agents = pytest.importorskip("pydantic_ai", reason="needs jackfield[dev]")
     from pydantic_ai.models import openai as models
     from pydantic_ai.providers.openai import OpenAIProvider
 
