@@ -73,6 +73,6 @@ def narrow_eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
     Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
     Made here, since transformers up to 5.17 copies a number of the host's for it in each step.
     """
-    seen = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    seen: Any = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
     unseen = torch.finfo(_narrow(dtype)).min
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), unseen)
