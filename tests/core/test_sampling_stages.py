@@ -20,6 +20,7 @@ from jackfield.sampling.pipeline import Pipeline, Tables
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import Stage
+from jackfield.sampling.structured import unpacked
 from jackfield.sampling.token_mask import apply_token_mask, mask
 from jackfield.sampling.token_table import TokenTable
 from jackfield.sampling.verification import gains
@@ -287,6 +288,25 @@ def test_a_mask_is_for_the_rows_with_a_structure() -> None:
     second = found.only(2)
     assert second is not None
     assert (second(torch.zeros(1, VOCAB)) == 0).nonzero().tolist() == [[0, 30]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 500])
+def test_a_mask_of_a_cpu_is_that_of_a_gpu_also_for_what_is_no_number(
+    dtype: torch.dtype, width: int
+) -> None:
+    chance = torch.Generator().manual_seed(width)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 3e38, -1.5], dtype=dtype)
+    given = odd[torch.randint(0, len(odd), (3, width), generator=chance)]
+    words = -(-width // 32) + 1  # a tokenizer may know more tokens than the model
+    bits = torch.randint(-(1 << 31), 1 << 31, (3, words), generator=chance).to(torch.int32)
+    rows = RowMap.verifying([sequence([n], structure=Structure("regex", "x")) for n in range(3)])
+    found = mask(bits, rows, width, StepBlock(CPU))(given.clone())
+    due = apply_token_mask(given, ~unpacked(bits, width))
+    assert found.dtype == dtype
+    assert torch.equal(found.nan_to_num(7e4), due.nan_to_num(7e4))
+    assert torch.equal(found.isnan(), due.isnan())
+    assert found.isnan().any() or width < 31
 
 
 def test_rows_of_a_map() -> None:
