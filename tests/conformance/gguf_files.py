@@ -5,7 +5,8 @@ Blocks of K-quants, which the package does not make, are random bytes under scal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES
 #: transformers' model_type -> llama.cpp's architecture.
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "gpt2": "gpt2", "phi3": "phi3", "starcoder2": "starcoder2",
+    "gemma3_text": "gemma3", "gpt2": "gpt2", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 
 #: Where the float16 numbers of a block are: byte -> their size, as a share of the weights'.
@@ -80,18 +81,18 @@ def export(
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied, other = config.tie_word_embeddings, dict(tensors or {})
-    for number, (name, tensor) in enumerate(model.state_dict().items()):
+    for number, (name, tensor) in enumerate(_tensors(model)):
         if (tied and name == "lm_head.weight") or name.endswith((".attn.bias", "masked_bias")):
             continue
         base, _, ending = name.rpartition(".")
-        theirs = f"{names.get_name(base)}.{ending}"
-        values = _as_llama_cpp(theirs, tensor.float().numpy(), config)
+        theirs = name if name.startswith("blk.") else f"{names.get_name(base)}.{ending}"
+        values = _as_llama_cpp(theirs, tensor.float().contiguous().numpy(), config)
         values = other.pop(theirs, values)
         if values is None:
             continue
         asked = kind(theirs) if callable(kind) else kind
         numbers, _ = GGML_QUANT_SIZES[asked]
-        fits = values.ndim == 2 and values.shape[1] % numbers == 0
+        fits = values.ndim > 1 and values.shape[1] % numbers == 0
         own = asked if fits else Type.F32
         writer.add_tensor(theirs, stored(values, own, number), raw_dtype=own)
     for theirs, values in other.items():
@@ -101,6 +102,20 @@ def export(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the model, experts apart and with llama.cpp's names."""
+    for name, tensor in model.state_dict().items():
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)", name):
+            if found[2] == "down_proj":
+                yield f"blk.{found[1]}.ffn_down_exps.weight", tensor
+                continue
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"blk.{found[1]}.ffn_gate_exps.weight", gate
+            yield f"blk.{found[1]}.ffn_up_exps.weight", up
+        else:
+            yield name, tensor
 
 
 def _write_keys(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -118,6 +133,10 @@ def _write_keys(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("rope_theta") or rope["full_attention"]["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -34,6 +34,8 @@ def model_of(family: str) -> Any:
     config.tie_word_embeddings = family in ("gemma2", "gemma3", "qwen2")
     if family == "qwen2":
         config.use_sliding_window, config.layer_types = False, ["full_attention"] * 2
+    if family == "qwen3-moe":
+        config.norm_topk_prob = True  # which llama.cpp takes for granted
     if family == "gemma3":
         config.layer_types = ["sliding_attention"] * 2
     torch.manual_seed(0)
@@ -53,7 +55,17 @@ def logits(engine: jackfield.Engine, ids: torch.Tensor) -> torch.Tensor:
         return engine.model(ids).logits
 
 
-FAMILIES = ["llama", "llama-mqa", "llama-wide-heads", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2"]
+FAMILIES = [
+    "llama",
+    "llama-mqa",
+    "llama-wide-heads",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "qwen3-moe",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

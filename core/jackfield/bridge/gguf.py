@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
 from jackfield.bridge.gguf_header import GgufHeader, read_header
-from jackfield.bridge.gguf_weights import GgufWeight, missing, weights_of_file
+from jackfield.bridge.gguf_names import missing, weights_of_file
+from jackfield.bridge.gguf_weights import GgufWeight, JoinedWeight
 from jackfield.contracts.checkpoint import StoredTensor
 from jackfield.contracts.quantizing import GGUF_BLOCKS
 from jackfield.errors import CheckpointError, quoted, shown
@@ -33,7 +34,7 @@ class GgufModel:
     header: GgufHeader
     config: PreTrainedConfig
     model_class: type[PreTrainedModel]
-    weights: Mapping[str, GgufWeight | torch.Tensor]
+    weights: Mapping[str, GgufWeight | JoinedWeight]
 
     @cached_property
     def tokenizer(self) -> Any | None:

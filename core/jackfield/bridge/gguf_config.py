@@ -32,6 +32,8 @@ _MEANINGS: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "embedding_scale": "embedding_multiplier",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "final_logit_softcapping": "final_logit_softcapping",
     "logit_scale": "logit_scale",
     "residual_scale": "residual_multiplier",

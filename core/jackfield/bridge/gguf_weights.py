@@ -1,30 +1,20 @@
-"""The weights of a GGUF file under the names of transformers' model, read when they are asked for.
-
-What llama.cpp's converters did to a tensor, transformers undoes by functions on whole matrices
-(`TENSOR_PROCESSORS`). Where that only moves rows, it moves rows of blocks as well, so the function
-is asked about a matrix of row numbers: blocks stay as they are in the file.
-"""
+"""The weights of a GGUF file as the model has them, read when they are asked for."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from jackfield.bridge.gguf_header import GgufHeader, GgufTensor
-from jackfield.bridge.gguf_rope import DIVISORS
-from jackfield.errors import CheckpointError, shown
+from jackfield.bridge.gguf_header import GgufTensor
+from jackfield.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     Numbers = np.ndarray[Any, Any]
 
 _VALUES = ("F32", "F16", "BF16", "F64")
@@ -112,8 +102,27 @@ def _unpacked(raw: Numbers, kind: str) -> Numbers:
     return made
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedWeight:
+    """A weight of the model that is several tensors of the file, unpacked: experts."""
+
+    name: str
+    parts: tuple[GgufWeight, ...]
+    join: Callable[[GgufWeight, dict[str, torch.Tensor]], None]
+
+    def __getitem__(self, everything: Any) -> JoinedWeight:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Its numbers."""
+        made: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            self.join(part, made)
+        return made[self.name].to(device=device, dtype=dtype)
+
+
 @functools.cache
-def _can_unpack(kind: str) -> bool:
+def can_unpack(kind: str) -> bool:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -121,143 +130,3 @@ def _can_unpack(kind: str) -> bool:
     except (NotImplementedError, ValueError):
         return False
     return True
-
-
-def weights_of_file(
-    header: GgufHeader, model: PreTrainedModel
-) -> dict[str, GgufWeight | torch.Tensor]:
-    """What the file has of `model` (on the meta device), by the model's names; what belongs
-    nowhere by the file's. Weights that are made of several tensors are read now.
-
-    Raises CheckpointError: a tensor of another shape than the model's, or of a type that nobody
-    can unpack.
-    """
-    from transformers import modeling_gguf_pytorch_utils
-
-    library: Any = modeling_gguf_pytorch_utils  # in part without types
-    processor = _processor(header, model)
-    try:
-        names: dict[str, str] = library.get_gguf_hf_weights_map(
-            _Named(model), processor, header.architecture
-        )
-    except NotImplementedError:
-        raise CheckpointError(
-            f"{header.path} is of architecture {header.architecture!r}, whose names of tensors "
-            "the package gguf does not know; upgrade it"
-        ) from None
-    expected = model.state_dict()
-    joined: dict[str, torch.Tensor] = {}
-    found: dict[str, GgufWeight | torch.Tensor] = {}
-    for name, tensor in header.tensors.items():
-        if name == DIVISORS:  # of the config
-            continue
-        if not _can_unpack(tensor.type):
-            raise CheckpointError(
-                f"{header.path}: {shown(name)} is of type {tensor.type}, which the package gguf "
-                "does not unpack; give a file with other blocks"
-            )
-        process = functools.partial(
-            processor.process,
-            name=name,
-            tensor_key_mapping=names,
-            parsed_parameters={"tensors": joined},
-        )
-        ours = names.get(name, name)
-        layer = model.get_submodule(ours.rpartition(".")[0]) if ours in expected else None
-        weight = _weight(header, name, process, isinstance(layer, Conv1D))
-        if weight is None:  # processed into `joined`
-            continue
-        _check_shape(header, weight, ours, expected)
-        found[ours] = weight
-    return {**found, **joined}
-
-
-class _Named:
-    """The names in a model, and in the one inside it; for a function of transformers that asks
-    every module of all levels, which takes seconds.
-    """
-
-    def __init__(self, model: nn.Module, config: Any = None) -> None:
-        self.config = config or model.config
-        self._model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._model.state_dict()
-
-    def named_children(self) -> list[tuple[str, _Named]]:
-        prefix: str = getattr(self._model, "base_model_prefix", "")
-        inner = getattr(self._model, prefix, None) if prefix else None
-        return [(prefix, _Named(inner, self.config))] if isinstance(inner, nn.Module) else []
-
-
-def _processor(header: GgufHeader, model: PreTrainedModel) -> Any:
-    from transformers import modeling_gguf_pytorch_utils
-
-    library: Any = modeling_gguf_pytorch_utils
-    made = library.TENSOR_PROCESSORS.get(header.architecture, library.TensorProcessor)
-    fields = model.config.to_dict()
-    fields |= {name: getattr(model.config, name) for name in model.config.attribute_map}
-    return made(config=fields)
-
-
-def _weight(
-    header: GgufHeader, name: str, process: Callable[..., Any], transposed: bool
-) -> GgufWeight | None:
-    """The tensor `name`; None where it became a part of a weight that has several."""
-    tensor = header.tensors[name]
-    plain = GgufWeight(name, header.path, tensor)
-    if len(tensor.shape) == 2:
-        moved = _moved_rows(process, tensor.shape[0], transposed)
-        if moved is not None:
-            rows = None if (moved == np.arange(len(moved))).all() else moved
-            return GgufWeight(name, header.path, tensor, rows, None, transposed)
-    if len(tensor.shape) > 2 or process(_like(tensor)).name is None:
-        numbers = plain.to(dtype=torch.float32).numpy()
-        if process(numbers).name is None:
-            return None
-    return GgufWeight(
-        name, header.path, tensor, None, lambda numbers: np.asarray(process(numbers).weights)
-    )
-
-
-def _like(tensor: GgufTensor) -> Numbers:
-    """Numbers of its shape that take no memory."""
-    return np.broadcast_to(np.float32(-1), tensor.shape)
-
-
-def _moved_rows(process: Callable[..., Any], rows: int, transposed: bool) -> Numbers | None:
-    """Where `process` takes each row from, if that is all that it does to a matrix."""
-    asked = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
-    try:
-        done = process(asked)
-    except (ValueError, TypeError):
-        return None
-    if done.name is None:
-        return None
-    made = done.weights.T if transposed else done.weights
-    if made.shape != asked.shape or (made[:, 1] != made[:, 0] + 1).any():
-        return None
-    moved: Numbers = (made[:, 0] / 2).astype(np.int64)
-    whole = np.array_equal(np.sort(moved), np.arange(rows)) and (made[:, 0] == 2 * moved).all()
-    return moved if whole else None
-
-
-def _check_shape(
-    header: GgufHeader, weight: GgufWeight, ours: str, expected: Mapping[str, torch.Tensor]
-) -> None:
-    if ours not in expected or weight.change is not None:
-        return
-    due = tuple(expected[ours].shape)
-    found = weight.tensor.shape[::-1] if weight.transposed else weight.tensor.shape
-    if due != found:
-        raise CheckpointError(
-            f"{shown(weight.name)} in {header.path} is {weight.tensor}, and has to have the shape "
-            f"{list(due[::-1] if weight.transposed else due)} of {ours}; its keys do not fit its "
-            "tensors"
-        )
-
-
-def missing(weights: Mapping[str, Any], model: PreTrainedModel) -> Iterator[str]:
-    """What `model` needs and a file has not."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    yield from (name for name in model.state_dict() if name not in weights and name not in tied)
