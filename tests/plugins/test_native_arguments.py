@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import extras
 import pytest
 from native_mutants import ENTRIES
 
@@ -73,6 +74,7 @@ def test_nobody_who_hands_over_addresses_is_left_out() -> None:
     assert all(any(kind in title for kind in kinds) for title in ENTRIES)
 
 
+@extras.marked("gguf")
 @pytest.mark.skipif(
     bool(NativeKernel("", ROOT, "").cannot_build()), reason="needs a C++ compiler, on Linux"
 )
