@@ -390,6 +390,24 @@ def test_a_folder_that_others_can_write_is_not_read(
     assert "others can write to" in caplog.text
 
 
+def test_a_module_with_an_attribute_that_has_no_plain_form_is_traced_by_each(folder: Path) -> None:
+    model = build("llama").__class__(build("llama").config).double()
+    model.lm_head.places = {(1, 2): 3}
+    assert [generate(model)[1], generate(model)[1]] == [1, 1]
+    assert not folder.exists()
+
+
+def test_steps_of_several_sizes_remember_little() -> None:
+    """Rows that are filled up are other views in each step; what is kept of them is bounded."""
+    with load(build("llama")) as engine:
+        for length in (2, 30, 30, 30):
+            engine.generate(prompts((3, 4, 5)), max_new_tokens=length)
+        native = engine._bound.attention.native
+        names = zip(native.__code__.co_freevars, native.__closure__, strict=True)
+        kernel = next(cell.cell_contents.__self__ for name, cell in names if name == "inner")
+        assert len(kernel._laid) <= 2 * 3
+
+
 def test_hooks_are_in_no_graph_on_disk(folder: Path) -> None:
     model = build("llama").__class__(build("llama").config).double()
     model.lm_head.register_forward_hook(lambda module, args, output: -output)

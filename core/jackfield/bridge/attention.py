@@ -251,15 +251,21 @@ class AttentionBinding:
         seen: dict[int, tuple[Any, ...]] = {}  # by layer: the last step's tensors, and rows of them
 
         def native(
-            number: int, query: Any, key: Any, value: Any, output: Any, kwargs: dict[str, Any]
+            number: int,
+            width: int,
+            query: Any,
+            key: Any,
+            value: Any,
+            output: Any,
+            kwargs: dict[str, Any],
         ) -> Seq[NativeCall] | None:
             if self.tap is not None or not kwargs.keys() <= understood:
                 return None
             last = seen.get(number)
-            if last is None or last[0] is not query or last[1] is not output:
-                rows = (states[0].transpose(0, 1) for states in (query, key, value))
-                last = seen[number] = (query, output, *rows, output[0])
-            _, _, queries, keys, values, outputs = last
+            if last is None or last[0] is not query or last[1] is not output or last[2] != width:
+                rows = (states[0, :, :width].transpose(0, 1) for states in (query, key, value))
+                last = seen[number] = (query, output, width, *rows, output[0, :width])
+            *_, queries, keys, values, outputs = last
             guard.layer, guard.who, guard.what = number, pages, "native_write"
             with guard:
                 written = write(number, keys, values)

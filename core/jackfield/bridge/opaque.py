@@ -67,10 +67,7 @@ class OpaqueStep:
         """What does natively what calling this does, in the packed layout; None: nothing does."""
         if self.native is None:
             return None
-        if query.shape[2] != self.width:
-            query, key, value = (t[:, :, : self.width] for t in (query, key, value))
-            output = output[:, : self.width]
-        return self.native(layer, query, key, value, output, kwargs)
+        return self.native(layer, self.width, query, key, value, output, kwargs)
 
     def __call__(
         self,

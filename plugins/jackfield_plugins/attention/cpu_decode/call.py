@@ -25,6 +25,7 @@ _NAME = "cpu_decode"
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
 _PACK = struct.Struct("@10qd8q3q10q").pack  # `struct Call` in kernel.cpp
 _TABLES_AT = struct.calcsize("@10qd8q3q")
+_MOST = 4096  # calls whose arguments are remembered
 _NO_MASK = (0, 0)
 _NO_TABLE = (0,) * 10
 _PADDED = (
@@ -237,6 +238,8 @@ class Kernel:
                 return None
             whole = self._arguments(query, layer, scaling, out)
             self._function(query, layer.keys, layer.values)
+            if len(self._laid) >= _MOST:  # of programs that are gone
+                self._laid.clear()
             laid = self._laid[id(out)] = Laid(query, layer, out, scaling, whole)
         rows = self._packed_rows.get(tables.window)
         if rows is None or rows[0] is not tables:

@@ -33,7 +33,10 @@ class KeptGraphs:
     """The graphs of one model as it is now; `folder` is None where nothing can be kept."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._key = _key_of(model)
+        try:
+            self._key = _key_of(model)
+        except (TypeError, ValueError):  # an attribute that has no plain form
+            self._key = None
         self._folder: Path | None = None
         if self._key is None:
             return
