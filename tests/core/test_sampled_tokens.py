@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield.contracts import Settings, StepBlock, Tokens
-from jackfield.contracts.counter_rng import uniform
+from jackfield.contracts.counter_rng import uniform, uniforms
 from jackfield.engine.sequences import RunningSequence
 from jackfield.sampling import histories, penalties
-from jackfield.sampling.choosing import WIDE
+from jackfield.sampling.choosing import MANY, WIDE
 from jackfield.sampling.one_row import OneRow
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.sampler import Sampler
@@ -214,13 +214,13 @@ def test_each_token_is_read_once_however_rows_come_rest_and_go(
     sampler, rng = Sampler(), random.Random(1)
     for _ in range(40):
         step = rng.sample(texts, rng.randint(2, 6))  # two rest at times, or four
-        sampler.sample(step, torch.randn(len(step), 64))
+        sampler.sample(step, torch.randn(len(step), WIDE))
         for one in step:
             list.append(one.tokens, rng.randrange(64))
-    sampler.sample(texts, torch.randn(6, 64))
+    sampler.sample(texts, torch.randn(6, WIDE))
     assert sum(read) == sum(len(one.tokens) + one.num_new for one in texts)
     texts[0].tokens = Tokens([*texts[0].tokens, 1])  # as a beam that became another
-    sampler.sample(texts, torch.randn(6, 64))
+    sampler.sample(texts, torch.randn(6, WIDE))
     again = len(texts[0].tokens) + texts[0].num_new - 2
     assert sum(read) == again + sum(len(one.tokens) + one.num_new for one in texts)
 
@@ -257,3 +257,20 @@ def test_penalties_by_tables_of_the_vocabulary_are_those_by_histories(seed: int)
             assert torch.equal(one, other)
             changed |= not torch.equal(one, scores)
     assert changed
+
+
+WORD = st.integers(-(1 << 70), 1 << 70)
+
+
+@given(st.lists(st.tuples(WORD, WORD, WORD), min_size=1, max_size=20))
+def test_many_random_numbers_are_those_of_each(keys: list[tuple[int, int, int]]) -> None:
+    assert uniforms(keys).tolist() == [uniform(*key) for key in keys]
+
+
+def test_many_rows_draw_what_each_draws_alone() -> None:
+    rng = random.Random(2)
+    texts = [RunningSequence(n, [1 + n], settings_of(rng)) for n in range(3 * MANY)]
+    logits = torch.randn(len(texts), 50, generator=torch.Generator().manual_seed(0)) * 3
+    found = Sampler().sample(texts, logits.clone())
+    due = [reference.token(one, [], row) for one, row in zip(texts, logits, strict=True)]
+    assert [gain.tokens for gain in found] == [(token,) for token in due]

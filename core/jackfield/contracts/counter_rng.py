@@ -6,6 +6,7 @@ and what it says is mixed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,21 @@ _MIXED = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def uniform(seed: int, sample: int, position: int) -> float:
     """A number in [0, 1) from a key: `seed`, `sample` and `position`, each of which is mixed in."""
     return (_state(seed, sample, position) >> 11) * 2.0**-53
+
+
+def uniforms(keys: Seq[tuple[int, int, int]]) -> torch.Tensor:
+    """What `uniform` says for each of `keys`, float64 `[keys]` on the host; for many of them."""
+    import numpy as np
+    import torch
+
+    words = np.array([[word & _MASK for word in key] for key in keys], np.uint64).T
+    state = np.zeros(len(keys), np.uint64)
+    for word in words:  # uint64 wraps, as `& _MASK` does
+        state = state + word + np.uint64(_STEP)
+        for shift, factor in _MIXED:
+            state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+        state = state ^ (state >> np.uint64(31))
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def gumbel(seed: int, position: int, count: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from jackfield.contracts import StepBlock
-from jackfield.contracts.counter_rng import uniform
+from jackfield.contracts.counter_rng import uniform, uniforms
 from jackfield.sampling.drawing import draw
 from jackfield.sampling.one_row import OneRow
 from jackfield.sampling.rows import RowMap
@@ -18,6 +18,8 @@ from jackfield.sampling.warpers import Warpers
 
 #: Tokens of a vocabulary from which on a CPU draws row by row; fewer are sorted in no time.
 WIDE = 4096
+
+MANY = 16  # rows whose random numbers are faster made all at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,5 +103,7 @@ def best_of(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def random_numbers(rows: RowMap, block: StepBlock) -> torch.Tensor:
     """The random number of each row, `[rows, 1]`, by seed, sample and position; into `block`."""
-    numbers = [[uniform(s.settings.seed, s.sample, len(s.tokens) + depth)] for _, s, depth in rows]
-    return block.put(numbers, widest(block.device))
+    keys = [(s.settings.seed, s.sample, len(s.tokens) + depth) for _, s, depth in rows]
+    if len(keys) < MANY:
+        return block.put([[uniform(*key)] for key in keys], widest(block.device))
+    return block.put(uniforms(keys)[:, None].to(widest(block.device)))

@@ -1,7 +1,8 @@
 """Which tokens sequences have, each once, as lists that are kept while they grow: for a CPU.
 
 A penalty touches the scores of these tokens alone, hundreds or thousands of a vocabulary of 100,000
-and more. `TokenTable` has the same as rows of the whole vocabulary, as a GPU likes it.
+and more. `TokenTable` has the same as rows of the whole vocabulary: for a GPU, and where that is
+small.
 """
 
 from __future__ import annotations

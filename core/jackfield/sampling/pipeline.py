@@ -13,7 +13,7 @@ import torch
 from jackfield.contracts import StepBlock
 from jackfield.sampling import bias, min_length, penalties, token_mask
 from jackfield.sampling.bias import Bias
-from jackfield.sampling.choosing import Choosing, SampledRows
+from jackfield.sampling.choosing import WIDE, Choosing, SampledRows
 from jackfield.sampling.histories import Histories
 from jackfield.sampling.penalties import Penalty
 from jackfield.sampling.processors import Outcome, apply_processors
@@ -159,7 +159,7 @@ def _stages(
         if penalty is None:
             tables.pop(dtype, None)
             continue
-        if dtype not in tables and block.device.type == "cpu":
+        if dtype not in tables and block.device.type == "cpu" and vocab_size >= WIDE:
             tables[dtype] = Histories(generated=dtype != torch.bool)
         elif dtype not in tables:
             tables[dtype] = TokenTable(vocab_size, dtype, block)

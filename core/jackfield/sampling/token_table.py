@@ -21,6 +21,7 @@ class TokenTable:
         self._counts = dtype != torch.bool
         self._table = torch.zeros(0, vocab_size, dtype=dtype, device=block.device)
         self._sequences: list[Sequence] = []
+        self._texts: list[list[int]] = []  # their tokens: a beam that becomes another has others
         self._read: list[int] = []  # how many tokens of each are in the table
 
     def of(self, sequences: Seq[Sequence]) -> torch.Tensor:
@@ -39,16 +40,20 @@ class TokenTable:
     def _holds(self, sequences: Seq[Sequence]) -> bool:
         """Whether these are the rows, and have only grown."""
         return len(sequences) == len(self._sequences) and all(
-            s is own and len(s.tokens) >= read
-            for s, own, read in zip(sequences, self._sequences, self._read, strict=True)
+            s is own and s.tokens is text and len(text) >= read
+            for s, own, text, read in zip(
+                sequences, self._sequences, self._texts, self._read, strict=True
+            )
         )
 
     def _arrange(self, sequences: Seq[Sequence]) -> None:
         """Have the rows of these, in their order; of new ones nothing is in the table yet."""
         known = {
             id(s): row
-            for row, (s, read) in enumerate(zip(self._sequences, self._read, strict=True))
-            if len(s.tokens) >= read
+            for row, (s, text, read) in enumerate(
+                zip(self._sequences, self._texts, self._read, strict=True)
+            )
+            if s.tokens is text and len(text) >= read
         }
         stay = [row for row, s in enumerate(sequences) if id(s) in known]
         before = [known[id(sequences[row])] for row in stay]
@@ -61,3 +66,4 @@ class TokenTable:
             self._block.send()
             table.index_copy_(0, here, self._table.index_select(0, there))
         self._table, self._sequences, self._read = table, list(sequences), start
+        self._texts = [s.tokens for s in sequences]
