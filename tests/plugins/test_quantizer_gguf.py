@@ -17,7 +17,7 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.bridge.gguf_header import read_header
 from jackfield.demo import MODEL_PATH
-from jackfield.errors import CheckpointError, JackfieldError
+from jackfield.errors import CheckpointError, JackfieldError, UsageError
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL
 
@@ -180,6 +180,8 @@ def test_refusals(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "reads quantized checkpoints" in refusal("demo", quantization="gguf")
     assert "float16" in refusal(demo, quantization="gguf?kernel=native", dtype="float16")
     assert "kernel" in refusal(demo, quantization="gguf?kernel=metal")
+    with pytest.raises(UsageError, match="quantizes nothing; leave quantization_config out"):
+        jackfield.quantization("plugin:gguf")
     plan = jackfield.plan(demo, quantization="gguf?kernel=native")
     choice, needs = plan["quantizer"], replace(plan.requirements, device="cuda")
     (reason,) = choice.registered.backend.refuse(needs, choice.options)

@@ -105,8 +105,8 @@ class Gguf(Quantizer):
 
     def bind(self, context: BindContext) -> Quantization:
         needs: Requirements | None = context.requirements
-        assert needs is not None
-        assert needs.stored is not None
+        if needs is None or needs.stored is None:
+            return Quantization(None)
         if reasons := _why_unpacked(needs, context.options):
             if getattr(context.options, "kernel", None) == "auto":
                 logger.warning("gguf unpacks all weights (%s)", "; ".join(reasons))
