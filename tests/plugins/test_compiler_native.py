@@ -483,3 +483,14 @@ def test_a_second_process_traces_nothing(tmp_path: Path) -> None:
     ]
     assert said[0][0] == said[1][0]
     assert [one[1].strip() for one in said] == ["1", "0"]
+
+
+@pytest.mark.long
+def test_its_checks_pass() -> None:
+    """`jackfield check`, whose calls are no engine's: columns, shapes, what it leaves behind."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jackfield", "check", "plugin:native", "--limit", "4"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

@@ -57,11 +57,11 @@ class NativeCompilation(Compilation):
 
     def compile(self, step: ModelStep) -> ModelStep:
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
-            del keep  # only steps that read prompts leave columns out
             self._look()
             size = (ids.shape[0], ids.shape[1])
             program = self._programs.get(size) or self._made(step, size)
-            return program(ids, positions)
+            logits = program(ids, positions)
+            return logits if keep is None else logits[:, keep]
 
         return run
 
