@@ -42,6 +42,7 @@ READERS = {
     "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/int4_cpu/files.py": "unmaps memory of files",
     "core/jackfield/registry/loading.py": "raises in a thread",
+    "core/jackfield/testing/native.py": "runs the calls that others made",
     "core/jackfield/registry/trial_child.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",

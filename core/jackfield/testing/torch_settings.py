@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,3 +88,14 @@ class TorchSettings:
             torch.set_rng_state(self._numbers)
             found.append("the seed of torch's random numbers (torch.manual_seed)")
         return found
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Put back what changes meanwhile: with the first adapter, PEFT imports libraries that set some
+    of them, and no backend is to be blamed."""
+    before = TorchSettings()
+    try:
+        yield
+    finally:
+        before.put_back()

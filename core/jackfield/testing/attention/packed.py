@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jackfield.contracts import PackedLayer
+from jackfield.contracts import NativeCall, PackedLayer
 from jackfield.testing.attention import steps
 from jackfield.testing.attention.calls import held_to_shape
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
@@ -20,6 +20,7 @@ from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
 from jackfield.testing.attention.truth import Piece
 from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.native import agrees
 from jackfield.testing.subject import Subject
 from jackfield.testing.watching import Snapshot
 
@@ -112,7 +113,23 @@ def called(
         held_to_shape(output, (tokens, heads, layer.values.shape[3]), query, "packed")
         lent.check()
         lent.check_own(output)
+        _hold_native(job, query, layer, output, given)
+        lent.check()
         return list(output.split([span.query_len for span in layer.step.spans]))
+
+
+def _hold_native(
+    job: Job, query: torch.Tensor, layer: PackedLayer, output: torch.Tensor, given: dict[str, Any]
+) -> None:
+    """What it offers in place of this call of `packed` says the same. Raises WrongError."""
+    offered = job.bound.native
+    if offered is None:
+        return
+
+    def native(out: torch.Tensor) -> NativeCall | None:
+        return offered(query, layer, out, **given)
+
+    agrees("native", native, output)
 
 
 def keywords(job: Job, piece: Piece, case: Case, declared: frozenset[str]) -> dict[str, Any]:

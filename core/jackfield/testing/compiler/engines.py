@@ -16,7 +16,7 @@ from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import engine_with
 from jackfield.testing.models import Reference, build
 from jackfield.testing.subject import Subject
-from jackfield.testing.torch_settings import TorchSettings
+from jackfield.testing.torch_settings import kept
 
 CACHES = ("paged", "static", "dynamic")
 LIMIT = 300.0
@@ -162,11 +162,9 @@ def _adapters(subject: Subject, _: object) -> str:
 
     model = _model(subject)
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    settings = TorchSettings()  # with the first adapter PEFT imports libraries that change some
-    with torch.random.fork_rng(devices=()):
+    with kept(), torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         model.add_adapter(config)
-    settings.put_back()
     remark = ""
     with engine_with(subject, model, cache_implementation="dynamic") as (engine, computed):
         for switch in (engine.enable_adapter, engine.disable_adapter, engine.enable_adapter):

@@ -20,6 +20,7 @@ from jackfield.testing.quantizer.folders import Original
 from jackfield.testing.quantizer.layers import told
 from jackfield.testing.quantizer.loads import Loads
 from jackfield.testing.quantizer.memory import PROMPTS
+from jackfield.testing.torch_settings import kept
 
 TARGETS = ("q_proj", "o_proj", "down_proj")
 RANK, ALPHA = 4, 6
@@ -51,7 +52,7 @@ def adapter_for(original: Original, into: Path) -> str:
     """A LoRA adapter of random weights, in a folder. Raises NotTriedError without PEFT."""
     if importlib.util.find_spec("peft") is None:
         raise NotTriedError("needs PEFT: pip install 'jackfield[peft]'")
-    with torch.random.fork_rng(devices=()), hushed():
+    with kept(), torch.random.fork_rng(devices=()), hushed():
         import peft
 
         torch.manual_seed(5)

@@ -16,6 +16,7 @@ from jackfield.in_transformers.quantization import quantization
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.engines import watched
 from jackfield.testing.models import Reference
+from jackfield.testing.native import Heard, agrees
 from jackfield.testing.quantizer.diagnosis import multiplied_with
 from jackfield.testing.quantizer.layers import told
 from jackfield.testing.quantizer.loads import Layer, Loads
@@ -29,6 +30,10 @@ def checks(loads: Loads) -> Iterator[Check]:
     """All of them."""
     for dtype in loads.dtypes():
         yield Check(f"engine.{dtype}.logits", f"dtypes: {dtype}", _each(loads, _logits, dtype))
+    if loads.subject.backend.native_operators():
+        for dtype in loads.dtypes():
+            check = _each(loads, _native, dtype)
+            yield Check(f"layers.{dtype}.native", "native_operators", check)
     first = loads.dtype()
     yield Check("engine.two_at_once", "contract", _each(loads, _two, first))
     yield Check("plain.from_pretrained", "contract", _each(loads, _plain, first), limit=120)
@@ -108,6 +113,24 @@ def _logits(loads: Loads, name: str, dtype: str) -> str:
     computed = watched(engine)
     engine.generate([*PROMPTS, [9]], max_new_tokens=6)
     return computed.compare(right)
+
+
+def _native(loads: Loads, name: str, dtype: str) -> str:
+    """The operators that it offers as functions in C write what they return."""
+    offered = loads.subject.backend.native_operators()
+    held = 0
+    for layer in loads.layers(name, dtype):
+        for rows in (1, 3, 33):
+            with Heard(offered) as heard, torch.inference_mode():
+                layer.module(layer.inputs(rows))
+            for operator, args, kwargs, due in heard.calls:
+                try:
+                    held += agrees(operator, offered[operator], due, *args, **kwargs)
+                except WrongError as error:
+                    raise WrongError(f"{layer.path}, {rows} rows: {error}") from None
+    if not held:
+        raise NotTriedError("its layers call none of the operators that it offers natively")
+    return f"{held} calls"
 
 
 def _two(loads: Loads, name: str, dtype: str) -> None:

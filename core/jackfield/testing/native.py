@@ -1,0 +1,81 @@
+"""Native calls that a backend offers, run as a compiler runs them, beside its Python functions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Container
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jackfield.contracts import Native, NativeCall
+from jackfield.testing.checks import WrongError
+
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+_ROUNDINGS = 8  # of the largest number, that two ways to compute one thing may differ by
+
+
+def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **given: Any) -> bool:
+    """Hold what `native` offers for these arguments to `due`. Whether it offers anything.
+
+    `native` gets an output that is full of numbers that nobody computed. Raises WrongError.
+    """
+    out = torch.empty_strided(due.shape, due.stride(), dtype=due.dtype).fill_(float("nan"))
+    call = native(out, *arguments, **given)
+    if call is None:
+        return False
+    if not isinstance(call, NativeCall):
+        raise WrongError(f"{what} must return a NativeCall or None, got {type(call).__name__}")
+    for again in range(2):  # a step runs it any number of times
+        if not run(call):
+            raise WrongError(f"the call of {what} says that it cannot be done")
+        _compare(f"{what}{', run again' if again else ''}", out, due)
+    return True
+
+
+class Heard(TorchDispatchMode):
+    """While it is open, calls of the operators `names` are noted, with what they returned.
+
+    Layers are told that a compiler reads them: many call their operators only then.
+    """
+
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+
+    def __enter__(self) -> Self:
+        torch.compiler._is_compiling_flag = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.compiler._is_compiling_flag = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if str(func) in self._names:
+            self.calls.append((str(func), args, kwargs or {}, found))
+        return found
+
+
+def run(call: NativeCall) -> bool:
+    """Call it once, with its arguments at a place of their own."""
+    held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
+    return bool(_FUNCTION(call.function)(ctypes.addressof(held)))
+
+
+def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:
+    if not due.numel():
+        return
+    eps = torch.finfo(due.dtype).eps
+    found, due = found.double(), due.double()
+    off, most = (found - due).abs().max().item(), due.abs().max().item()
+    if not off <= _ROUNDINGS * eps * max(most, 1.0):
+        raise WrongError(
+            f"{what} writes numbers that are {off:.2g} off those of the Python function"
+        )
