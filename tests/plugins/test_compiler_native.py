@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import os
 import platform
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 import torch
 from driven import arrivals, compiled, drive, tokens
 from families import FAMILIES, build, prompts
+from transformers.models.llama import modeling_llama
 
 import jackfield
 from jackfield.errors import ExecutionError, PlanError
@@ -200,7 +205,33 @@ def patched(model: Any) -> None:
     model.lm_head.forward = lambda states: -own(states)
 
 
-CHANGES = (negated, moved, replaced, another_module, hooked, patched)
+def retyped(model: Any) -> None:
+    class Negated(torch.nn.Linear):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return -super().forward(states)
+
+    model.lm_head.__class__ = Negated
+
+
+CHANGES = (negated, moved, replaced, another_module, hooked, patched, retyped)
+
+
+def another_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_llama.LlamaRMSNorm.forward
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: -own(self, x))
+
+
+def another_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_llama.apply_rotary_pos_emb
+    other = lambda q, k, cos, sin: own(q, k, -cos, sin)  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+
+
+def a_hook_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    monkeypatch.setitem(
+        hooks, -1, lambda m, _, out: -out if isinstance(m, modeling_llama.LlamaRMSNorm) else None
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -213,6 +244,49 @@ def test_a_model_that_is_changed_while_an_engine_runs_it(change: Any) -> None:
     with load(model, "paged", "none") as engine:
         assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == after.token_ids
     assert after.token_ids != before.token_ids
+
+
+@pytest.mark.parametrize("change", [another_method, another_function, a_hook_of_all_modules])
+def test_code_that_somebody_puts_in_the_place_of_a_models(
+    change: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an engine runs, and where a graph of the model as it was is on disk."""
+    model = build("llama")
+    with load(model) as engine:
+        (before,) = engine.generate([5, 6, 7], max_new_tokens=8)
+        change(monkeypatch)
+        (after,) = engine.generate([5, 6, 7], max_new_tokens=8)
+    with load(model, "paged", "none") as engine:
+        expected = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
+    assert expected == after.token_ids != before.token_ids
+    with load(build("llama")) as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids == expected
+
+
+def test_a_hook_in_the_place_of_another() -> None:
+    model, said = build("llama").__class__(build("llama").config).double(), []
+    with load(model) as engine:
+        for sign in (1, -1):
+            hook = model.lm_head.register_forward_hook(lambda m, _, out, sign=sign: sign * out)
+            said.append(engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids)
+            hook.remove()
+    assert said[0] != said[1]
+
+
+def test_engines_of_several_threads_trace_one_after_another(folder: Path) -> None:
+    models = [copy.deepcopy(build("llama")) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        said = [one[0] for one in threads.map(generate, models)]
+    assert said == [said[0]] * 3
+
+
+def test_what_python_reads_from_a_tensor_is_in_no_graph() -> None:
+    model = build("llama").__class__(build("llama").config).double()
+    model.model.norm.register_buffer("most", torch.tensor(0.5, dtype=torch.float64))
+    whole = model.model.norm.forward
+    model.model.norm.forward = lambda states: whole(states).clamp(max=model.model.norm.most.item())
+    with load(model) as engine, pytest.raises(ExecutionError, match="Python reads what is in a"):
+        engine.generate([5, 6, 7], max_new_tokens=4)
 
 
 def test_a_thread_count_that_changes() -> None:
@@ -334,6 +408,51 @@ def test_a_graph_is_of_one_model_only(folder: Path) -> None:
     changed = build("llama").__class__(build("llama").config).float()
     assert kept.KeptGraphs(changed)._key != kept.KeptGraphs(other)._key
     assert kept.KeptGraphs(build("mistral"))._key != kept.KeptGraphs(other)._key
+
+
+class Kinds(Enum):
+    ONE, TWO = 1, 2
+
+
+class Settings:
+    def __init__(self, size: int) -> None:
+        self.size, self.itself = size, self
+
+
+def scaled(by: int) -> Any:
+    return lambda x: x * by
+
+
+OTHERS = [
+    (torch.float32, torch.bfloat16), (Kinds.ONE, Kinds.TWO), (Settings(1), Settings(2)),
+    (scaled(1), scaled(2)), (lambda x: x + 1, lambda x: x - 1),
+    (functools.partial(torch.mul, other=1), functools.partial(torch.mul, other=2)),
+    (torch.tensor(1.0), torch.tensor(2.0)), ({(1, 2): 3, "a": 4}, {(1, 2): 3, "a": 5}),
+    ([Settings(1)], [Settings(2)]), ({1, 2}, {1, 3}), (1, True), (1j, 2j), ("\ud800", "\ud801"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS, ids=str)
+def test_a_setting_of_any_kind_tells_graphs_apart(one: Any, other: Any) -> None:
+    keys = []
+    for value in (one, copy.deepcopy(one), other):
+        model = copy.deepcopy(build("llama"))
+        model.model.norm.setting = value
+        keys.append(kept.KeptGraphs(model)._key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_graph_that_has_no_form_on_disk_is_traced_by_each_process(folder: Path) -> None:
+    class Turned(modeling_llama.LlamaRMSNorm):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(super().forward(states).unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * (1 + 0.5j)).flatten(-2)
+
+    model = copy.deepcopy(build("llama"))
+    model.model.norm.__class__ = Turned
+    said, traced = generate(model)
+    assert (len(said), traced) == (6, 1)
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 40, -1])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from operator import getitem, is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from jackfield_plugins.compiler.native.told import functions_of, is_torch
+
+#: Hooks that are called for all modules there are.
+EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
 
@@ -15,8 +20,8 @@ _ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PE
 class Held:
     """A model as it is now.
 
-    `structure`: modules, hooks and adapters, of which a graph was traced. `addresses`: where its
-    weights lie, which a program reads. Numbers may change in place.
+    Its structure are modules, their code, hooks and adapters, of which a graph was traced; its
+    place is where its weights lie, which a program reads. Numbers may change in place.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,8 +39,17 @@ class Held:
                     if isinstance(found, torch.Tensor):
                         self._tensors.append(found)
         self._addresses = self._now()
+        self._modules, self._types = modules, list(map(type, modules))
+        self._classes = list(dict.fromkeys(self._types))
+        self._methods = self._of_classes()
+        for home in dict.fromkeys(cls.__module__ for cls in self._classes):
+            for name, found in functions_of(home).items() if not is_torch(home) else ():
+                self._homes.append(vars(sys.modules[home]))
+                self._names.append(name)
+                self._found.append(found)
         self._hooks = [vars(module)[name] for module in modules for name in _HOOKS]
-        self._hooked = list(map(len, self._hooks))
+        self._hooks += EVERYWHERE
+        self._hooked = self._hooking()
         self._own = [vars(module) for module in modules]
         self._forwards = self._patched()
         self._adapters = [(vars(m), name) for m in modules for name in _ADAPTERS if name in vars(m)]
@@ -45,6 +59,13 @@ class Held:
     def _now(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors]
 
+    def _of_classes(self) -> list[Any]:
+        return [cls.forward for cls in self._classes]
+
+    def _hooking(self) -> list[tuple[int, ...]]:
+        """torch numbers hooks, and gives no number twice."""
+        return [tuple(hooks) for hooks in self._hooks if hooks]
+
     def _patched(self) -> list[Any]:
         """What somebody put in the place of a module's own code."""
         return [own.get("forward") for own in self._own]
@@ -53,14 +74,16 @@ class Held:
         return [repr(home[name]) for home, name in self._adapters]
 
     def is_structure(self) -> bool:
-        """Whether modules, hooks and adapters are the same."""
+        """Whether modules, their code, hooks and adapters are the same."""
         try:
             same = all(map(is_, map(getitem, self._homes, self._names), self._found))
         except KeyError:
             return False
         return (
             same
-            and list(map(len, self._hooks)) == self._hooked
+            and all(map(is_, map(type, self._modules), self._types))
+            and all(map(is_, self._of_classes(), self._methods))
+            and self._hooking() == self._hooked
             and all(map(is_, self._patched(), self._forwards))
             and self._adapting() == self._adapted
         )

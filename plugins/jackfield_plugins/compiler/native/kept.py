@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
-import json
 import logging
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +18,13 @@ import torch
 from torch import nn
 
 from jackfield_plugins.compiler.native.graph import Graph
-from jackfield_plugins.compiler.native.tracing import UntraceableError
+from jackfield_plugins.compiler.native.holding import EVERYWHERE
+from jackfield_plugins.compiler.native.told import Teller
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
 
 _LIBRARIES = ("torch", "transformers", "jackfield")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class KeptGraphs:
@@ -66,7 +64,11 @@ class KeptGraphs:
             return
         path = self._path(graph.rows, graph.width)
         try:
-            keep(path, graph.dump())
+            content = graph.dump()
+        except ValueError:  # an argument that has no form on disk, e.g. a complex number
+            return
+        try:
+            keep(path, content)
         except OSError as error:
             reason = error.strerror or error
             logger.warning("%s cannot be kept (%s): the next process traces it anew", path, reason)
@@ -79,51 +81,37 @@ class KeptGraphs:
 
 def _key_of(model: nn.Module) -> str | None:
     """Stands for what `model` is; None where somebody's hook could be anything."""
+    teller = Teller()
     whole = [f"{name} {version(name)}" for name in _LIBRARIES]
-    whole += [_source(of) for of in (KeptGraphs, Graph, UntraceableError)]  # files of the tracer
+    whole += [*_sources(), str(torch.get_default_dtype())]
+    if any(EVERYWHERE):
+        return None
     for name, module in model.named_modules():
         hooks: Any = (module._forward_hooks, module._forward_pre_hooks)
         if any(hooks) or "forward" in vars(module):
             return None
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
-        whole.append(_source(type(module)))
-        whole.append(json.dumps(_numbers(vars(module)), sort_keys=True, default=_named))
+        whole.append(teller.tell(_settings(vars(module))))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
                 whole.append(f"{kind} {key} {told}")
-    config = getattr(model, "config", None)
-    if config is not None:
-        whole.append(config.to_json_string(use_diff=False))
-    return hashlib.sha256("\0".join(whole).encode()).hexdigest()[:24]
-
-
-def _source(of: Any) -> str:
-    """What the file says in which a class is defined."""
-    try:
-        return _digest(inspect.getfile(of))
-    except (OSError, TypeError):
-        return "?"
+    whole += teller.code_of({type(module) for module in model.modules()})
+    return hashlib.sha256("\0".join(whole).encode(errors="surrogatepass")).hexdigest()[:24]
 
 
 @functools.cache
-def _digest(file: str) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def _sources() -> list[str]:
+    """What the tracer itself is."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+def _settings(attributes: dict[str, Any]) -> dict[str, Any]:
     """What a module has been told, without its tensors, modules and hooks."""
     return {
         name: value
         for name, value in attributes.items()
         if name not in nn.Module.__annotations__ and not name.startswith("_is_")
-        if not isinstance(value, nn.Module)
+        if not isinstance(value, nn.Module) and name != "generation_config"
     }
-
-
-def _named(value: Any) -> str:
-    """What stands for an attribute that is no plain number."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor {value.dtype} {[*value.shape]}"
-    name = getattr(value, "__qualname__", None)
-    return name if isinstance(name, str) else type(value).__qualname__

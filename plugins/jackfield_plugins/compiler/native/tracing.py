@@ -17,6 +17,7 @@ from jackfield_plugins.compiler.native.graph import Graph, Input, Node, Ref, met
 #: Operators of a traced step that compute nothing.
 _CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default"})
 _PREFIX = "model."
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 #: torch.export says of the whole process that it traces.
 _one_by_one = threading.Lock()
 
@@ -99,7 +100,7 @@ class _Writer:
             return self._values[value]
         if isinstance(value, list | tuple):
             return [self._argument(one) for one in value]
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, _SYMBOLS):
             raise UntraceableError("sizes depend on what is in the tensors")
         return value
 
@@ -114,4 +115,6 @@ def _meta(value: Any) -> Any:
         return meta
     if isinstance(value, list | tuple):
         return [_meta(one) for one in value]
+    if isinstance(value, _SYMBOLS):
+        raise UntraceableError("Python reads what is in a tensor (item, float, int)")
     return None

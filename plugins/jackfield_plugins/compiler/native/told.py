@@ -1,0 +1,126 @@
+"""What stands for code and settings: the same text wherever a step is traced to the same graph.
+
+Functions are told by their compiled code, wherever they come from: a file, a notebook, or somebody
+who put his own in the place of a class's or a module's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
+_WITHIN = 3  # objects in objects
+_FEW = 1024  # numbers of a tensor that code may read one by one
+
+
+class Teller:
+    """Tells values as text. What was told before is named by its number, so loops come to an end."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Any]] = {}  # values live on: an id stands for one of them
+
+    def tell(self, value: Any, within: int = 0) -> str:
+        if isinstance(value, (*_PLAIN, *_NAMED)):
+            return repr(value)
+        if (known := self._known.get(id(value))) is not None:
+            return f"again {known[0]}"
+        self._known[id(value)] = len(self._known), value
+        if isinstance(value, dict):
+            pairs = [f"{self.tell(k, within)}: {self.tell(v, within)}" for k, v in value.items()]
+            return "{" + ", ".join(sorted(pairs)) + "}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join([self.tell(one, within) for one in value])}]"
+        if isinstance(value, set | frozenset):
+            return f"{{{', '.join(sorted(self.tell(one, within) for one in value))}}}"
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):  # one that is no part of the model, or a wrapped function
+            return f"{_name(value)} {self.tell(type(value).forward)}"
+        if (parts := _parts(value)) is not None:
+            return f"{_name(value)} ({', '.join([self.tell(one, within) for one in parts])})"
+        inside = getattr(value, "__dict__", None)
+        if isinstance(value, type | types.ModuleType) or not inside or within == _WITHIN:
+            return _name(value)
+        return f"{_name(value)} {self.tell(dict(inside), within + 1)}"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        told = f"tensor {tensor.dtype} {[*tensor.shape]} {tensor.device}"
+        few = tensor.numel() <= _FEW and tensor.device.type == "cpu"
+        return f"{told} {tensor.tolist()}" if few and type(tensor) is torch.Tensor else told
+
+    def code_of(self, classes: Iterable[type]) -> Iterator[str]:
+        """The methods of `classes` and of what they inherit from, and the functions beside them."""
+        bases = {base for cls in classes for base in cls.__mro__} - set(PreTrainedModel.__mro__)
+        own = {base for base in bases if not is_torch(base.__module__)}
+        for cls in sorted(own, key=_name):
+            for name, found in sorted(vars(cls).items()):
+                if _is_code(found) or _is_called(found):
+                    yield f"{_name(cls)}.{name} {self.tell(found)}"
+        for home in sorted({cls.__module__ for cls in own}):
+            for name, found in sorted(functions_of(home).items()):
+                yield f"{home}.{name} {self.tell(found)}"
+
+
+def functions_of(home: str) -> dict[str, Any]:
+    """The functions that a module's code finds by their names."""
+    beside = vars(sys.modules[home]) if home in sys.modules else {}
+    return {name: one for name, one in list(beside.items()) if _is_code(one) or _is_called(one)}
+
+
+def _is_called(found: Any) -> bool:
+    return callable(found) and not isinstance(found, type)
+
+
+def is_torch(home: str) -> bool:
+    """Whether a module is one of torch's, which stay as they are."""
+    return home == "builtins" or home.partition(".")[0] == "torch"
+
+
+_WRAPPERS = (staticmethod, classmethod, property, functools.partial, functools.partialmethod)
+
+
+def _is_code(found: Any) -> bool:
+    return isinstance(found, (types.FunctionType, types.MethodType, *_WRAPPERS))
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What makes something that can be called what it is; None: nothing of the kind."""
+    if isinstance(value, types.CodeType):
+        return [value.co_code, value.co_names, value.co_varnames, value.co_freevars, value.co_consts]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, functools.partial | functools.partialmethod):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, PreTrainedConfig):
+        return [value.to_json_string(use_diff=False)]
+    return None
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _name(value: Any) -> str:
+    """Where something is defined, or its type."""
+    of = value if isinstance(value, type | types.FunctionType) else type(value)
+    return f"{of.__module__}.{of.__qualname__}"
