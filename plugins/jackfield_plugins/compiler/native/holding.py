@@ -40,13 +40,13 @@ class Held:
                         self._tensors.append(found)
         self._addresses = self._now()
         self._modules, self._types = modules, list(map(type, modules))
-        self._classes = list(dict.fromkeys(self._types))
+        self._classes: list[Any] = list(dict.fromkeys(self._types))
         self._methods = self._of_classes()
-        for home in dict.fromkeys(cls.__module__ for cls in self._classes):
-            for name, found in functions_of(home).items() if not is_torch(home) else ():
-                self._homes.append(vars(sys.modules[home]))
-                self._names.append(name)
-                self._found.append(found)
+        for file in dict.fromkeys(cls.__module__ for cls in self._classes):
+            for key, function in functions_of(file).items() if not is_torch(file) else ():
+                self._homes.append(vars(sys.modules[file]))
+                self._names.append(key)
+                self._found.append(function)
         self._hooks = [vars(module)[name] for module in modules for name in _HOOKS]
         self._hooks += EVERYWHERE
         self._hooked = self._hooking()

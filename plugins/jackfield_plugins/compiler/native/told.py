@@ -7,6 +7,7 @@ who put his own in the place of a class's or a module's.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -15,26 +16,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
+_SHORT = 64
 _WITHIN = 3  # objects in objects
 _FEW = 1024  # numbers of a tensor that code may read one by one
 
 
 class Teller:
-    """Tells values as text. What was told before is named by its number, so loops come to an end."""
+    """Tells values as text; what is long by its digest, and each once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, Any]] = {}  # values live on: an id stands for one of them
+        self._known: dict[int, tuple[str, Any]] = {}  # values live on: an id stands for one of them
 
     def tell(self, value: Any, within: int = 0) -> str:
         if isinstance(value, (*_PLAIN, *_NAMED)):
             return repr(value)
         if (known := self._known.get(id(value))) is not None:
-            return f"again {known[0]}"
-        self._known[id(value)] = len(self._known), value
+            return known[0]
+        self._known[id(value)] = "itself", value  # where it leads back to itself
+        told = self._told(value, within)
+        if len(told) > _SHORT:
+            told = hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()
+        self._known[id(value)] = told, value
+        return told
+
+    def _told(self, value: Any, within: int) -> str:
         if isinstance(value, dict):
             pairs = [f"{self.tell(k, within)}: {self.tell(v, within)}" for k, v in value.items()]
             return "{" + ", ".join(sorted(pairs)) + "}"
@@ -48,8 +57,8 @@ class Teller:
             return f"{_name(value)} {self.tell(type(value).forward)}"
         if (parts := _parts(value)) is not None:
             return f"{_name(value)} ({', '.join([self.tell(one, within) for one in parts])})"
-        inside = getattr(value, "__dict__", None)
-        if isinstance(value, type | types.ModuleType) or not inside or within == _WITHIN:
+        inside, stands = getattr(value, "__dict__", None), is_torch(type(value).__module__)
+        if isinstance(value, type | types.ModuleType) or stands or not inside or within == _WITHIN:
             return _name(value)
         return f"{_name(value)} {self.tell(dict(inside), within + 1)}"
 
@@ -60,7 +69,8 @@ class Teller:
 
     def code_of(self, classes: Iterable[type]) -> Iterator[str]:
         """The methods of `classes` and of what they inherit from, and the functions beside them."""
-        bases = {base for cls in classes for base in cls.__mro__} - set(PreTrainedModel.__mro__)
+        bases = {base for cls in classes for base in cls.__mro__}
+        bases -= {*PreTrainedModel.__mro__, GenerationMixin}  # no step runs these
         own = {base for base in bases if not is_torch(base.__module__)}
         for cls in sorted(own, key=_name):
             for name, found in sorted(vars(cls).items()):
@@ -96,7 +106,8 @@ def _is_code(found: Any) -> bool:
 def _parts(value: Any) -> list[Any] | None:
     """What makes something that can be called what it is; None: nothing of the kind."""
     if isinstance(value, types.CodeType):
-        return [value.co_code, value.co_names, value.co_varnames, value.co_freevars, value.co_consts]
+        names = value.co_names, value.co_varnames, value.co_freevars
+        return [value.co_code, *names, value.co_consts]
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
