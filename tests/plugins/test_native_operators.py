@@ -131,6 +131,26 @@ def test_operators_of_two_tensors_that_broadcast(name: str, dtype: torch.dtype) 
         same(f"aten.{name}.Tensor", x, x * 2, alpha=3)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_number_is_rounded_before_it_is_compared(name: str, dtype: torch.dtype) -> None:
+    for number in (0.1, 0.3, 1 / 3, -0.7, 2):
+        same(f"aten.{name}.Scalar", torch.tensor([number, 0.5], dtype=dtype), number)
+
+
+def test_what_is_finer_than_the_rows_is_left_to_torch() -> None:
+    x, fine = torch.randn(3, 7), {"dtype": torch.float64}
+    for target, args, kwargs in (
+        ("aten.softmax.int", (x, -1, torch.float64), {}),
+        ("aten.sum.dim_IntList", (x, [-1]), fine),
+        ("aten.mean.dim", (x, [-1]), fine),
+        ("aten.sum.dim_IntList", (torch.tensor(3.0), [-1]), {}),
+        ("aten.le.Tensor", (x.bfloat16(), torch.tensor(0.1)), {}),
+    ):
+        out = torch.empty_like(_operator(target)(*args, **kwargs))
+        assert native_call(target, args, kwargs, out) is None, target
+
+
 def test_whole_numbers() -> None:
     x, y = torch.randint(-9, 9, (4, 5)), torch.randint(-9, 9, (5,))
     for name in ("add", "sub", "mul", "eq", "lt", "ge"):
@@ -229,6 +249,7 @@ def test_rows_of_a_table() -> None:
             same("aten.embedding.default", table, index)
         same("aten.index.Tensor", table, [index])
     same("aten.index_select.default", table, 0, torch.tensor([1, 1, 8]))
+    same("aten.embedding.default", torch.randn(8, 1).t(), torch.tensor([0, 0]))  # strides 1 and 1
 
 
 @pytest.mark.parametrize("index", [9, -10, 10**9])

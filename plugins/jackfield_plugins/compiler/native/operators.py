@@ -105,7 +105,7 @@ def _gather(
         and out.shape == (*index.shape, *table.shape[1:])
     ):
         return None
-    piece = table.stride(0) * table.element_size()
+    piece = table[:1].numel() * table.element_size()  # the stride of a single row says nothing
     arguments = _GATHER.pack(
         table.data_ptr(), len(table), piece, index.data_ptr(), index.numel(), out.data_ptr()
     )
@@ -130,13 +130,20 @@ def _rows_of(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
     return groups, rows, x.shape[-1], group_stride, row_stride
 
 
+def _can_hold(out: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether what is computed of rows `x` is as exact as `out` has it."""
+    finer = out.dtype is torch.float64 and x.dtype is not torch.float64
+    return out.is_contiguous() and out.dtype in FLOATS and not finer
+
+
 def _folds(operation: int) -> Callable[..., NativeCall | None]:
     def fold(
         out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **_: Any
     ) -> NativeCall | None:
         dims = [dims] if isinstance(dims, int) else dims
-        found = _rows_of(x) if dims and [d % x.dim() for d in dims] == [x.dim() - 1] else None
-        if found is None or not out.is_contiguous() or out.dtype not in FLOATS:
+        last = dims and x.dim() and [d % x.dim() for d in dims] == [x.dim() - 1]
+        found = _rows_of(x) if last else None
+        if found is None or not _can_hold(out, x):
             return None
         arguments = _ROWS.pack(
             operation, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(),
@@ -149,7 +156,7 @@ def _folds(operation: int) -> Callable[..., NativeCall | None]:
 
 def _softmax(out: torch.Tensor, x: torch.Tensor, dim: int, *_: Any, **__: Any) -> NativeCall | None:
     found = _rows_of(x) if x.dim() and dim % x.dim() == x.dim() - 1 else None
-    if found is None or not out.is_contiguous() or out.dtype not in FLOATS:
+    if found is None or not _can_hold(out, x):
         return None
     arguments = _ROWS.pack(
         0, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(), 0, 0, 0.0

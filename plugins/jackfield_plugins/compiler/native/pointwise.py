@@ -105,6 +105,9 @@ def packed(
     tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
     if not tensors or any(t.dtype not in DTYPES for t in (*tensors, out)):
         return None
+    mixed = len({t.dtype for t in tensors}) > 1 and any(t.dim() == 0 for t in tensors)
+    if mixed and operation in _COMPARED:
+        return None  # a single number is rounded to the other's dtype first
     columns = [list(out.stride())]
     columns += [
         list(one.expand(out.shape).stride()) for one in inputs if isinstance(one, torch.Tensor)
@@ -127,11 +130,18 @@ def packed(
                 _INPUT.pack(one.data_ptr(), DTYPES[one.dtype], *strides.pop(0), *fill, 0.0)
             )
         else:
-            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, float(one)))
+            number = _rounded(one, tensors[0].dtype) if operation in _COMPARED else float(one)
+            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, number))
     whole += [_INPUT.pack(0, 0, *[0] * _DIMS, 0.0)] * (_INPUTS - len(inputs))
     return b"".join(whole)
 
 
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """What a number is beside tensors of this dtype, which it is compared with."""
+    return torch.tensor(number, dtype=dtype).item() if dtype.is_floating_point else float(number)
+
+
+_COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _IN_DOUBLE = (torch.float64, torch.int64, torch.int32)
 #: What doubles do with whole numbers as torch does.
 _WHOLE = frozenset(
