@@ -289,6 +289,16 @@ def test_what_python_reads_from_a_tensor_is_in_no_graph() -> None:
         engine.generate([5, 6, 7], max_new_tokens=4)
 
 
+def test_how_steps_are_filled_up() -> None:
+    with load(build("llama")) as engine:
+        fill = engine._bound.compiled.compilation.fill
+        filled = [fill(count) for count in range(1, 1025)]
+    assert all(count <= found < 2 * count for count, found in enumerate(filled, 1))
+    assert all(found <= 1.25 * count for count, found in enumerate(filled, 1) if count > 32)
+    assert all(fill(found) == found for found in filled)
+    assert sorted(set(filled))[:11] == [1, 2, 4, 8, 16, 32, 40, 48, 56, 64, 80]
+
+
 def test_a_thread_count_that_changes() -> None:
     usual = torch.get_num_threads()
     try:
@@ -432,7 +442,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "other"), OTHERS, ids=str)
+@pytest.mark.parametrize(("one", "other"), OTHERS, ids=lambda value: type(value).__name__)
 def test_a_setting_of_any_kind_tells_graphs_apart(one: Any, other: Any) -> None:
     keys = []
     for value in (one, copy.deepcopy(one), other):

@@ -26,7 +26,7 @@ Size = tuple[int, int]  # rows, tokens of a row
 
 
 class NativeCompilation(Compilation):
-    """One program for each size of a step, filled up to a power of two.
+    """One program for each size of a step, filled up as `fill` says.
 
     A graph is traced, or read from disk, when a size first comes; the program that it is laid out
     to reads weights where they lie. Both are looked at in each step, and made again where they no
@@ -52,8 +52,10 @@ class NativeCompilation(Compilation):
         return sum(program.num_bytes for program in list(self._programs.values()))
 
     def fill(self, count: int) -> int:
-        """The next power of two."""
-        return 1 << (count - 1).bit_length()
+        """The next power of two; many rows cost what they are, so beyond 32 in quarters of one."""
+        power = 1 << (count - 1).bit_length()
+        step = power // 8 if power > 32 else power
+        return -(-count // step) * step
 
     def compile(self, step: ModelStep) -> ModelStep:
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
