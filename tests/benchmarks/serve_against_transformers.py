@@ -2,6 +2,7 @@
 
     python tests/benchmarks/serve_against_transformers.py [--model demo | half-billion]
         [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
+        [--serve="--compile native"]
 
 Starts one server, asks it with `jackfield bench serve`, ends it, starts the other, and so on: never
 two at a time. `half-billion` has Qwen2.5-0.5B's shape, random weights in bfloat16, and a tokenizer
@@ -61,9 +62,10 @@ def byte_tokenizer(size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def command(server: str, folder: Path, port: int) -> list[str]:
+def command(server: str, folder: Path, port: int, options: list[str]) -> list[str]:
     if server == "jackfield":
-        return [sys.executable, "-m", "jackfield", "serve", str(folder), "--port", str(port)]
+        ours = [sys.executable, "-m", "jackfield", "serve", str(folder), "--port", str(port)]
+        return [*ours, *options]
     program = Path(sys.executable).with_name("transformers")
     started = [str(program)] if program.exists() else [
         sys.executable, "-c", "from transformers.cli.transformers import main; main()",
@@ -75,13 +77,13 @@ def command(server: str, folder: Path, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(server: str, folder: Path, log: Path) -> Iterator[str]:
+def running(server: str, folder: Path, log: Path, options: list[str]) -> Iterator[str]:
     """A server process until the block is left; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("ab") as out:
-        process = subprocess.Popen(command(server, folder, port), stdout=out, stderr=out)
+        process = subprocess.Popen(command(server, folder, port, options), stdout=out, stderr=out)
     try:
         until = time.monotonic() + READY_WITHIN
         while not answers(f"{url}{READY[server]}"):
@@ -164,6 +166,7 @@ def main() -> None:
     asked.add_argument("--requests", type=int)
     asked.add_argument("--max-tokens", type=int, default=64)
     asked.add_argument("--prompt-tokens", type=int)
+    asked.add_argument("--serve", default="", help="options of jackfield serve, in one argument")
     given = asked.parse_args()
     found: dict[str, list[dict[int, Load]]] = {"jackfield": [], "transformers": []}
     said: dict[str, list[str]] = {}
@@ -172,7 +175,8 @@ def main() -> None:
         save(given.model, folder)
         for turn in range(given.rounds):
             for server, loads in found.items():
-                with running(server, folder, Path(place) / f"{server}.log") as url:
+                log = Path(place) / f"{server}.log"
+                with running(server, folder, log, given.serve.split()) as url:
                     said[server] = texts(url, folder)
                     loads.append(measured(url, folder, given, turn))
                 rates = [f"{n}: {one['requests_per_second']:.3g}" for n, one in loads[-1].items()]
