@@ -213,7 +213,13 @@ def retyped(model: Any) -> None:
     model.lm_head.__class__ = Negated
 
 
-CHANGES = (negated, moved, replaced, another_module, hooked, patched, retyped)
+def turned(model: Any) -> None:
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        weight.data = weight.data.t()
+
+
+CHANGES = (negated, moved, turned, replaced, another_module, hooked, patched, retyped)
 
 
 def another_method(monkeypatch: pytest.MonkeyPatch) -> None:

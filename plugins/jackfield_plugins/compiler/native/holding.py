@@ -38,6 +38,8 @@ class Held:
                     self._found.append(found)
                     if isinstance(found, torch.Tensor):
                         self._tensors.append(found)
+        #: which can be turned where they lie: of others the shape would no longer fit the model
+        self._square = [t for t in self._tensors if t.dim() == 2 and t.shape[0] == t.shape[1]]
         self._addresses = self._now()
         self._modules, self._types = modules, list(map(type, modules))
         self._classes: list[Any] = list(dict.fromkeys(self._types))
@@ -57,7 +59,8 @@ class Held:
         self.threads = torch.get_num_threads()
 
     def _now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        where = [tensor.data_ptr() for tensor in self._tensors]
+        return where + [tensor.stride(0) for tensor in self._square]
 
     def _of_classes(self) -> list[Any]:
         return [cls.forward for cls in self._classes]
