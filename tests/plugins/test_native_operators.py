@@ -12,6 +12,7 @@ import torch
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.calls import Stretch
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
+from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
 from jackfield_plugins.compiler.native.operators import KERNEL, native_call
 from jackfield_plugins.compiler.native.program import _operator
@@ -319,3 +320,46 @@ def _hold_apart(graph: Graph) -> None:
         for b, (begin, end) in spans.items():
             if a < b <= until.get(a, a):
                 assert last <= begin or end <= first, (a, b)
+
+
+JOINS = {
+    "aten.cat.default": [
+        lambda x: ([x, 2 * x], 1),
+        lambda x: ([x, x[:, :1]], -2),
+        lambda x: ([x.transpose(0, 1)] * 2,),
+    ],
+    "aten.stack.default": [
+        lambda x: ([x, 2 * x],),
+        lambda x: ([x, x + 1], -1),
+        lambda x: ([x.transpose(0, 2)], 1),
+    ],
+    "aten.repeat_interleave.self_int": [
+        lambda x: (x, 2, 1),
+        lambda x: (x, 3, -1),
+        lambda x: (x.transpose(1, 2), 2, 0),
+        lambda x: (x, 2),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+@pytest.mark.parametrize("target", JOINS)
+def test_operators_that_only_put_numbers_elsewhere(target: str, dtype: torch.dtype) -> None:
+    for call in JOINS[target]:
+        args = call(torch.arange(24).reshape(2, 3, 4).to(dtype))
+        due = _operator(target)(*args)
+        out = torch.empty_strided(due.shape, due.stride(), dtype=dtype).fill_(77)
+        parts, stretch = copies(target, out, args, {}), Stretch(_run())
+        assert parts is not None
+        for place, source in parts:
+            copy = native_call("aten._to_copy.default", [source], {}, place)
+            assert copy is not None
+            stretch.add(target, copy)
+        stretch.close()
+        stretch()
+        assert torch.equal(out, due)
+
+
+def test_what_no_view_can_be_had_of_is_left_to_torch() -> None:
+    x = torch.zeros(3, 4).t()
+    assert copies("aten.repeat_interleave.self_int", torch.zeros(24), (x, 2), {}) is None

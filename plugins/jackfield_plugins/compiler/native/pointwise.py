@@ -39,6 +39,7 @@ _INPUT = struct.Struct(f"@2q{_DIMS}qd")
 _UNARY = {
     f"aten.{name}.default": name
     for name in (
+        "square",
         "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid",
         "silu", "relu", "logical_not", "floor", "erf",
     )

@@ -18,6 +18,7 @@ from jackfield_plugins.compiler.native.calls import (
     Whole,
 )
 from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
+from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places
 from jackfield_plugins.compiler.native.operators import KERNEL, cleared, native_call
 from jackfield_plugins.compiler.native.views import is_view
@@ -96,8 +97,9 @@ class Program:
         if is_view(node):
             return _operator(node.target)(*args, **kwargs)
         out = self._places.of(value, node.out)
-        if node.target == "aten.cat.default":
-            self._join(out, *args)
+        if (parts := copies(node.target, out, args, kwargs)) is not None:
+            for place, source in parts:
+                self._copy(node.target, place, source)
             return out
         if (offered := self._native.get(node.target)) is not None:
             call = offered(out, *args, **kwargs)
@@ -118,19 +120,13 @@ class Program:
             return [self._argument(one) for one in given]
         return given
 
-    def _join(self, out: torch.Tensor, parts: list[torch.Tensor], dim: int = 0) -> None:
-        begin = 0
-        for part in parts:
-            if part.shape == (0,) and out.dim() != 1:
-                continue  # torch's old way of saying nothing
-            end = begin + part.shape[dim]
-            place = out.narrow(dim, begin, end - begin)
-            call = native_call("aten._to_copy.default", [part], {}, place)
-            if call is None:
-                self._enter_python("aten.copy.default", [place, part], {}, place)
-            else:
-                self._calls.append(Done("aten.cat.default", call))
-            begin = end
+    def _copy(self, target: str, place: torch.Tensor, source: torch.Tensor) -> None:
+        """Have `source` be copied to `place`, which broadcasts it."""
+        call = native_call("aten._to_copy.default", [source], {}, place)
+        if call is None:
+            self._enter_python("aten.copy.default", [place, source], {}, place)
+        else:
+            self._calls.append(Done(target, call))
 
     def _enter_python(self, target: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         run, outs = _operator(target), out if isinstance(out, list) else [out]
