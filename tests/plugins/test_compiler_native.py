@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import weakref
@@ -19,9 +20,11 @@ import pytest
 import torch
 from driven import arrivals, compiled, drive, tokens
 from families import FAMILIES, build, prompts
+from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import jackfield
+from jackfield.demo import MODEL_PATH
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.compiler.native import kept, warmed
 from jackfield_plugins.compiler.native.graph import Graph
@@ -411,6 +414,15 @@ def test_a_graph_is_traced_once(folder: Path) -> None:
     assert generate(build("llama")) == (said, 0)
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_graph_is_of_a_model_wherever_its_files_are(tmp_path: Path) -> None:
+    shutil.copytree(MODEL_PATH, tmp_path / "elsewhere")
+    keys = {
+        kept.KeptGraphs(AutoModelForCausalLM.from_pretrained(place))._key
+        for place in (MODEL_PATH, tmp_path / "elsewhere")
+    }
+    assert len(keys) == 1
 
 
 def test_a_graph_is_of_one_model_only(folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.holding import EVERYWHERE
-from jackfield_plugins.compiler.native.told import Teller
+from jackfield_plugins.compiler.native.told import FROM, Teller
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
@@ -113,5 +113,5 @@ def _settings(attributes: dict[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in attributes.items()
         if name not in nn.Module.__annotations__ and not name.startswith("_is_")
-        if not isinstance(value, nn.Module) and name != "generation_config"
+        if not isinstance(value, nn.Module) and name != "generation_config" and name not in FROM
     }

@@ -21,6 +21,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
 _SHORT = 64
+#: Attributes of models and configs that say where they came from.
+FROM = frozenset({"name_or_path", "_name_or_path", "_commit_hash"})
 _WITHIN = 3  # objects in objects
 _FEW = 1024  # numbers of a tensor that code may read one by one
 
@@ -60,7 +62,8 @@ class Teller:
         inside, stands = getattr(value, "__dict__", None), is_torch(type(value).__module__)
         if isinstance(value, type | types.ModuleType) or stands or not inside or within == _WITHIN:
             return _name(value)
-        return f"{_name(value)} {self.tell(dict(inside), within + 1)}"
+        shaping = {name: one for name, one in inside.items() if name not in FROM}
+        return f"{_name(value)} {self.tell(shaping, within + 1)}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         told = f"tensor {tensor.dtype} {[*tensor.shape]} {tensor.device}"
@@ -120,7 +123,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, functools.partial | functools.partialmethod):
         return [value.func, value.args, value.keywords]
     if isinstance(value, PreTrainedConfig):
-        return [value.to_json_string(use_diff=False)]
+        return [{name: one for name, one in value.to_dict().items() if name not in FROM}]
     return None
 
 
