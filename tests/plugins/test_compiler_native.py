@@ -134,7 +134,7 @@ def test_layers_of_int4_cpu(kernel: str) -> None:
         assert compiled(engine).calls == 11
         (program,) = programs(engine).values()
         assert bool(program.python) == (kernel == "torch")
-        missing = "; in Python: jackfield.int4_cpu_linear.default"
+        missing = "; in Python: jackfield.int4_cpu_linear.default, the attention"
         assert engine.report()["compiler"].source.endswith(missing) == (kernel == "torch")
 
 
@@ -160,6 +160,8 @@ def test_an_attention_without_a_native_form_is_called_from_python() -> None:
         with load(build("llama"), attn_implementation=attention) as engine:
             found[attention] = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
             assert engine.report()["attention"].decode == {0: 7, 1: 7}
+            told = engine.report()["compiler"].source.endswith("; in Python: the attention")
+            assert told == (attention == "sdpa")
     assert found["sdpa"] == found["cpu_decode"]
 
 

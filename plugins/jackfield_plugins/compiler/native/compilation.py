@@ -43,7 +43,9 @@ class NativeCompilation(Compilation):
     @property
     def source(self) -> str:  # type: ignore[override]
         """The compiler of the kernel, and for what a step goes back to Python."""
-        missing = sorted({name for p in self._programs.values() for name in p.python})
+        programs = list(self._programs.values())
+        missing = sorted({name for p in programs for name in p.python})
+        missing += ["the attention"] * any(p.attends_in_python for p in programs)
         return KERNEL.built_with() + (f"; in Python: {', '.join(missing)}" if missing else "")
 
     @property

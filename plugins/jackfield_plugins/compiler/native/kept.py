@@ -112,6 +112,6 @@ def _settings(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
-        if name not in nn.Module.__annotations__ and not name.startswith("_is_")
+        if name not in nn.Module.__annotations__ and name != "_is_hf_initialized"
         if not isinstance(value, nn.Module) and name != "generation_config" and name not in FROM
     }

@@ -49,6 +49,7 @@ class Program:
         self, graph: Graph, read: Callable[[str], torch.Tensor], offered: Compilation
     ) -> None:
         self.python: Counter[str] = Counter()
+        self.attends_in_python = False  # in some step, so far
         self._native = offered.native_operators
         self._places = Places(graph)
         size = (graph.rows, graph.width)
@@ -77,6 +78,7 @@ class Program:
         self._fed["positions"].copy_(positions)
         if self._whole is None or not self._whole():
             self._parts()
+            self.attends_in_python = True
         return self._logits  # type: ignore[no-any-return]
 
     def _input(self, graph: Graph, at: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
