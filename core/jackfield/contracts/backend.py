@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.assistant import Assistant
-from jackfield.contracts.native import NativeOperators
 from jackfield.contracts.requirements import Requirements
 from jackfield.devices import input_device
 from jackfield.errors import error_text
@@ -115,13 +114,6 @@ class Backend(ABC):
         """
         del requirements
         return self.auto_notice
-
-    def native_operators(self) -> NativeOperators:
-        """The operators of torch that it brings and offers as functions in C as well; by name.
-
-        Asked when a model is bound whose steps are compiled.
-        """
-        return {}
 
     def available(self) -> list[str]:
         """Why this machine cannot run the backend (an empty list means that it can).

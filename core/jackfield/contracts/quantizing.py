@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.checkpoint import Field, Tensors, odd_fields
+from jackfield.contracts.native import NativeOperators
 from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
 
 if TYPE_CHECKING:
@@ -163,6 +164,13 @@ class Quantizer(Backend):
     capabilities: ClassVar[QuantizerCapabilities]
     quantizes: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, Field]] = {}
+
+    def native_operators(self) -> NativeOperators:
+        """The operators of torch that its layers call and that are functions in C as well; by name.
+
+        Asked when a model is bound whose steps are compiled.
+        """
+        return {}
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
         """Whether a checkpoint, or a config object, with this `quantization_config` is its own.

@@ -13,7 +13,7 @@ from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.unchanged import Unchanged
-from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
+from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
     from jackfield.contracts import ModelInputs
-    from jackfield.contracts.native import Native
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
@@ -118,10 +117,10 @@ class BoundModel:
             return None
         from jackfield.bridge.compiled import CompiledForward
 
-        operators: dict[str, Native] = {}
-        for choice in (self.plan["quantizer"], *self.plan.kernels):
-            with guarded(choice.registered, "native_operators"):
-                operators.update(choice.registered.backend.native_operators())
+        quantizer = self.plan["quantizer"].registered
+        assert isinstance(quantizer.backend, Quantizer)
+        with guarded(quantizer, "native_operators"):
+            operators = quantizer.backend.native_operators()
         compiler = self.plan["compiler"].registered
         return CompiledForward(self.model, compilation, compiler, operators)
 
