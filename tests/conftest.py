@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -36,6 +36,16 @@ draft_timing.CLOCK = lambda: 0.0  # which drafts there are hangs on no clock whe
 if not torch.cuda.is_available():
     # Read when Triton is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variables_of_its_own() -> Iterator[None]:
+    """Of what a file's imports set (tokenicer names folders of the hub), no later file hears."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ |= before
 
 
 @pytest.fixture

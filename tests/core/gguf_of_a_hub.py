@@ -14,6 +14,8 @@ demo, folder = Path(sys.argv[1]), Path(sys.argv[2])
 (folder / "hub/me/model/sub").mkdir(parents=True)
 shutil.copy(demo, folder / "hub/me/model/sub/demo.gguf")
 
+for name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+    os.environ.pop(name, None)  # each would be asked before HF_HOME
 with serving(folder / "hub") as hub:
     os.environ |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "cache")}
     os.environ["HF_HUB_OFFLINE"] = "0"
