@@ -17,11 +17,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Q4_0 = 2  # both as a type of tensor and as the type of a file
-
 
 def convert(model: PreTrainedModel, path: Path) -> None:
-    """Qwen2's weights as a GGUF file in float16 without a tokenizer; tied embeddings are one."""
+    """Qwen2's weights as a GGUF file in float32 without a tokenizer; tied embeddings are one."""
     config = model.config
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(config.max_position_embeddings)
@@ -39,36 +37,24 @@ def convert(model: PreTrainedModel, path: Path) -> None:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        dtype = torch.float16 if tensor.dim() == 2 else torch.float32
-        writer.add_tensor(known, tensor.to(dtype).numpy())
+        writer.add_tensor(known, tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def quantize(source: Path, target: Path, *, pure: bool) -> None:
-    """Q4_0. The output head, if not `pure`, gets llama.cpp's choice: Q6_K, or Q8_0 where the width
-    is not a multiple of 256."""
+def quantize(source: Path, target: Path, kind: str) -> None:
+    """To a type as llama.cpp's own tool names it (Q4_0, Q4_K_M, BF16, …), with its choice of
+    another one for single tensors, as for the head."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.nthread, params.ftype, params.pure = 2, Q4_0, pure
+    whole = "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
+    params.nthread, params.ftype = 2, getattr(llama_cpp, f"LLAMA_FTYPE_{whole}")
     failed = llama_cpp.llama_model_quantize(
         str(source).encode(), str(target).encode(), ctypes.byref(params)
     )
     if failed:
         raise RuntimeError(f"llama.cpp cannot quantize {source}")
-
-
-def types_in(path: Path) -> dict[str, str]:
-    """What the head and the layers of a file are stored in."""
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-    return {name: kinds[f"{name}.weight"] for name in ("token_embd", "blk.0.ffn_down")}
-
-
-def dequantized(path: Path, name: str) -> np.ndarray:
-    """A tensor of a file as float32."""
-    (tensor,) = (tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
-    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
