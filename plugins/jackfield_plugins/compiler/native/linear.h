@@ -18,9 +18,8 @@ struct Linear {
 
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
 
-inline int64_t threads_for(const Linear& call, int64_t tasks) {
-    const int64_t products = call.rows * call.in_features * call.out_features;
-    return std::min({call.threads, tasks, products / WORTH + 1});
+inline int64_t threads_for(const Linear& call) {
+    return std::min(call.threads, call.rows * call.in_features * call.out_features / WORTH + 1);
 }
 
 // The same of a matrix whose rows are inputs, `[in_features, out_features]`, as GPT-2 has it:
@@ -32,26 +31,21 @@ class Turned {
     static constexpr int64_t wide = side * lanes;
 
     const Linear& call;
-    int64_t tasks, next = 0;
 
    public:
-    explicit Turned(const Linear& call) : call(call), tasks((call.out_features + wide - 1) / wide) {}
+    explicit Turned(const Linear& call) : call(call) {}
 
-    void run() {
-        auto each = [](void* self) { static_cast<Turned*>(self)->work(); };
-        const int64_t threads = threads_for(call, tasks);
-        if (threads > 1) GOMP_parallel(each, this, unsigned(threads), 0);
-        else work();
+    void run() const {
+        const int64_t tasks = (call.out_features + wide - 1) / wide;
+        Tasks(tasks, threads_for(call), [this](int64_t task) { outputs(task * wide); });
     }
 
    private:
-    void work() {
-        for (int64_t task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < tasks;) {
-            int64_t row = 0;
-            for (; row + 4 <= call.rows; row += 4) block<4>(task * wide, row);
-            if (call.rows - row >= 2) block<2>(task * wide, row), row += 2;
-            if (call.rows - row >= 1) block<1>(task * wide, row);
-        }
+    void outputs(int64_t first) const {
+        int64_t row = 0;
+        for (; row + 4 <= call.rows; row += 4) block<4>(first, row);
+        if (call.rows - row >= 2) block<2>(first, row), row += 2;
+        if (call.rows - row >= 1) block<1>(first, row);
     }
 
     template <int rows>
@@ -98,28 +92,17 @@ class Product {
     static constexpr int step = pairs ? 2 * lanes : lanes;
 
     const Linear& call;
-    int64_t tasks, next = 0;
 
    public:
-    explicit Product(const Linear& call)
-        : call(call), tasks((call.out_features + lanes - 1) / lanes) {}
+    explicit Product(const Linear& call) : call(call) {}
 
-    void run() {
-        const int64_t threads = threads_for(call, tasks);
-        auto each = [](void* self) { static_cast<Product*>(self)->work(); };
-        if (threads > 1) GOMP_parallel(each, this, unsigned(threads), 0);
-        else work();
+    void run() const {
+        const int64_t tasks = (call.out_features + lanes - 1) / lanes;
+        Tasks(tasks, threads_for(call), [this](int64_t task) { outputs(task * lanes); });
     }
 
    private:
-    // Tasks are taken several at a time: neighbours lie side by side in memory.
-    void work() {
-        const int64_t some = std::max<int64_t>(1, std::min<int64_t>(8, tasks / (4 * call.threads)));
-        for (int64_t task; (task = __atomic_fetch_add(&next, some, __ATOMIC_RELAXED)) < tasks;)
-            for (int64_t t = task; t < std::min(task + some, tasks); t++) outputs(t * lanes);
-    }
-
-    void outputs(int64_t first) {
+    void outputs(int64_t first) const {
         int64_t row = 0;
         for (; row + 8 <= call.rows; row += 8) block<8, 2>(first, row);
         if (call.rows - row >= 4) block<4, 4>(first, row), row += 4;

@@ -11,7 +11,6 @@
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many rows
 // there are: a row's result does not depend on what else is in the batch.
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "formats.h"
@@ -45,27 +44,6 @@ struct PackCall {
     const uint8_t* blocks;  // [out_features, blocks of a row], as in a file
     uint8_t* weight;        // zeros
     int64_t in_features, out_features, type, threads;
-};
-
-// Gives out tasks from 0 to before `count` to at most `threads` threads.
-template <class Work>
-class Tasks {
-    const int64_t count;
-    Work work;
-    std::atomic<int64_t> next{0};
-
-   public:
-    Tasks(int64_t count, int64_t threads, Work work) : count(count), work(work) {
-        threads = std::min(threads, count);
-        auto each = [](void* self) { static_cast<Tasks*>(self)->run(); };
-        if (threads > 1) GOMP_parallel(each, this, threads, 0);
-        else each(this);
-    }
-
-   private:
-    void run() {
-        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(task);
-    }
 };
 
 // How many rows are worked on together, which is compiled for each, and how many blocks; their sums

@@ -12,7 +12,6 @@
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
 #include <algorithm>
-#include <atomic>
 
 #include "threads.h"
 #include "vectors.h"
@@ -142,7 +141,6 @@ template <int bits>
 class Linear {
     const Call& call;
     const int64_t units, chunks, steps, groups;  // steps are those of a group
-    std::atomic<int64_t> next{0};
 
    public:
     explicit Linear(const Call& call)
@@ -152,24 +150,20 @@ class Linear {
 
     void run() {
         int64_t products = call.rows * call.in_features * call.out_features;
-        int64_t threads = std::min({call.threads, units * chunks, products / WORTH + 1});
-        auto each = [](void* self) { static_cast<Linear*>(self)->work(); };
-        if (threads > 1) GOMP_parallel(each, this, threads, 0);
-        else each(this);
+        int64_t threads = std::min(call.threads, products / WORTH + 1);
+        Tasks(units * chunks, threads, [this](int64_t task) { work(task); });
     }
 
    private:
-    void work() {
-        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < units * chunks;) {
-            int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-            const int64_t most = rows_for(call.rows);
-            // Tiles as even as can be, since each has to unpack the weights.
-            for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
-                int64_t rows = (count + tiles - 1) / tiles;
-                by_rows<rows_for(INT64_MAX)>(rows, task / chunks, from);
-                from += rows;
-                count -= rows;
-            }
+    void work(int64_t task) const {
+        int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        const int64_t most = rows_for(call.rows);
+        // Tiles as even as can be, since each has to unpack the weights.
+        for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
+            int64_t rows = (count + tiles - 1) / tiles;
+            by_rows<rows_for(INT64_MAX)>(rows, task / chunks, from);
+            from += rows;
+            count -= rows;
         }
     }
 
