@@ -121,11 +121,13 @@ def ratio(other: list[float], mine: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-def measure(label: str, runs: dict[str, Run], prompts: list[list[int]], limit: float, n: int) -> None:
+def measure(
+    label: str, runs: dict[str, Run], prompts: list[list[int]], limit: float, n: int
+) -> None:
     for run in runs.values():
         run(prompts, LONG)
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(n):
+    for _ in range(rounds):
         for name, run in runs.items():
             took[name].append(seconds(run, prompts))
     cells = [label]
@@ -155,9 +157,7 @@ def main() -> None:
     prompts = torch.randint(5, 30000, (most, given.prompt), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:
         mine, theirs = files(model, given.weights, Path(folder))
-        llama = LlamaCpp(
-            theirs, sequences=most, context=given.prompt + LONG, threads=given.threads
-        )
+        llama = LlamaCpp(theirs, sequences=most, context=given.prompt + LONG, threads=given.threads)
         print(f"apart: {apart(mine, given.weights, llama, model, prompts[0])}", flush=True)
         engine = load(
             mine, given.weights, compile="native", max_batch_size=most,
