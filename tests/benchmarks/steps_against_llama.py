@@ -122,7 +122,7 @@ def ratio(other: list[float], mine: list[float]) -> str:
 
 
 def measure(
-    label: str, runs: dict[str, Run], prompts: list[list[int]], limit: float, n: int
+    label: str, runs: dict[str, Run], prompts: list[list[int]], limit: float, rounds: int
 ) -> None:
     for run in runs.values():
         run(prompts, LONG)
