@@ -60,19 +60,25 @@ def padded(masked: bool) -> Entry:
     )
 
 
-def packed(sizes: list[tuple[int, int]], window: int | None) -> Entry:
+def packed(sizes: list[tuple[int, int]], window: int | None, prompts: bool = False) -> Entry:
     from jackfield_plugins.attention.cpu_decode.call import Kernel
+    from jackfield_plugins.attention.cpu_decode.prompts import Prompts
 
-    kernel, step = Kernel(), step_of(sizes)
+    kernel, reader, step = Kernel(), Prompts(), step_of(sizes)
     layer = layer_of(step, kv_heads=2, head_dim=16, window=window, dtype=torch.float32, stale=0)
     tables = layer.tables
+    layer_shape = (step.spans[-1].query_start + step.spans[-1].query_len, 4, 16)
 
     def call(t: Tensors) -> torch.Tensor:
         spoilt = replace(step, cu_seqlens_q=t["starts"], seq_lens=t["lengths"])
         held = replace(tables, step=spoilt, block_table=t["table"], first=t["first"])
         pools = PackedLayer(layer.keys, layer.values, held)
         pools.keys, pools.values = t["keys"], t["values"]  # torch would refuse to flatten some
-        return kernel.packed(t["query"], pools)
+        if not prompts:
+            return kernel.packed(t["query"], pools)
+        out = torch.zeros(layer_shape, dtype=t["query"].dtype)
+        reader.attend(t["query"], pools, out)
+        return out
 
     def expected(t: Tensors) -> torch.Tensor:
         held = replace(tables, tables=t["table"].tolist())
@@ -209,6 +215,8 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "packed, one query": lambda: packed([(1, 40), (1, 3), (1, 17)], None),
     "packed, a window": lambda: packed([(1, 40), (1, 3), (1, 70)], 20),
     "packed, drafts": lambda: packed([(3, 40), (1, 9), (4, 17)], None),
+    "prompts": lambda: packed([(3, 40), (20, 20), (2, 17)], None, prompts=True),
+    "prompts, a window": lambda: packed([(1, 40), (40, 70)], 20, prompts=True),
     "rms norm float32": lambda: rms_norm(torch.float32),
     "rms norm bfloat16": lambda: rms_norm(torch.bfloat16),
     "int4": lambda: int4(4, through_torch=False),

@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_written_is_named(
         another().library()
 
 
-@pytest.mark.parametrize("flag", sampled(["-mno-avx512f", "-mno-avx"], 2))
+@pytest.mark.parametrize("flag", sampled(["-mno-avx512f", "-mno-avx", "-mno-avx512bf16"], 2))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 def test_narrower_vectors_give_the_same(fresh: Path, flag: str) -> None:
     """AVX2's and those that every such processor has, in a process of their own."""
@@ -330,7 +330,12 @@ def test_narrower_vectors_give_the_same(fresh: Path, flag: str) -> None:
         "for dtype in t.BOUND:\n"
         "    for size, group in ((8, 1), (72, 7), (64, 2), (80, 3)):\n"
         "        t.test_kernel_equals_torch.hypothesis.inner_test(\n"
-        "            2, (2, group), (size, None), 300, dtype, 'holes', 'static', None, 2)"
+        "            2, (2, group), (size, None), 300, dtype, 'holes', 'static', None, 2)\n"
+        "import test_cpu_prompts as p\n"
+        "for dtype in p.BOUND:\n"
+        "    for size, group, window in ((8, 1, None), (72, 7, 60), (17, 2, None)):\n"
+        "        p.test_pages_equal_the_reference.hypothesis.inner_test(\n"
+        "            [(150, 30), (20, 200)], (2, group), (size, None), 16, window, dtype, 0, 2)"
     )
     environ = {**os.environ, "CXX": f"{command[0]} {flag}"}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]

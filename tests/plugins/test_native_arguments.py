@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 #: Whose code takes an address or has ctypes at hand -> the entries that try it, or why none does.
 READERS = {
     "plugins/jackfield_plugins/attention/cpu_decode/call.py": ("padded", "packed"),
+    "plugins/jackfield_plugins/attention/cpu_decode/prompts.py": ("prompts",),
     "plugins/jackfield_plugins/kernel/cpu_rms_norm/call.py": ("rms norm",),
     "plugins/jackfield_plugins/cache/paged/storing/__init__.py": "by test_native_writes.py",
     "plugins/jackfield_plugins/compiler/native/calls.py": "hands over memory of its own",

@@ -1,4 +1,4 @@
-"""What a prompt takes at its peak is linear in its length with sdpa, and is not with eager."""
+"""What a prompt takes at its peak is linear in its length with `sdpa` and `cpu_decode`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
 
 SCRIPT = Path(__file__).parent / "measure_prefill.py"
 
@@ -36,9 +38,19 @@ def growth(attention: str, cache: str, lengths: tuple[int, ...]) -> list[float]:
     return [b / a for a, b in itertools.pairwise(peaks)]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "paged?num_tokens=4352"])
-def test_twice_the_prompt_takes_twice_the_memory(cache: str) -> None:
-    assert max(growth("sdpa", cache, (1024, 2048, 4096))) <= 2.3
+@pytest.mark.parametrize(
+    ("attention", "cache"),
+    [
+        ("sdpa", "dynamic"),
+        ("sdpa", "paged?num_tokens=4352"),
+        pytest.param(
+            "cpu_decode", "paged?num_tokens=4352",
+            marks=pytest.mark.skipif(bool(KERNEL.cannot_build()), reason="needs a C++ compiler"),
+        ),
+    ],
+)  # fmt: skip
+def test_twice_the_prompt_takes_twice_the_memory(attention: str, cache: str) -> None:
+    assert max(growth(attention, cache, (1024, 2048, 4096))) <= 2.3
 
 
 def test_what_is_quadratic_is_seen() -> None:

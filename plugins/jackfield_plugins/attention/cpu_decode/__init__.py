@@ -1,8 +1,10 @@
-"""``cpu_decode``: few query tokens through a kernel written here, everything longer as sdpa.
+"""``cpu_decode``: attention on the CPU through kernels written here.
 
 Decoding reads every key and value once, so the time to read them is the least there can be.
 torch's kernel reads them once for every query head; here all heads that share them read them
-together, in full vectors, in parts of a sequence side by side (`kernel.cpp`).
+together, in full vectors, in parts of a sequence side by side (`kernel.cpp`). Prompts in pages go
+in blocks of queries and keys, of which only those are computed that are seen (`prompts.h`). Padded
+prompts are torch's sdpa.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from jackfield.contracts import (
     Requirements,
 )
 from jackfield_plugins.attention.cpu_decode.build import KERNEL
-from jackfield_plugins.attention.sdpa import SdpaAttention, attend_row, torch_attention
+from jackfield_plugins.attention.sdpa import SdpaAttention, torch_attention
 
 if TYPE_CHECKING:
     import torch
 
 
 class CpuDecodeAttention(Attention):
-    """Prefill is torch's sdpa, decode is written here and compiled when it is first bound."""
+    """Compiled when it is first bound; padded prompts are torch's sdpa."""
 
     name = "cpu_decode"
     auto_rank = 20  # before sdpa, which goes sequence by sequence
@@ -47,10 +49,9 @@ class CpuDecodeAttention(Attention):
 
     def bind(self, context: BindContext) -> BoundAttention:
         from jackfield_plugins.attention.cpu_decode.call import SHORT, Kernel
-        from jackfield_plugins.attention.sdpa_flags import free_choice
+        from jackfield_plugins.attention.cpu_decode.prompts import Prompts
 
-        attend, _ = free_choice(on_cuda=False)
-        kernel, sdpa = Kernel(), torch_attention()
+        kernel, prompts, sdpa = Kernel(), Prompts(), torch_attention()
         prefill = sdpa.forward
 
         def forward(
@@ -72,13 +73,13 @@ class CpuDecodeAttention(Attention):
             scaling: float | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            output = kernel.packed(query, layer, scaling)
-            if layer.step.max_seqlen_q > SHORT:
-                for row, span in enumerate(layer.step.spans):
-                    if span.query_len > SHORT:
-                        at = slice(span.query_start, span.query_start + span.query_len)
-                        queries = query[at].transpose(0, 1)[None]
-                        output[at] = attend_row(attend, queries, layer, row, scaling)[0]
+            if layer.step.max_seqlen_q <= SHORT:
+                return kernel.packed(query, layer, scaling)
+            if any(span.query_len <= SHORT for span in layer.step.spans):
+                output = kernel.packed(query, layer, scaling)
+            else:
+                output = query.new_empty(*query.shape[:2], layer.values.shape[3])
+            prompts.attend(query, layer, output, scaling, SHORT)
             return output
 
         source = KERNEL.built_with()

@@ -11,17 +11,25 @@ import operator
 import struct
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from jackfield.contracts import NativeCall, PackedLayer, PageTables
 from jackfield.errors import ExecutionError
 from jackfield_plugins.attention.cpu_decode.build import KERNEL
+from jackfield_plugins.attention.cpu_decode.reading import (
+    ALIKE,
+    DTYPES,
+    MEMORY,
+    NAME,
+    PACKED,
+    TABLES,
+    Rows,
+    are_tables,
+)
 from jackfield_plugins.native.arguments import unreadable
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_NAME = "cpu_decode"
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
 _PACK = struct.Struct("@10qd8q3q10q").pack  # `struct Call` in kernel.cpp
 _TABLES_AT = struct.calcsize("@10qd8q3q")
@@ -32,25 +40,6 @@ _PADDED = (
     "query [batch, heads, 1, head_dim], key and value [batch, kv_heads, keys, …] of one size, "
     "heads a multiple of kv_heads"
 )
-_PACKED = (
-    "query [tokens, heads, head_dim], keys and values [pages, page_size, kv_heads, …] of one size "
-    "whose heads are dense, heads a multiple of kv_heads"
-)
-_ALIKE = "query, keys and values of one dtype of 16, 32 or 64 bits on the CPU"
-_MEMORY = "tensors that have memory"
-_TABLES = "dense int32 on the CPU: table [rows, pages], first and lengths [rows], starts [rows + 1]"
-
-
-class Rows(NamedTuple):
-    """What the kernel reads of a step: a row is one query, or a sequence of too many, left out.
-
-    All int32: `table` `[rows, pages]`, `first` and `lengths` `[rows]`, `starts` `[rows + 1]`.
-    """
-
-    table: torch.Tensor
-    first: torch.Tensor
-    lengths: torch.Tensor
-    starts: torch.Tensor
 
 
 def unrolled(tables: PageTables) -> Rows:
@@ -147,7 +136,7 @@ class Kernel:
             batch, heads, length, size = query.shape
             rows, kv_heads, keys, value_size = value.shape
         except ValueError:
-            raise unreadable(_NAME, _PADDED, query=query, key=key, value=value) from None
+            raise unreadable(NAME, _PADDED, query=query, key=key, value=value) from None
         if (
             key.shape != (batch, kv_heads, keys, size)
             or rows != batch
@@ -155,7 +144,7 @@ class Kernel:
             or not (size and value_size and kv_heads)
             or heads % kv_heads
         ):
-            raise unreadable(_NAME, _PADDED, query=query, key=key, value=value)
+            raise unreadable(NAME, _PADDED, query=query, key=key, value=value)
         decode = self._function(query, key, value)
         query_row, query_head, _, dense = query.stride()
         if dense != 1:
@@ -176,7 +165,7 @@ class Kernel:
         seen = _NO_MASK if mask is None else (mask.data_ptr(), mask.stride(0))
         if not (read and of_keys and of_values and (mask is None or seen[0])):
             if out.numel() and keys:
-                raise unreadable(_NAME, _MEMORY, query=query, key=key, value=value, mask=mask)
+                raise unreadable(NAME, MEMORY, query=query, key=key, value=value, mask=mask)
             return out.zero_()
         decode(
             _PACK(
@@ -201,7 +190,7 @@ class Kernel:
         """
         if query.dim() != 3 or layer.values.dim() != 4:
             given = {"keys": layer.keys, "values": layer.values}
-            raise unreadable(_NAME, _PACKED, query=query, **given)
+            raise unreadable(NAME, PACKED, query=query, **given)
         if query.stride(2) != 1:
             query = query.contiguous()
         out = query.new_empty(*query.shape[:2], layer.values.shape[3])
@@ -211,7 +200,7 @@ class Kernel:
         if not self._function(query, layer.keys, layer.values)(arguments):
             pages, page_size = layer.values.shape[:2]
             raise ExecutionError(
-                f"{_NAME} cannot read what its page tables say: a page, a length or a start is not "
+                f"{NAME} cannot read what its page tables say: a page, a length or a start is not "
                 f"within {pages} pages of {page_size}, {layer.block_table.shape[1]} a row, "
                 f"{len(query)} tokens"
             )
@@ -258,7 +247,7 @@ class Kernel:
             key_page, key_slot, key_head, dense = keys.stride()
             value_page, value_slot, value_head, value_dense = values.stride()
         except ValueError:
-            raise unreadable(_NAME, _PACKED, query=query, keys=keys, values=values) from None
+            raise unreadable(NAME, PACKED, query=query, keys=keys, values=values) from None
         if (
             keys.shape != (pages, slots, kv_heads, size)
             or slots != page_size
@@ -267,14 +256,14 @@ class Kernel:
             or (dense != 1 and size > 1)
             or (value_dense != 1 and value_size > 1)
         ):
-            raise unreadable(_NAME, _PACKED, query=query, keys=keys, values=values)
+            raise unreadable(NAME, PACKED, query=query, keys=keys, values=values)
         rows = self._rows_of(layer.tables)
         table, first, lengths, starts = rows
         read, of_keys, of_values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
         held = table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr()
         if not (read and of_keys and of_values and all(held)) and out.numel():
             given = {"query": query, "keys": keys, "values": values, **rows._asdict()}
-            raise unreadable(_NAME, _MEMORY, **given)
+            raise unreadable(NAME, MEMORY, **given)
         return _PACK(
             read, of_keys, of_values, out.data_ptr(),
             len(lengths), heads, kv_heads, size, value_size, torch.get_num_threads(),
@@ -291,8 +280,8 @@ class Kernel:
         rows = Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
         seen = self._readable.get(tables.window)
         if seen is None or any(map(operator.is_not, seen, rows)):
-            if not _are_tables(rows):
-                raise unreadable(_NAME, _TABLES, **rows._asdict())
+            if not are_tables(rows):
+                raise unreadable(NAME, TABLES, **rows._asdict())
             self._readable[tables.window] = rows
         if step.max_seqlen_q == 1:
             return rows
@@ -314,7 +303,7 @@ class Kernel:
             and key.is_cpu
             and value.is_cpu
         ):
-            raise unreadable(_NAME, _ALIKE, query=query, key=key, value=value)
+            raise unreadable(NAME, ALIKE, query=query, key=key, value=value)
         if query.requires_grad:
             raise ExecutionError("cpu_decode computes no gradients; call it under torch.no_grad()")
         return decode
@@ -329,20 +318,6 @@ def _readable(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
         or not mask.is_cpu
     ):
         takes = f"a mask of bool [{batch}, 1, 1, {keys}] on the CPU"
-        raise unreadable(_NAME, takes, mask=mask)
+        raise unreadable(NAME, takes, mask=mask)
     rows = mask.expand(batch, 1, 1, keys)[:, 0, 0]
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _are_tables(rows: Rows) -> bool:
-    table, count = rows.table, rows.lengths.numel()
-    if table.dim() != 2:
-        return False
-    shapes = ((count, table.shape[1]), (count,), (count,), (count + 1,))
-    return all(
-        tensor.dtype is torch.int32
-        and tensor.is_cpu
-        and tensor.shape == shape
-        and (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1))
-        for tensor, shape in zip(rows, shapes, strict=True)
-    )

@@ -7,9 +7,10 @@
 // nor on what else is in the batch.
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <tuple>
 
+#include "memory.h"
+#include "prompts.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -54,21 +55,6 @@ struct Split {
         : size(size), count((size + lanes - 1) / lanes), padded(count * lanes) {}
     bool narrow() const { return size < lanes; }
     int64_t at(int64_t i) const { return i + 1 < count || narrow() ? i * lanes : size - lanes; }
-};
-
-// Memory that a thread keeps from call to call.
-struct Memory {
-    char* at = nullptr;
-    size_t size = 0;
-    ~Memory() { std::free(at); }
-    char* hold(size_t bytes) {
-        if (bytes > size) {
-            std::free(at);
-            size = (bytes + 4095) / 4096 * 4096;
-            at = static_cast<char*>(std::aligned_alloc(64, size));
-        }
-        return at;
-    }
 };
 
 // Scores of `heads` query heads for as many keys as fill a vector with sums.
@@ -397,4 +383,8 @@ bool decode_float32(const Call* call) { return decode<float>(call); }
 bool decode_float64(const Call* call) { return decode<double>(call); }
 bool decode_bfloat16(const Call* call) { return decode<bfloat16>(call); }
 bool decode_float16(const Call* call) { return decode<float16>(call); }
+bool prompts_float32(const PromptsCall* call) { return prompts<float>(call); }
+bool prompts_float64(const PromptsCall* call) { return prompts<double>(call); }
+bool prompts_bfloat16(const PromptsCall* call) { return prompts<bfloat16>(call); }
+bool prompts_float16(const PromptsCall* call) { return prompts<float16>(call); }
 }

@@ -1,0 +1,114 @@
+// What the products of long prompts are computed in: a step is what one instruction multiplies.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "vectors.h"
+
+// x * y + z, rounded once where the machine can, whatever a compiler makes of the code around it.
+inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(x, y, z);
+#else
+    return x * y + z;
+#endif
+}
+
+inline ALWAYS_INLINE Vec<double> fused(Vec<double> x, Vec<double> y, Vec<double> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_pd(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_pd(x, y, z);
+#else
+    return x * y + z;
+#endif
+}
+
+// `count` numbers, then zeros up to `room`.
+template <class T, class C>
+inline void widen(const T* from, int64_t count, C* to, int64_t room) {
+    constexpr int lanes = Vector<C>::lanes;
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) store(load(from + i), to + i);
+    if (i < count) {
+        T some[lanes] = {};
+        C wide[lanes];
+        std::copy_n(from + i, count - i, some);
+        store(load(some), wide);
+        std::copy_n(wide, count - i, to + i);
+    }
+    std::fill(to + count, to + room, C{});
+}
+
+template <class C, class T>
+inline void narrow(const C* from, int64_t count, T* to) {
+    constexpr int lanes = Vector<C>::lanes;
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) store(load(from + i), to + i);
+    if (i < count) {
+        C some[lanes] = {};
+        T rounded[lanes];
+        std::copy_n(from + i, count - i, some);
+        store(load(some), rounded);
+        std::copy_n(rounded, count - i, to + i);
+    }
+}
+
+// One number a step; numbers of 16 bits are widened before.
+template <class T>
+struct Single {
+    using C = typename Wide<T>::type;
+    using Step = C;
+    static constexpr int width = 1;  // neighbours that a step has: numbers of a key, values of keys
+    static constexpr bool whole = std::is_same<T, C>::value;  // values are steps as they lie
+    static bool lies(int64_t) { return whole; }               // keys of this size are, too
+
+    static ALWAYS_INLINE Vec<C> add(Vec<C> sum, const Step* lanes, const Step* one) {
+        return fused(load(lanes), Vec<C>{} + *one, sum);
+    }
+    static void key(const T* from, int64_t size, Step* to) { widen(from, size, to, size); }
+    static void value(const T* const* from, int64_t size, Step* to, int64_t room) {
+        widen(*from, size, to, room);
+    }
+    static ALWAYS_INLINE void weights(const Vec<C>* from, Step* to) { store(*from, to); }
+};
+
+#if defined(__AVX512BF16__)
+
+// Two neighbours a step, the first in the lower half.
+struct Pairs {
+    using C = float;
+    using Step = uint32_t;
+    static constexpr int width = 2;
+    static constexpr bool whole = false;
+    static bool lies(int64_t size) { return size % 2 == 0; }
+
+    static ALWAYS_INLINE Vec<C> add(Vec<C> sum, const Step* lanes, const Step* one) {
+        __m512i both = _mm512_set1_epi32(read<int32_t>(one));
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(lanes), (__m512bh)both);
+    }
+    static void key(const bfloat16* from, int64_t size, Step* to) {
+        to[(size - 1) / 2] = 0;
+        std::memcpy(to, from, size * sizeof *from);
+    }
+    // Of two keys; one of them may be none.
+    static void value(const bfloat16* const* from, int64_t size, Step* to, int64_t room) {
+        for (int64_t i = 0; i < size; i++)
+            to[i] = (from[0] ? from[0][i].bits : 0) | (from[1] ? uint32_t(from[1][i].bits) : 0) << 16;
+        std::fill(to + size, to + room, 0);
+    }
+    static ALWAYS_INLINE void weights(const Vec<C>* from, Step* to) {
+        auto half = [](Vec<C> v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)); };
+        _mm512_storeu_si512(to, _mm512_or_si512(half(from[0]), _mm512_slli_epi32(half(from[1]), 16)));
+    }
+};
+
+#endif
+
+// What a dtype is computed with.
+template <class T> struct Computed { using type = Single<T>; };
+#if defined(__AVX512BF16__)
+template <> struct Computed<bfloat16> { using type = Pairs; };
+#endif

@@ -1,0 +1,367 @@
+// Attention of many query tokens a sequence, over its pages.
+//
+// A task is a block of queries, of all heads that share a key/value head; it goes over blocks of keys
+// and keeps the largest score, the sum of weights and the weighted values so far (FlashAttention-2,
+// Dao 2023). The lanes of a vector are queries. So keys and values are read as they lie, one number for
+// all lanes, and maxima and sums need nothing across lanes. What is behind a query or before its window
+// is left out by tiles and hidden within them.
+//
+// Blocks of keys begin at multiples of their length, counted from the sequence's first token, and a lane
+// adds up key by key: what is hidden adds 0. So the result of a query depends neither on the threads, nor on
+// the batch, nor on the chunks in which a prompt is read.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <utility>
+
+#include "arithmetic.h"
+#include "memory.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t KEYS = 128;              // of a block
+constexpr int64_t LANES_OF_A_TASK = 192;   // queries times heads: keys are read once for all
+constexpr int64_t PAYS = 1 << 17;          // multiplications that pay for waking a further thread
+#if defined(__AVX512F__)
+constexpr int TALL = 8, BROAD = 3;  // numbers times vectors of a tile: their sums fit into the registers
+#else
+constexpr int TALL = 8, BROAD = 1;
+#endif
+
+// What Python packs, field by field. Strides are in elements; those within heads are 1.
+struct PromptsCall {
+    const void *query, *key, *value;  // pools are [pages, page_size, kv_heads, size]
+    void* out;                        // [tokens, heads, value_size], contiguous
+    int64_t heads, kv_heads, key_size, value_size, threads;
+    double scaling;
+    int64_t query_token, query_head;
+    int64_t key_page, key_head, key_slot, value_page, value_head, value_slot;
+    // See PageTables. Sequence i has the queries from starts[i] on; those with up to `few` are left out.
+    const int32_t *table, *first, *lengths, *starts;
+    int64_t table_row, page_size, window;
+    int64_t sequences, tokens, columns, pages, few;
+};
+
+template <class T>
+class Prompts {
+    using A = typename Computed<T>::type;
+    using C = typename A::C;
+    using Step = typename A::Step;
+    static constexpr int lanes = Vector<C>::lanes, width = A::width;
+
+    const PromptsCall& call;
+    const int64_t group, block;          // heads that share keys; tokens of a task
+    const int64_t steps, values, vectors;  // of a key; of a value, filled up; of a task's lanes
+    const bool keys_lie, values_lie;
+    int64_t tasks = 0, products = 0;
+    int64_t* before;  // tasks before those of each sequence
+    std::atomic<int64_t> next{0};
+
+    // What one thread works on.
+    struct Desk {
+        const Step *keys[KEYS + TALL], *values[KEYS];
+        Step *queries, *weights, *key_rows, *value_rows, *line;
+        C *scores, *out, *most, *total, *at, *column;
+    };
+
+    // A task, and the keys that its queries see.
+    struct Task {
+        int64_t sequence, head, token, count, position, begin, end;
+    };
+
+   public:
+    explicit Prompts(const PromptsCall& call)
+        : call(call), group(call.heads / call.kv_heads),
+          block(std::max<int64_t>(1, LANES_OF_A_TASK / group)),
+          steps((call.key_size + width - 1) / width),
+          values((call.value_size + TALL - 1) / TALL * TALL),
+          vectors((block * group + lanes - 1) / lanes), keys_lie(A::lies(call.key_size)),
+          values_lie(A::whole && values == call.value_size) {}
+
+    // Whether all sequences lie within the memory that there is; if not, nothing was done.
+    bool run() {
+        static thread_local Memory memory;
+        before = reinterpret_cast<int64_t*>(memory.hold((call.sequences + 1) * sizeof *before));
+        for (int64_t i = 0; i < call.sequences; i++) {
+            if (!inside(i)) return false;
+            before[i] = tasks;
+            const int64_t count = call.starts[i + 1] - call.starts[i];
+            if (count <= call.few) continue;
+            tasks += (count + block - 1) / block * call.kv_heads;
+            products += count * (call.lengths[i] - call.first[i]);
+        }
+        before[call.sequences] = tasks;
+        products *= call.heads * (call.key_size + call.value_size);
+        int64_t threads = std::min({call.threads, tasks, products / PAYS + 1});
+        auto each = [](void* self) { static_cast<Prompts*>(self)->work(); };
+        if (threads > 1) GOMP_parallel(each, this, threads, 0);
+        else each(this);
+        return true;
+    }
+
+   private:
+    bool inside(int64_t i) const {
+        const int64_t start = call.starts[i], after = call.starts[i + 1];
+        const int64_t first = call.first[i], end = call.lengths[i];
+        if (start < 0 || after <= start || after > call.tokens) return false;
+        if (after - start <= call.few) return true;  // left out
+        if (first < 0 || end - (after - start) < first) return false;
+        const int64_t last = (end - 1 - first) / call.page_size;
+        const int32_t* pages = call.table + i * call.table_row;
+        return last < call.columns &&
+               std::all_of(pages + (oldest(i, end - (after - start)) - first) / call.page_size,
+                           pages + last + 1,
+                           [&](int32_t page) { return page >= 0 && page < call.pages; });
+    }
+
+    // The first key that a query at this position sees.
+    int64_t oldest(int64_t i, int64_t position) const {
+        const int64_t first = call.first[i];
+        return call.window ? std::max(first, position - call.window + 1) : first;
+    }
+
+    void work() {
+        static thread_local Memory memory;
+        const int64_t all = vectors * lanes;
+        size_t size[] = {sizeof(Desk), steps * all * sizeof(Step), KEYS * BROAD * lanes * sizeof(C),
+                         values * all * sizeof(C), all * sizeof(C), all * sizeof(C), all * sizeof(C),
+                         keys_lie ? 0 : KEYS * steps * sizeof(Step),
+                         values_lie ? 0 : KEYS / width * values * sizeof(Step),
+                         steps * sizeof(Step), values * sizeof(C)};
+        size_t total = 0;
+        for (size_t& one : size) total += one = (one + 63) / 64 * 64;
+        char* at = memory.hold(total);
+        auto take = [&, i = 0]() mutable { return std::exchange(at, at + size[i++]); };
+        Desk& desk = *reinterpret_cast<Desk*>(take());
+        desk.queries = reinterpret_cast<Step*>(take());
+        desk.scores = reinterpret_cast<C*>(take());
+        desk.weights = reinterpret_cast<Step*>(desk.scores);  // each in the place of its score
+        desk.out = reinterpret_cast<C*>(take());
+        desk.most = reinterpret_cast<C*>(take());
+        desk.total = reinterpret_cast<C*>(take());
+        desk.at = reinterpret_cast<C*>(take());
+        desk.key_rows = reinterpret_cast<Step*>(take());
+        desk.value_rows = reinterpret_cast<Step*>(take());
+        desk.line = reinterpret_cast<Step*>(take());
+        desk.column = reinterpret_cast<C*>(take());
+        for (int64_t lane = 0; lane < all; lane++) desk.at[lane] = lane / group;
+        int64_t i = 0;
+        for (int64_t number; (number = next.fetch_add(1)) < tasks;) {
+            while (number >= before[i + 1]) i++;
+            attend(desk, task(i, number - before[i]));
+        }
+    }
+
+    // Those that see most come first, so that no thread is left with a long one.
+    Task task(int64_t i, int64_t nth) const {
+        const int64_t count = call.starts[i + 1] - call.starts[i];
+        const int64_t blocks = (count + block - 1) / block;
+        const int64_t from = (blocks - 1 - nth / call.kv_heads) * block;
+        const int64_t position = call.lengths[i] - count + from, own = std::min(block, count - from);
+        return {i, nth % call.kv_heads, call.starts[i] + from, own, position, oldest(i, position),
+                position + own};
+    }
+
+    void attend(Desk& desk, const Task& task) const {
+        const int64_t used = (task.count * group + lanes - 1) / lanes;
+        fetch_queries(desk, task);
+        std::fill_n(desk.most, used * lanes, std::numeric_limits<C>::lowest());
+        std::fill_n(desk.total, used * lanes, C{});
+        std::fill_n(desk.out, used * lanes * values, C{});
+        for (int64_t start = task.begin / KEYS * KEYS; start < task.end; start += KEYS) {
+            point(desk, task, start);
+            for (int64_t vector = 0; vector < used; vector += BROAD)
+                by_breadth<BROAD>(std::min<int64_t>(BROAD, used - vector), [&](auto broad) {
+                    tile<broad>(desk, task, start, vector);
+                });
+        }
+        for (int64_t lane = 0; lane < task.count * group; lane++) write(desk, task, lane);
+    }
+
+    template <int most, class What>
+    static void by_breadth(int64_t count, What what) {
+        if (count == most) return what(std::integral_constant<int, most>());
+        if constexpr (most > 1) by_breadth<most - 1>(count, what);
+    }
+
+    // Where the numbers of a lane are: tiles of BROAD vectors follow one another, the last may be less.
+    static int64_t place(int64_t lane, int64_t height, int64_t used, int64_t* apart) {
+        const int64_t vector = lane / lanes / BROAD * BROAD;
+        *apart = std::min<int64_t>(BROAD, used - vector) * lanes;
+        return vector * lanes * height + lane - vector * lanes;
+    }
+
+    void fetch_queries(Desk& desk, const Task& task) const {
+        const int64_t count = task.count * group, used = (count + lanes - 1) / lanes;
+        for (int64_t lane = 0; lane < used * lanes; lane++) {
+            int64_t apart, real = std::min(lane, count - 1);  // the last again: nobody reads it
+            Step* to = desk.queries + place(lane, steps, used, &apart);
+            const T* from = static_cast<const T*>(call.query) +
+                            (task.token + real / group) * call.query_token +
+                            (task.head * group + real % group) * call.query_head;
+            A::key(from, call.key_size, desk.line);
+            for (int64_t i = 0; i < steps; i++) to[i * apart] = desk.line[i];
+        }
+    }
+
+    // Where the keys and values of a block are. Of those that no query of the task sees nothing is read.
+    void point(Desk& desk, const Task& task, int64_t start) const {
+        const int64_t from = std::max(task.begin, start) - start;
+        const int64_t upto = std::min(task.end - start, KEYS);
+        const T *keys[KEYS], *rows[KEYS + width] = {};
+        locate(keys, call.key, call.key_page, call.key_head, call.key_slot, task, start, from, upto);
+        locate(rows, call.value, call.value_page, call.value_head, call.value_slot, task, start, from, upto);
+        for (int64_t k = from; k < upto; k++) {
+            Step* made = desk.key_rows + k * steps;
+            if (!keys_lie) A::key(keys[k], call.key_size, made);
+            desk.keys[k] = keys_lie ? reinterpret_cast<const Step*>(keys[k]) : made;
+        }
+        std::fill(desk.keys, desk.keys + from, desk.keys[from]);
+        std::fill(desk.keys + upto, desk.keys + KEYS + TALL, desk.keys[from]);
+        for (int64_t g = from / width; g * width < upto; g++) {
+            Step* made = desk.value_rows + g * values;
+            if (!values_lie) A::value(rows + g * width, call.value_size, made, values);
+            desk.values[g] = values_lie ? reinterpret_cast<const Step*>(rows[g]) : made;
+        }
+    }
+
+    void locate(const T** to, const void* pool, int64_t of_page, int64_t of_head, int64_t of_slot,
+                const Task& task, int64_t start, int64_t from, int64_t upto) const {
+        const T* base = static_cast<const T*>(pool) + task.head * of_head;
+        const int32_t* pages = call.table + task.sequence * call.table_row;
+        const int64_t token = start + from - call.first[task.sequence];
+        int64_t page = token / call.page_size, slot = token % call.page_size;
+        for (int64_t k = from; k < upto; page++, slot = 0)
+            for (; slot < call.page_size && k < upto; slot++, k++)
+                to[k] = base + pages[page] * of_page + slot * of_slot;
+    }
+
+    // One block of keys for neighbouring vectors of lanes.
+    template <int broad>
+    void tile(Desk& desk, const Task& task, int64_t start, int64_t vector) const {
+        const int64_t first = vector * lanes / group;
+        const int64_t last = std::min((vector + broad) * lanes - 1, task.count * group - 1) / group;
+        const int64_t position = task.position + first;
+        const int64_t begin = std::max(oldest(task.sequence, position), start) - start;
+        const int64_t end = std::min(task.position + last + 1 - start, KEYS);
+        if (begin >= end) return;
+        const int64_t low = begin / width * width, high = (end + width - 1) / width * width;
+        // Keys from `clear` to before `upto` are seen by all lanes.
+        const int64_t clear = std::max(begin, oldest(task.sequence, task.position + last) - start);
+        const int64_t upto = std::min(end, position + 1 - start);
+        C* most = desk.most + vector * lanes;
+        Vec<C> old[broad], now[broad];
+        each<broad>([&](auto v) ALWAYS_INLINE { now[v] = old[v] = load(most + v * lanes); });
+        const C factor = call.scaling * 1.4426950408889634;
+        const Step* queries = desk.queries + vector * lanes * steps;
+        for (int64_t k = low; k < high; k += TALL) {
+            Vec<C> sum[TALL * broad];
+            score<broad>(queries, desk.keys + k, sum);
+            each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
+            if (k < clear || k + TALL > upto)
+                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position,
+                            start + begin - task.position, start + end - task.position);
+            const int64_t rows = std::min<int64_t>(TALL, high - k);
+            C* to = desk.scores + k * broad * lanes;
+            each<TALL>([&](auto r) ALWAYS_INLINE {
+                if (r >= rows) return;
+                each<broad>([&](auto v) ALWAYS_INLINE {
+                    Vec<C> s = sum[r * broad + v];
+                    now[v] = s > now[v] ? s : now[v];
+                    store(s, to + (r * broad + v) * lanes);
+                });
+            });
+        }
+        C* total = desk.total + vector * lanes;
+        Vec<C> kept[broad], added[broad];
+        each<broad>([&](auto v) ALWAYS_INLINE {
+            kept[v] = power_of_2(old[v] - now[v]);
+            added[v] = Vec<C>{};
+            store(now[v], most + v * lanes);
+        });
+        for (int64_t k = low; k < high; k += width)
+            each<broad>([&](auto v) ALWAYS_INLINE {
+                Vec<C> weight[width];
+                each<width>([&](auto w) ALWAYS_INLINE {
+                    const C* from = desk.scores + ((k + w) * broad + v) * lanes;
+                    weight[w] = power_of_2(load(from) - now[v]);
+                    added[v] += weight[w];
+                });
+                A::weights(weight, desk.weights + (k / width * broad + v) * lanes);
+            });
+        each<broad>([&](auto v) ALWAYS_INLINE {
+            store(fused(load(total + v * lanes), kept[v], added[v]), total + v * lanes);
+        });
+        C* out = desk.out + vector * lanes * values;
+        for (int64_t d = 0; d < values; d += TALL)
+            weigh<broad>(desk, low / width, high / width, d, kept, out + d * broad * lanes);
+    }
+
+    template <int broad>
+    ALWAYS_INLINE void score(const Step* queries, const Step* const* keys, Vec<C>* sum) const {
+        const Step* key[TALL];
+        each<TALL>([&](auto r) ALWAYS_INLINE { key[r] = keys[r]; });
+        each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] = Vec<C>{}; });
+        for (int64_t i = 0; i < steps; i++, queries += broad * lanes)
+            each<TALL>([&](auto r) ALWAYS_INLINE {
+                each<broad>([&](auto v) ALWAYS_INLINE {
+                    Vec<C>& one = sum[r * broad + v];
+                    one = A::add(one, queries + v * lanes, key[r] + i);
+                });
+            });
+    }
+
+    // Scores of keys that a lane does not see, or nobody, become -infinity. Positions are counted from
+    // the task's first: `own` of the first key, `at` of the lanes; nobody sees what is not in the range.
+    template <int broad>
+    void hide(Vec<C>* sum, const C* at, int64_t own, int64_t begin, int64_t end) const {
+        const Vec<C> none = Vec<C>{} - std::numeric_limits<C>::infinity();
+        each<broad>([&](auto v) ALWAYS_INLINE {
+            const Vec<C> lane = load(at + v * lanes);
+            each<TALL>([&](auto r) ALWAYS_INLINE {
+                const int64_t key = own + r;
+                Vec<C>& one = sum[r * broad + v];
+                if (key < begin || key >= end) one = none;
+                one = lane < Vec<C>{} + C(key) ? none : one;
+                if (call.window) one = lane >= Vec<C>{} + C(key + call.window) ? none : one;
+            });
+        });
+    }
+
+    // out = out × kept + weights × values, for TALL numbers of values.
+    template <int broad>
+    ALWAYS_INLINE void weigh(const Desk& desk, int64_t from, int64_t upto, int64_t d,
+                             const Vec<C>* kept, C* out) const {
+        Vec<C> sum[TALL * broad];
+        each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] = load(out + i * lanes) * kept[i % broad]; });
+        const Step* weights = desk.weights + from * broad * lanes;
+        for (int64_t g = from; g < upto; g++, weights += broad * lanes) {
+            const Step* value = desk.values[g] + d;
+            each<TALL>([&](auto r) ALWAYS_INLINE {
+                each<broad>([&](auto v) ALWAYS_INLINE {
+                    Vec<C>& one = sum[r * broad + v];
+                    one = A::add(one, weights + v * lanes, value + r);
+                });
+            });
+        }
+        each<TALL * broad>([&](auto i) ALWAYS_INLINE { store(sum[i], out + i * lanes); });
+    }
+
+    void write(Desk& desk, const Task& task, int64_t lane) const {
+        int64_t apart;
+        const int64_t used = (task.count * group + lanes - 1) / lanes;
+        const C* from = desk.out + place(lane, values, used, &apart);
+        const C total = desk.total[lane], factor = total == 0 ? 0 : 1 / total;
+        for (int64_t d = 0; d < call.value_size; d++) desk.column[d] = from[d * apart] * factor;
+        T* to = static_cast<T*>(call.out) +
+                ((task.token + lane / group) * call.heads + task.head * group + lane % group) * call.value_size;
+        narrow(desk.column, call.value_size, to);
+    }
+};
+
+template <class T>
+bool prompts(const PromptsCall* call) { return Prompts<T>(*call).run(); }
+
+}  // namespace

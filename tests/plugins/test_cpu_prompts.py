@@ -1,0 +1,186 @@
+"""The kernel for prompts of `cpu_decode`: over pages against the reference, and its bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packed import layer_of, queries_of, reference, step_of
+
+from jackfield.contracts import PackedLayer, PageTables
+from jackfield.errors import ExecutionError
+from jackfield_plugins.attention.cpu_decode.build import KERNEL
+from jackfield_plugins.attention.cpu_decode.prompts import Prompts
+
+pytestmark = pytest.mark.skipif(
+    bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
+)
+
+#: The distance to the float64 result. Weights of bfloat16 are rounded too, as torch rounds them.
+BOUND = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}
+HEAD_SIZES = (4, 8, 12, 17, 24, 31, 32, 64, 72, 80, 100, 128)
+KEYS, LANES = 128, 192  # the kernel's blocks: lengths around their multiples are the hard ones
+
+
+def attended(query: torch.Tensor, layer: PackedLayer, scaling: float, few: int = 0) -> torch.Tensor:
+    out = query.new_full((*query.shape[:2], layer.values.shape[3]), 77.0)
+    Prompts().attend(query, layer, out, scaling, few)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@given(
+    lengths=st.lists(
+        st.tuples(
+            st.one_of(st.integers(1, 40), st.integers(LANES - 2, LANES + 2), st.just(215)),
+            st.one_of(st.integers(0, 40), st.integers(KEYS - 2, KEYS + 2), st.just(300)),
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+    heads=st.tuples(st.integers(1, 3), st.sampled_from((1, 2, 3, 7, 16))),
+    sizes=st.tuples(st.sampled_from(HEAD_SIZES), st.sampled_from((None, 16, 41))),
+    page_size=st.sampled_from((1, 4, 16, 33)),
+    window=st.one_of(st.none(), st.integers(1, 300)),
+    dtype=st.sampled_from(list(BOUND)),
+    few=st.sampled_from((0, 16)),
+    threads=st.sampled_from((1, 2)),
+)
+def test_pages_equal_the_reference(
+    lengths, heads, sizes, page_size, window, dtype, few, threads
+) -> None:
+    """Slots that nobody may read are not a number; who has few queries is left alone."""
+    step = step_of([(queries, queries + before) for queries, before in lengths])
+    layer = layer_of(
+        step, kv_heads=heads[0], head_dim=sizes[0], value_dim=sizes[1], page_size=page_size,
+        window=window, dtype=dtype,
+    )  # fmt: skip
+    query, scaling = queries_of(step, heads[0] * heads[1], layer), sizes[0] ** -0.5
+    torch.set_num_threads(threads)
+    found = attended(query, layer, scaling, few)
+    expected = reference(query, layer, scaling=scaling)
+    for span in step.spans:
+        at = slice(span.query_start, span.query_start + span.query_len)
+        if span.query_len <= few:
+            assert (found[at] == 77).all()
+            continue
+        bound = BOUND[dtype]
+        torch.testing.assert_close(found[at].double(), expected[at], atol=bound, rtol=bound)
+
+
+def part(layer: PackedLayer, queries: int, kv_len: int) -> PackedLayer:
+    """The only sequence of `layer` when it had `kv_len` tokens, the last of them as queries."""
+    tables = layer.tables
+    step = step_of([(queries, kv_len)])
+    held = PageTables(
+        step, tables.window, tables.page_size, tables.block_table, tables.first, tables.tables,
+        tables.firsts,
+    )  # fmt: skip
+    return PackedLayer(layer.keys, layer.values, held)
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize(("group", "window"), [(1, None), (7, None), (3, 50), (2, 200)])
+def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_threads(
+    dtype: torch.dtype, group: int, window: int | None
+) -> None:
+    count = 2 * LANES + 21
+    whole = layer_of(step_of([(count, count)]), kv_heads=2, head_dim=24, window=None, dtype=dtype)
+    whole.tables = replace(whole.tables, window=window, runs=())
+    query = queries_of(whole.step, 2 * group, whole)
+    torch.set_num_threads(1)
+    expected = attended(query, whole, 0.2)
+    torch.set_num_threads(2)
+    assert torch.equal(attended(query, whole, 0.2), expected)
+    for size in (1, 7, 64, KEYS, KEYS + 1, 301):
+        for start in range(0, count, size):
+            end = min(start + size, count)
+            found = attended(query[start:end], part(whole, end - start, end), 0.2)
+            assert torch.equal(found, expected[start:end]), (size, start)
+    together = layer_of(
+        step_of([(33, 50), (count, count), (5, 9)]), kv_heads=2, head_dim=24, dtype=dtype
+    )
+    together.tables = replace(together.tables, window=window, runs=())
+    own = whole.flat_keys[slots(whole, 0)], whole.flat_values[slots(whole, 0)]
+    together.flat_keys[slots(together, 1)], together.flat_values[slots(together, 1)] = own
+    several = queries_of(together.step, 2 * group, together).contiguous()
+    several[33 : 33 + count] = query
+    assert torch.equal(attended(several, together, 0.2)[33 : 33 + count], expected)
+
+
+def slots(layer: PackedLayer, row: int) -> list[int]:
+    size, pages = layer.page_size, layer.tables.tables[row]
+    return [pages[at // size] * size + at % size for at in range(layer.step.spans[row].kv_len)]
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+def test_large_scores_and_what_is_no_number(dtype: torch.dtype) -> None:
+    """The largest score decides; what is not a number reaches those alone that see it."""
+    step = step_of([(200, 200)])
+    layer = layer_of(step, kv_heads=1, head_dim=16, dtype=dtype)
+    query = queries_of(step, 2, layer) * 30
+    expected = reference(query, layer, scaling=30.0)
+    torch.testing.assert_close(
+        attended(query, layer, 30.0).double(), expected, atol=0.1, rtol=BOUND[dtype]
+    )
+    layer.flat_keys[slots(layer, 0)[150], 0, 3] = float("nan")
+    found = attended(query, layer, 0.1)
+    assert found[150:].isnan().all()
+    assert found[:150].isfinite().all()
+
+
+def status(field: str) -> int:
+    """KiB, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="reads memory from Linux's /proc"
+)
+def test_memory_is_that_of_some_blocks_whatever_the_length() -> None:
+    """Scores of 512 queries and 16,000 keys would be 32 MB a head."""
+    peaks = []
+    for count in (1000, 16000):
+        layer = layer_of(step_of([(512, count)]), kv_heads=1, head_dim=8, dtype=torch.float32)
+        query = queries_of(layer.step, 1, layer)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        before = status("VmRSS")
+        attended(query, layer, 0.3)
+        peaks.append(status("VmHWM") - before)
+    assert max(peaks) < 4096, peaks  # KiB
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    list(itertools.product(("block_table", "first", "seq_lens", "cu_seqlens_q"), (-1, 1 << 20))),
+)
+def test_tables_that_lead_out_of_the_pools_are_refused(what: str, value: int) -> None:
+    step = step_of([(40, 60)])
+    layer = layer_of(step, kv_heads=1, head_dim=8)
+    query = queries_of(step, 1, layer)
+    holder = layer.tables if what in ("block_table", "first") else step
+    spoilt = getattr(holder, what).clone()
+    spoilt.view(-1)[-1] = value
+    changed = replace(holder, **{what: spoilt})
+    tables = changed if holder is layer.tables else replace(layer.tables, step=changed)
+    with pytest.raises(ExecutionError, match="cannot read what its page tables say"):
+        attended(query, PackedLayer(layer.keys, layer.values, tables), 0.3)
