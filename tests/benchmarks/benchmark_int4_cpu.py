@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
-from jackfield_plugins.quantizer.int4_cpu.native import NativeProduct
-from jackfield_plugins.quantizer.int4_cpu.quantize import dequantize
-from jackfield_plugins.quantizer.int4_cpu.torch_kernel import TorchProduct
+from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
+from jackfield_plugins.quantizer.groupwise.native import NativeProduct
+from jackfield_plugins.quantizer.groupwise.quantize import dequantize
+from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
 
 INPUTS, OUTPUTS = 896, 4864  # of a model of half a billion parameters
 MEMORY = 60_000_000  # bytes of weights that are gone through, more than caches hold

@@ -116,30 +116,30 @@ def rms_norm(dtype: torch.dtype) -> Entry:
     )
 
 
-def int4(bits: int, through_torch: bool) -> Entry:
-    from jackfield_plugins.quantizer.int4_cpu.native import NativeProduct
-    from jackfield_plugins.quantizer.int4_cpu.operator import int4_cpu_linear
-    from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, dequantize, quantize
+def groupwise(bits: int, through_torch: bool = False, dtype: torch.dtype = torch.bfloat16) -> Entry:
+    from jackfield_plugins.quantizer.groupwise.native import NativeProduct
+    from jackfield_plugins.quantizer.groupwise.operator import groupwise_linear
+    from jackfield_plugins.quantizer.groupwise.quantize import Quantized, dequantize, quantize
 
     product, sizes = NativeProduct(), (64, 70, 32, bits)
     stored = product.pack(quantize(torch.randn(70, 64), bits=bits, group_size=32), bits)
 
     def call(t: Tensors) -> torch.Tensor:
         if through_torch:
-            return int4_cpu_linear(*t.values(), "native", *sizes)
+            return groupwise_linear(*t.values(), "native", *sizes)
         return product.linear(t["hidden"], (t["qweight"], t["scales"]), t["bias"], sizes)
 
     def expected(t: Tensors) -> torch.Tensor:
         given = (t[name].reshape(getattr(stored, name).shape) for name in ("qweight", "scales"))
         weight = dequantize(product.unpack(Quantized(*given), 70, bits), bits=bits)
         found = t["hidden"].double() @ weight.double().T + t["bias"].double()
-        return found.to(torch.bfloat16)
+        return found.to(dtype)
 
     tensors = {
-        "hidden": torch.randn(2, 3, 64).bfloat16(), "qweight": stored.qweight,
-        "scales": stored.scales, "bias": torch.randn(70).bfloat16(),
+        "hidden": torch.randn(2, 3, 64).to(dtype), "qweight": stored.qweight,
+        "scales": stored.scales, "bias": torch.randn(70).to(dtype),
     }  # fmt: skip
-    return Entry("int4-cpu", tensors, call, expected)
+    return Entry(f"int{bits}-cpu", tensors, call, expected)
 
 
 def gguf_linear(kind: str, through_torch: bool) -> Entry:
@@ -219,9 +219,10 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "prompts, a window": lambda: packed([(1, 40), (40, 70)], 20, prompts=True),
     "rms norm float32": lambda: rms_norm(torch.float32),
     "rms norm bfloat16": lambda: rms_norm(torch.bfloat16),
-    "int4": lambda: int4(4, through_torch=False),
-    "int8": lambda: int4(8, through_torch=False),
-    "int4, operator": lambda: int4(4, through_torch=True),
+    "int4": lambda: groupwise(4),
+    "int8": lambda: groupwise(8),
+    "int8, float32": lambda: groupwise(8, dtype=torch.float32),
+    "int4, operator": lambda: groupwise(4, through_torch=True),
     "gguf Q4_K": lambda: gguf_linear("Q4_K", through_torch=False),
     "gguf Q6_K, operator": lambda: gguf_linear("Q6_K", through_torch=True),
     "gguf rows": lambda: gguf_rows(through_torch=False),

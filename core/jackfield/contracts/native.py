@@ -34,5 +34,5 @@ class NativeCall(NamedTuple):
 #: the shape, strides and dtype of the operator's output. None: not for these.
 Native = Callable[..., "NativeCall | None"]
 
-#: Operators by their names, e.g. "jackfield.int4_cpu_linear.default".
+#: Operators by their names, e.g. "jackfield.groupwise_linear.default".
 NativeOperators = Mapping[str, Native]

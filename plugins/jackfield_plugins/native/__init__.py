@@ -10,6 +10,7 @@ import ctypes
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +65,16 @@ class NativeKernel:
             except PlanError as error:
                 self._failures[where] = str(error).removeprefix(f"{self.name}: ")
         return [self._failures[where]] if where in self._failures else []
+
+    def function(self, name: str) -> Callable[[bytes], bool]:
+        """One of the library's, which takes a packed struct and says whether it could."""
+        found = self.library()[name]
+        found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_bool
+        return found
+
+    def address(self, name: str) -> int:
+        """Where that function is."""
+        return ctypes.cast(self.library()[name], ctypes.c_void_p).value or 0
 
     def built_with(self) -> str:
         """What reports say."""

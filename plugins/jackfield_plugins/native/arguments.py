@@ -18,6 +18,11 @@ def unreadable(kernel: str, takes: str, **given: torch.Tensor | None) -> Executi
     return ExecutionError(f"{kernel} cannot read what it was given: it takes {takes}; here {told}")
 
 
+def listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    """As messages say it."""
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def _told(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "None"

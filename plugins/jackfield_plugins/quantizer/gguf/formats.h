@@ -15,11 +15,7 @@
 #pragma once
 #include <cstdint>
 
-#include "vectors.h"
-
-constexpr int LANES = 16;  // outputs of a block
-constexpr int UNIT = 4;    // blocks that lie side by side
-constexpr int OUTPUTS = UNIT * LANES;
+#include "tiles.h"
 
 enum Type { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
 

@@ -10,19 +10,11 @@
 //
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many rows
 // there are: a row's result does not depend on what else is in the batch.
-#include <algorithm>
 #include <vector>
 
 #include "formats.h"
-#include "threads.h"
 
 namespace {
-
-constexpr int PARTS = LANES / Vector<float>::lanes;
-constexpr int64_t CHUNK = 48;       // rows of a task: with a unit's weights they fit into a cache
-constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
-constexpr int FEW = 8;              // rows, up to which memory is waited for
-constexpr int AHEAD = 6144;         // bytes of weights that are asked for before they are needed
 
 // What Python packs, field by field. Of the last unit of outputs some may not exist.
 struct LinearCall {
@@ -45,48 +37,6 @@ struct PackCall {
     uint8_t* weight;        // zeros
     int64_t in_features, out_features, type, threads;
 };
-
-// How many rows are worked on together, which is compiled for each, and how many blocks; their sums
-// have to fit into the registers. Few rows take all blocks of a unit, so that its weights are read in
-// the order in which they lie.
-#if defined(__AVX512BF16__)
-constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
-#else
-constexpr int blocks_for(int) { return 1; }
-#endif
-template <class T> constexpr int MOST = 4;
-#if defined(__AVX512BF16__)
-template <> constexpr int MOST<bfloat16> = 8;
-#endif
-
-// x * y + z, rounded once where the machine can. Left to compilers, it is rounded twice in the code
-// for some numbers of rows and once in that for others.
-inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(x, y, z);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(x, y, z);
-#elif defined(__FP_FAST_FMAF)
-    for (int i = 0; i < Vector<float>::lanes; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    return z;
-#else
-    return x * y + z;
-#endif
-}
-
-// Two inputs of the outputs in a vector's lanes: `even` and `odd` as floats.
-struct Two {
-    Vec<float> even, odd;
-};
-
-inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
-inline float wide(float x) { return x; }
-
-template <class T>
-inline ALWAYS_INLINE void add(Vec<float>& sum, const Two& weight, const T* input) {
-    sum = fused(weight.even, Vec<float>{} + wide(input[0]), sum);
-    sum = fused(weight.odd, Vec<float>{} + wide(input[1]), sum);
-}
 
 #if defined(__AVX512BF16__)
 
@@ -142,15 +92,6 @@ inline ALWAYS_INLINE Pair numbers(const uint8_t* low, Bits high) {
 template <int count>
 inline Bits without(Bits bits) { return _mm512_srli_epi16(bits, count); }
 
-inline ALWAYS_INLINE void add(Vec<float>& sum, Pair weight, const bfloat16* input) {
-    sum = _mm512_dpbf16_ps(sum, weight, (__m512bh)_mm512_set1_epi32(as<int32_t>(read<uint32_t>(input))));
-}
-
-inline ALWAYS_INLINE void add(Vec<float>& sum, Pair weight, const float* input) {
-    Words both = as<Words>(weight);
-    add(sum, Two{as<Vec<float>>(both << 16), as<Vec<float>>(both & 0xffff0000)}, input);
-}
-
 #else
 
 typedef Two Pair;
@@ -182,8 +123,6 @@ template <int count>
 inline Bits without(Bits bits) { return bits >> count; }
 
 #endif
-
-constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
 
 inline Vec<float> whole(const uint8_t* from, bool negative) {
 #if defined(__AVX512F__)
@@ -252,14 +191,9 @@ class Linear {
 
     void work(int64_t task) const {
         int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-        const int64_t most = call.rows <= FEW ? 4 : MOST<T>;
-        // Tiles as even as can be, since each has to unpack the weights.
-        for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
-            int64_t rows = (count + tiles - 1) / tiles;
-            by_rows<MOST<T>>(rows, task / chunks, from);
-            from += rows;
-            count -= rows;
-        }
+        in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
+            by_rows<MOST<T>>(rows, task / chunks, first);
+        });
     }
 
     // With the fewest rows that are compiled and not less than there are.
@@ -308,7 +242,9 @@ class Linear {
         }
         each<rows * parts>([&](auto i) ALWAYS_INLINE {
             int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
-            if (i / parts < count) write(total[i], output, from + i / parts);
+            T* out = static_cast<T*>(call.out) + (from + i / parts) * call.out_features;
+            const T* bias = static_cast<const T*>(call.bias);
+            if (i / parts < count) write_outputs(total[i], output, call.out_features, bias, out);
         });
     }
 
@@ -341,20 +277,6 @@ class Linear {
             if constexpr (above > 0)
                 each<parts>([&](auto part) ALWAYS_INLINE { high[part] = without<4 * above>(high[part]); });
             low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
-        }
-    }
-
-    void write(Vec<float> total, int64_t output, int64_t row) const {
-        const T* bias = static_cast<const T*>(call.bias);
-        T* out = static_cast<T*>(call.out) + row * call.out_features + output;
-        const int64_t count = call.out_features - output;
-        if (count >= WIDE) {
-            store(bias ? total + load(bias + output) : total, out);
-        } else if (count > 0) {
-            T some[WIDE] = {}, rounded[WIDE];
-            if (bias) std::copy_n(bias + output, count, some);
-            store(total + load(some), rounded);
-            std::copy_n(rounded, count, out);
         }
     }
 };

@@ -11,6 +11,7 @@ from jackfield.errors import ExecutionError
 from jackfield_plugins.quantizer.gguf import native
 from jackfield_plugins.quantizer.gguf.native import Matrix
 from jackfield_plugins.quantizer.gguf.operator import gguf_linear, gguf_rows
+from jackfield_plugins.quantizer.on_cpu import shape_alone
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -50,9 +51,6 @@ class _InBlocks(nn.Module):
                 raise ExecutionError(f"gguf computes in bfloat16 or float32, not {tensor.dtype}")
         return self
 
-    def _refusal(self, wrong: list[str]) -> ExecutionError:
-        return ExecutionError(f"gguf: a layer of {self.extra_repr()} {'; '.join(wrong)}")
-
 
 class GgufLinear(_InBlocks):
     """A linear layer; bfloat16 or float32 in and the same out, float32 sums."""
@@ -75,19 +73,8 @@ class GgufLinear(_InBlocks):
         return native.linear(input, weight, parameters["bias"], self.matrix)
 
     def _without_values(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The shape alone, for a model that is probed on empty tensors; all else is refused."""
-        wrong = []
-        if hidden.shape[-1] != self.in_features:
-            wrong.append(f"has {self.in_features} inputs, not {hidden.shape[-1]}")
-        if hidden.requires_grad:
-            wrong.append("computes no gradients; call it under torch.no_grad()")
-        if hidden.device.type not in ("cpu", "meta"):
-            wrong.append(f"runs on the CPU, not on {hidden.device}")
-        if hidden.is_cpu and weight.is_meta:
-            wrong.append("has no weights yet")
-        if wrong:
-            raise self._refusal(wrong)
-        return hidden.new_empty(*hidden.shape[:-1], self.out_features)
+        empty = hidden.is_cpu and weight.is_meta
+        return shape_alone(self, hidden, "gguf", ["has no weights yet"] if empty else [])
 
 
 class GgufEmbedding(_InBlocks):
@@ -105,7 +92,9 @@ class GgufEmbedding(_InBlocks):
         if input.is_meta:
             found = torch.empty(*input.shape, self.embedding_dim, dtype=self.dtype, device="meta")
         elif weight.is_meta or not (input.is_cpu and weight.is_cpu):
-            raise self._refusal(["has its weights and its ids on the CPU alone"])
+            raise ExecutionError(
+                f"gguf: a layer of {self.extra_repr()} has its weights and its ids on the CPU alone"
+            )
         elif torch.compiler.is_compiling():
             found = gguf_rows(input, weight, *self.matrix, self.dtype)
         else:

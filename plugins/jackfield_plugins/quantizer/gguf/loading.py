@@ -12,17 +12,14 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-)
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jackfield.contracts.quantizing import GGUF_BLOCKS
 from jackfield.errors import CheckpointError, ExecutionError
 from jackfield_plugins.quantizer.gguf.layers import DTYPES, GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, Matrix
+from jackfield_plugins.quantizer.on_cpu import CpuHfQuantizer, put
+from jackfield_plugins.quantizer.on_cpu import register as teach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,9 +33,11 @@ class GgufBlocksConfig(QuantizationConfigMixin):
         self.tensors = tensors or {}
 
 
-class GgufBlocksHfQuantizer(HfQuantizer):
+class GgufBlocksHfQuantizer(CpuHfQuantizer):
     """transformers' side of the quantizer."""
 
+    called = "gguf"
+    dtypes = DTYPES
     quantization_config: GgufBlocksConfig
 
     def __init__(self, quantization_config: GgufBlocksConfig, **kwargs: Any) -> None:
@@ -49,16 +48,8 @@ class GgufBlocksHfQuantizer(HfQuantizer):
         self.refused: dict[str, str] = {}  # transformers tells of errors without their names
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype not in DTYPES:
-            raise ValueError(f"gguf computes in bfloat16 or float32, not in {dtype}")
-        self._dtype = dtype
-        return dtype
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        places = kwargs.get("device_map")
-        found = set(places.values()) if isinstance(places, dict) else {places} - {None}
-        if stray := {str(place) for place in found} - {"cpu"}:
-            raise ValueError(f"gguf keeps blocks on the CPU, not on {', '.join(sorted(stray))}")
+        self._dtype = super().update_dtype(dtype)
+        return self._dtype
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         tensors = self.quantization_config.tensors
@@ -76,8 +67,7 @@ class GgufBlocksHfQuantizer(HfQuantizer):
             made: nn.Module = GgufLinear(matrix, old.bias)
         else:
             made = GgufEmbedding(matrix, self._dtype, getattr(old, "scalar_embed_scale", None))
-        setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
-        model.set_submodule(path, made)
+        put(model, path, made)
 
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **kwargs: Any
@@ -89,10 +79,6 @@ class GgufBlocksHfQuantizer(HfQuantizer):
         return _Pack(self)
 
     def is_serializable(self) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
         return False
 
 
@@ -128,5 +114,4 @@ def check_packed(model: PreTrainedModel) -> None:
 
 def register() -> None:
     """Teach transformers the method. A second call changes nothing."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(GGUF_BLOCKS, GgufBlocksConfig)
-    AUTO_QUANTIZER_MAPPING.setdefault(GGUF_BLOCKS, GgufBlocksHfQuantizer)
+    teach(GGUF_BLOCKS, GgufBlocksConfig, GgufBlocksHfQuantizer)

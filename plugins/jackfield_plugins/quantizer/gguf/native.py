@@ -6,7 +6,6 @@ one packed struct, and addresses are read anew each time, since a module can be 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from pathlib import Path
@@ -215,17 +214,8 @@ def _nbytes(matrix: Matrix) -> int:
     return matrix.nbytes
 
 
-@functools.cache
-def _function(name: str) -> ctypes._NamedFuncPointer:
-    """One of the library's, which is compiled by the first call on a machine."""
-    function = KERNEL.library()[name]
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
-    return function
-
-
-@functools.cache
-def _address(name: str) -> int:
-    return ctypes.cast(_function(name), ctypes.c_void_p).value or 0
+_function = functools.cache(KERNEL.function)
+_address = functools.cache(KERNEL.address)
 
 
 def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:

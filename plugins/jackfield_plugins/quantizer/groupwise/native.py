@@ -6,9 +6,7 @@ one packed struct, and addresses are read anew each time, since a module can be 
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,12 +14,20 @@ import torch
 from jackfield.contracts import NativeCall
 from jackfield.errors import ExecutionError
 from jackfield_plugins.native import NativeKernel
-from jackfield_plugins.native.arguments import unreadable
-from jackfield_plugins.quantizer.int4_cpu import layout
-from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, GROUP_SIZES, Quantized
+from jackfield_plugins.native.arguments import listed, unreadable
+from jackfield_plugins.quantizer.groupwise import layout
+from jackfield_plugins.quantizer.groupwise.quantize import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    Quantized,
+    name_of,
+)
 
-KERNEL = NativeKernel("int4-cpu", Path(__file__).parent, instead="the kernel 'torch'")
-_PACK = struct.Struct("@10q").pack  # `struct Call` in kernel.cpp
+KERNEL = NativeKernel(
+    "groupwise", Path(__file__).parent, instead="quantization='int4-cpu?kernel=torch'"
+)
+_PACK = struct.Struct("@12q").pack  # `struct Call` in kernel.cpp
 _threads = torch.get_num_threads
 
 
@@ -35,15 +41,9 @@ class NativeProduct:
     batch_invariant = True
 
     def __init__(self) -> None:
-        self._linear: dict[int, Callable[[bytes], None]] = {}
-        self._addresses: dict[int, int] = {}
+        self._linear = KERNEL.function("groupwise_linear")
+        self._address = KERNEL.address("groupwise_linear")
         self._bytes: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # by sizes
-        library = KERNEL.library()
-        for bits in BITS:
-            function = library[f"linear_{bits}_bits"]
-            function.argtypes, function.restype = [ctypes.c_char_p], None
-            self._linear[bits] = function
-            self._addresses[bits] = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A copy loads the kernel of the machine that it is on."""
@@ -62,7 +62,7 @@ class NativeProduct:
         bias: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
     ) -> torch.Tensor:
-        """`[..., in_features]` of bfloat16 to `[..., out_features]`.
+        """`[..., in_features]` of bfloat16, or of 8 bits float32, to `[..., out_features]`.
 
         `packed` is what `pack` made, `sizes` is (in_features, out_features, group_size, bits).
         Raises ExecutionError where the kernel cannot read them.
@@ -72,7 +72,7 @@ class NativeProduct:
         out = hidden.new_empty((*hidden.shape[:-1], sizes[1]))
         arguments = self._arguments(hidden, packed, bias, sizes, out)
         if out.numel():
-            self._linear[sizes[3]](arguments)
+            self._linear(arguments)
         return out
 
     def native(
@@ -87,7 +87,7 @@ class NativeProduct:
         if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
             return None
         arguments = self._arguments(hidden, packed, bias, sizes, out)
-        return NativeCall(self._addresses[sizes[3]], arguments, (hidden, *packed, bias, out))
+        return NativeCall(self._address, arguments, (hidden, *packed, bias, out))
 
     def _arguments(
         self,
@@ -98,12 +98,13 @@ class NativeProduct:
         out: torch.Tensor,
     ) -> bytes:
         """`struct Call` of a product into `out`. Raises ExecutionError."""
-        in_features, out_features, group_size, _ = sizes
+        in_features, out_features, group_size, bits = sizes
         qweight, scales = packed
         expected, shape = self._bytes.get(sizes) or self._bytes_of(sizes), hidden.shape
+        dtype = hidden.dtype
         if not (
             hidden.is_cpu
-            and hidden.dtype is torch.bfloat16
+            and dtype in DTYPES[bits]
             and shape
             and shape[-1] == in_features
             and qweight.is_cpu
@@ -114,7 +115,7 @@ class NativeProduct:
             and scales.dtype is torch.bfloat16
             and scales.nbytes == expected[1]
             and scales.is_contiguous()
-            and (bias is None or _is_bias(bias, out_features))
+            and (bias is None or _is_bias(bias, out_features, dtype))
         ):
             raise _unreadable(hidden, packed, bias, sizes)
         read, weight, scale = hidden.data_ptr(), qweight.data_ptr(), scales.data_ptr()
@@ -122,7 +123,8 @@ class NativeProduct:
             raise _unreadable(hidden, packed, bias, sizes)
         return _PACK(
             read, out.data_ptr(), weight, scale, 0 if bias is None else bias.data_ptr(),
-            hidden.numel() // in_features, in_features, out_features, group_size, _threads(),
+            hidden.numel() // in_features, in_features, out_features, group_size, bits,
+            dtype is torch.float32, _threads(),
         )  # fmt: skip
 
     def _bytes_of(self, sizes: tuple[int, int, int, int]) -> tuple[int, int]:
@@ -136,7 +138,7 @@ class NativeProduct:
             and in_features % group_size == 0
         ):
             raise ExecutionError(
-                f"int4-cpu has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
+                f"a kernel has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
                 f"inputs; here {bits} bits, groups of {group_size}, {in_features} inputs and "
                 f"{out_features} outputs"
             )
@@ -145,11 +147,11 @@ class NativeProduct:
         return self._bytes[sizes]
 
 
-def _is_bias(bias: torch.Tensor, out_features: int) -> bool:
+def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:
     return (
         bias.is_cpu
-        and bias.dtype is torch.bfloat16
-        and bias.nbytes == 2 * out_features
+        and bias.dtype is dtype
+        and bias.numel() == out_features
         and bias.is_contiguous()
         and bias.data_ptr() != 0
     )
@@ -163,9 +165,10 @@ def _unreadable(
 ) -> ExecutionError:
     in_features, out_features, group_size, bits = sizes
     takes = (
-        f"bfloat16 [..., {in_features}] on the CPU and, for it and {out_features} outputs, dense "
-        f"packed weights of {bits} bits in groups of {group_size} with bfloat16 scales and bias"
+        f"{listed(DTYPES[bits])} [..., {in_features}] on the CPU, a bias like it and, for it and "
+        f"{out_features} outputs, dense packed weights of {bits} bits in groups of {group_size} "
+        "with bfloat16 scales"
     )
     return unreadable(
-        "int4-cpu", takes, hidden=hidden, qweight=packed[0], scales=packed[1], bias=bias
+        name_of(bits), takes, hidden=hidden, qweight=packed[0], scales=packed[1], bias=bias
     )

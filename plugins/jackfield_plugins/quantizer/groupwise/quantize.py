@@ -21,6 +21,8 @@ import torch
 from jackfield.errors import ExecutionError
 
 BITS = (4, 8)
+#: Of activations, by bits: of 4 the kernels that there are take bfloat16.
+DTYPES = {4: (torch.bfloat16,), 8: (torch.bfloat16, torch.float32)}
 GROUP_SIZES = (32, 64, 128)
 CHUNK = 1 << 18  # weights worked on at a time, so that what is made of them stays in the cache
 
@@ -34,6 +36,11 @@ class Quantized(NamedTuple):
 
     qweight: torch.Tensor
     scales: torch.Tensor
+
+
+def name_of(bits: int) -> str:
+    """The quantizer whose layers have so many bits."""
+    return f"int{bits}-cpu"
 
 
 def cannot_quantize(weight: torch.Tensor, group_size: int) -> list[str]:

@@ -20,19 +20,22 @@ from torch.nn.functional import linear
 
 from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.native import compiling
-from jackfield_plugins.quantizer.int4_cpu import layout
-from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear, Product
-from jackfield_plugins.quantizer.int4_cpu.native import KERNEL, NativeProduct
-from jackfield_plugins.quantizer.int4_cpu.quantize import (
+from jackfield_plugins.quantizer.groupwise import layout
+from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear, Product
+from jackfield_plugins.quantizer.groupwise.native import KERNEL, NativeProduct
+from jackfield_plugins.quantizer.groupwise.quantize import (
+    DTYPES,
     GROUP_SIZES,
     Quantized,
     cannot_quantize,
     dequantize,
     quantize,
 )
-from jackfield_plugins.quantizer.int4_cpu.torch_kernel import TorchProduct
+from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
 
 PRODUCTS = ("native", "torch")
+#: What the kernel written here has: bits, and the dtype of activations.
+FORMS = [(bits, dtype) for bits in DTYPES for dtype in DTYPES[bits]]
 
 
 def product_of(name: str) -> Product:
@@ -42,14 +45,17 @@ def product_of(name: str) -> Product:
 
 
 def layer_of(
-    name: str, inputs: int, outputs: int, *, bias: bool = True, group_size: int = 32, bits: int = 4
-) -> tuple[GroupwiseLinear, nn.Linear]:
+    name: str, inputs: int, outputs: int, *, bias: bool = True, group_size: int = 32, bits: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[GroupwiseLinear, nn.Linear]:  # fmt: skip
     """A layer, and one of float64 with the weights that it means."""
     generator = torch.Generator().manual_seed(inputs + outputs)
     weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-    new = GroupwiseLinear(inputs, outputs, bias, product_of(name), group_size=group_size, bits=bits)
+    new = GroupwiseLinear(
+        inputs, outputs, bias, product_of(name), group_size=group_size, bits=bits, dtype=dtype
+    )
     quantized = quantize(weight, group_size=group_size, bits=bits)
-    added = torch.randn(outputs, generator=generator).bfloat16() if bias else None
+    added = torch.randn(outputs, generator=generator).to(dtype) if bias else None
     new.set_weight(quantized, added)
     exact = nn.Linear(inputs, outputs, bias, dtype=torch.float64).requires_grad_(False)
     exact.weight.copy_(dequantize(quantized, bits=bits))
@@ -58,17 +64,15 @@ def layer_of(
     return new, exact
 
 
-def assert_as_good_as_bfloat16(
-    new: GroupwiseLinear, exact: nn.Linear, hidden: torch.Tensor
-) -> None:
-    """No farther from the exact result than torch's bfloat16 product of the same weights, twice."""
-    found, true = new(hidden), exact(hidden.double())
-    assert found.dtype is torch.bfloat16
+def assert_as_good_as_torch(new: GroupwiseLinear, exact: nn.Linear, hidden: torch.Tensor) -> None:
+    """No farther from the exact result than torch's product of the same weights, twice."""
+    found, true, dtype = new(hidden), exact(hidden.double()), hidden.dtype
+    assert found.dtype is dtype
     assert found.shape == true.shape
-    weight = exact.weight.bfloat16()  # this product pays for rounding them
-    bias = None if exact.bias is None else exact.bias.bfloat16()
+    weight = exact.weight.to(dtype)  # in bfloat16 this product pays for rounding them
+    bias = None if exact.bias is None else exact.bias.to(dtype)
     rough = linear(hidden, weight, bias)
-    bound = 2 * (rough.double() - true).abs().max() + true.abs().max() * 2**-8
+    bound = 2 * (rough.double() - true).abs().max() + true.abs().max() * torch.finfo(dtype).eps
     assert (found.double() - true).abs().max() <= bound
 
 
@@ -79,30 +83,36 @@ def assert_as_good_as_bfloat16(
     group_size=st.sampled_from(GROUP_SIZES),
     outputs=st.one_of(st.integers(1, 200), st.sampled_from((16, 64, 128, 896))),
     bias=st.booleans(),
-    eight=st.booleans(),
+    form=st.sampled_from(FORMS),
     threads=st.sampled_from((1, 2)),
 )
 def test_kernel_equals_the_oracle(
-    name, rows, groups, group_size, outputs, bias, eight, threads
+    name, rows, groups, group_size, outputs, bias, form, threads
 ) -> None:
-    bits = 8 if eight and name == "native" else 4
+    bits, dtype = form if name == "native" else FORMS[0]
     inputs = groups * group_size
-    new, exact = layer_of(name, inputs, outputs, bias=bias, group_size=group_size, bits=bits)
-    hidden = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    new, exact = layer_of(
+        name, inputs, outputs, bias=bias, group_size=group_size, bits=bits, dtype=dtype
+    )
+    hidden = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert_as_good_as_bfloat16(new, exact, hidden)
+        assert_as_good_as_torch(new, exact, hidden)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_integers_are_exact(bits: int) -> None:
-    """A row of the identity reads off a column of weights, whatever the place."""
-    new, exact = layer_of("native", 256, 70, bias=False, bits=bits)
-    found = new(torch.eye(256, dtype=torch.bfloat16))
-    assert torch.equal(found, exact.weight.T.bfloat16())
+@pytest.mark.parametrize(("bits", "dtype"), FORMS)
+def test_integers_are_exact(bits: int, dtype: torch.dtype) -> None:
+    """A row of the identity reads off a column of weights, whatever the place and the number."""
+    new, exact = layer_of("native", 256, 70, bias=False, bits=bits, dtype=dtype)
+    found = new(torch.eye(256, dtype=dtype))
+    assert torch.equal(found, exact.weight.T.to(dtype))
+    every = torch.arange(256 * bits // 8, dtype=torch.int64) * 37 % 256  # 37 is odd: each byte
+    stored = Quantized(every.to(torch.uint8).repeat(70, 1), torch.ones(70, 8).bfloat16())
+    new.set_weight(stored)
+    assert torch.equal(new(torch.eye(256, dtype=dtype)).float().T, dequantize(stored, bits=bits))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -115,15 +125,15 @@ def test_any_leading_shape(name: str, shape: tuple[int, ...]) -> None:
     elif 0 in shape:
         assert new(hidden).numel() == 0
     else:
-        assert_as_good_as_bfloat16(new, exact, hidden)
+        assert_as_good_as_torch(new, exact, hidden)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_input_that_is_not_contiguous(name: str) -> None:
     new, exact = layer_of(name, 64, 20)
-    assert_as_good_as_bfloat16(new, exact, torch.randn(5, 128).bfloat16()[:, ::2])
-    assert_as_good_as_bfloat16(new, exact, torch.randn(64, 7).bfloat16().T)
-    assert_as_good_as_bfloat16(new, exact, torch.randn(9, 65).bfloat16()[::3, 1:])
+    assert_as_good_as_torch(new, exact, torch.randn(5, 128).bfloat16()[:, ::2])
+    assert_as_good_as_torch(new, exact, torch.randn(64, 7).bfloat16().T)
+    assert_as_good_as_torch(new, exact, torch.randn(9, 65).bfloat16()[::3, 1:])
 
 
 @pytest.fixture
@@ -133,11 +143,13 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "dtype"), FORMS)
 @pytest.mark.usefixtures("threads")
-def test_native_bits_depend_neither_on_the_batch_nor_on_threads(bits: int) -> None:
-    new, _ = layer_of("native", 896, 200, bits=bits)
-    hidden = torch.randn(140, 896).bfloat16()
+def test_native_bits_depend_neither_on_the_batch_nor_on_threads(
+    bits: int, dtype: torch.dtype
+) -> None:
+    new, _ = layer_of("native", 896, 200, bits=bits, dtype=dtype)
+    hidden = torch.randn(140, 896).to(dtype)
     torch.set_num_threads(2)
     together = new(hidden)
     torch.set_num_threads(1)
@@ -264,11 +276,21 @@ def test_a_layer_without_weights_is_refused() -> None:
     assert empty(torch.zeros(3, 64, dtype=torch.bfloat16, device="meta")).shape == (3, 20)
 
 
-def test_it_stays_of_bfloat16() -> None:
+def test_dtypes_that_a_layer_goes_to() -> None:
+    """Of 4 bits none but bfloat16; of 8 bits float32 too, and its scales stay as they are."""
     new, _ = layer_of("torch", 64, 20)
     new.to(torch.bfloat16)
     with pytest.raises(ExecutionError, match=r"in bfloat16, not in torch.float32"):
         new.float()
+    assert new.scales.dtype is new.bias.dtype is torch.bfloat16
+    eight, exact = layer_of("native", 64, 20, bits=8)
+    state = eight.state_dict()
+    assert_as_good_as_torch(eight.float(), exact, torch.randn(3, 64))
+    assert eight.weight.dtype is torch.float32
+    assert all(torch.equal(state[name], found) for name, found in eight.state_dict().items())
+    assert_as_good_as_torch(eight.bfloat16(), exact, torch.randn(3, 64).bfloat16())
+    with pytest.raises(ExecutionError, match="int8-cpu computes in bfloat16 or float32, not in"):
+        eight.half()
 
 
 @pytest.mark.parametrize(
@@ -309,13 +331,13 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str) -> None:
     assert command is not None
     program = (
         "import sys; sys.path += sys.argv[1:]\n"
-        "import test_int4_cpu_kernel as t\n"
-        "for bits in (4, 8):\n"
-        "    t.test_integers_are_exact(bits)\n"
-        "    t.test_native_bits_depend_neither_on_the_batch_nor_on_threads(bits)\n"
+        "import test_groupwise_kernel as t\n"
+        "for form in t.FORMS:\n"
+        "    t.test_integers_are_exact(*form)\n"
+        "    t.test_native_bits_depend_neither_on_the_batch_nor_on_threads(*form)\n"
         "    for rows in (1, 3, 4, 50):\n"
         "        t.test_kernel_equals_the_oracle.hypothesis.inner_test(\n"
-        "            'native', rows, 5, 32, 70, True, bits == 8, 2)"
+        "            'native', rows, 5, 32, 70, True, form, 2)"
     )
     environ = {**os.environ, "CXX": f"{command[0]} {flag}", "XDG_CACHE_HOME": str(tmp_path)}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]

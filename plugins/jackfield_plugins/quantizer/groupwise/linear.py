@@ -8,8 +8,17 @@ import torch
 from torch import nn
 
 from jackfield.errors import ExecutionError
-from jackfield_plugins.quantizer.int4_cpu.operator import int4_cpu_linear
-from jackfield_plugins.quantizer.int4_cpu.quantize import BITS, GROUP_SIZES, Quantized, quantize
+from jackfield_plugins.native.arguments import listed
+from jackfield_plugins.quantizer.groupwise.operator import groupwise_linear
+from jackfield_plugins.quantizer.groupwise.quantize import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    Quantized,
+    name_of,
+    quantize,
+)
+from jackfield_plugins.quantizer.on_cpu import shape_alone
 
 WEIGHTS = ("qweight", "scales")
 
@@ -34,7 +43,7 @@ class Product(Protocol):
 
 
 class GroupwiseLinear(nn.Module):
-    """A linear layer of small integers with a scale a group; bfloat16 in and out, float32 sums.
+    """A linear layer of small integers with a scale a group; `dtype` in and out, float32 sums.
 
     Its buffers `qweight` and `scales` are in the kernel's layout, and empty until `set_weight`; the
     state dict has them in canonical form (see `quantize.py`), which fits every kernel. It computes
@@ -54,21 +63,23 @@ class GroupwiseLinear(nn.Module):
         *,
         group_size: int = 32,
         bits: int = 4,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
         if bits not in BITS or group_size not in GROUP_SIZES or in_features % group_size:
             raise ExecutionError(
-                f"int4-cpu has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
+                f"a layer has weights of {BITS} bits in groups of {GROUP_SIZES} that divide the "
                 f"inputs, not {bits} bits in groups of {group_size} for {in_features} inputs"
             )
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.bits = group_size, bits
         self.product = product
+        self.dtype = _allowed(dtype, bits)
         self._sizes = (in_features, out_features, group_size, bits)
         self._ready = False  # whether there is memory that a kernel may read
         self.register_buffer("qweight", torch.empty(0, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(0, dtype=torch.bfloat16))
-        empty = torch.zeros(out_features, dtype=torch.bfloat16) if bias else None
+        empty = torch.zeros(out_features, dtype=dtype) if bias else None
         self.register_buffer("bias", empty)
 
     @classmethod
@@ -78,7 +89,7 @@ class GroupwiseLinear(nn.Module):
         """The layer quantized now; `linear` is left as it is."""
         new = cls(
             linear.in_features, linear.out_features, linear.bias is not None, product,
-            group_size=group_size, bits=bits,
+            group_size=group_size, bits=bits, dtype=linear.weight.dtype,
         )  # fmt: skip
         new.set_weight(quantize(linear.weight, bits=bits, group_size=group_size), linear.bias)
         return new
@@ -94,12 +105,12 @@ class GroupwiseLinear(nn.Module):
         self.qweight, self.scales = self.product.pack(quantized, self.bits)
         self._ready = self.qweight.is_cpu
         if self.bias is not None and bias is not None:
-            self.bias = bias.detach().to(torch.bfloat16, copy=True)
+            self.bias = bias.detach().to(self.dtype, copy=True)
 
     @property
     def weight(self) -> torch.Tensor:
         """An empty stand-in for models that look up the dtype or the device of their layers."""
-        return self.scales.new_empty(0)
+        return self.scales.new_empty(0, dtype=self.dtype)
 
     def quantized(self) -> Quantized:
         """The weight in canonical form, made anew."""
@@ -107,9 +118,9 @@ class GroupwiseLinear(nn.Module):
         return self.product.unpack(packed, self.out_features, self.bits)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """`[..., in_features]` of bfloat16 to `[..., out_features]`."""
+        """`[..., in_features]` to `[..., out_features]`."""
         if (
-            input.dtype is not torch.bfloat16
+            input.dtype is not self.dtype
             or input.shape[-1] != self.in_features
             or input.requires_grad
             or not input.is_cpu
@@ -117,7 +128,7 @@ class GroupwiseLinear(nn.Module):
         ):
             return self._without_values(input)
         if torch.compiler.is_compiling():
-            return int4_cpu_linear(  # type: ignore[no-any-return]
+            return groupwise_linear(  # type: ignore[no-any-return]
                 input, self.qweight, self.scales, self.bias, self.product.name, *self._sizes
             )
         buffers = self._buffers  # attribute access through nn.Module costs more than the rest
@@ -129,21 +140,13 @@ class GroupwiseLinear(nn.Module):
         )
 
     def _without_values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The shape alone, for a model that is probed on empty tensors; all else is refused."""
         wrong = []
-        if hidden.dtype is not torch.bfloat16:
-            wrong.append(f"takes bfloat16, not {hidden.dtype}: load with dtype='bfloat16'")
-        if hidden.shape[-1] != self.in_features:
-            wrong.append(f"has {self.in_features} inputs, not {hidden.shape[-1]}")
-        if hidden.requires_grad:
-            wrong.append("computes no gradients; call it under torch.no_grad()")
-        if hidden.device.type not in ("cpu", "meta"):
-            wrong.append(f"runs on the CPU, not on {hidden.device}")
+        if hidden.dtype is not self.dtype:
+            own = str(self.dtype).removeprefix("torch.")
+            wrong.append(f"takes {own}, not {hidden.dtype}: load with dtype='{own}'")
         if hidden.is_cpu and not self._ready:
             wrong.append("has no weights yet")
-        if wrong:
-            raise ExecutionError(f"int4-cpu: a layer of {self.extra_repr()} {'; '.join(wrong)}")
-        return hidden.new_empty(*hidden.shape[:-1], self.out_features)
+        return shape_alone(self, hidden, name_of(self.bits), wrong)
 
     def extra_repr(self) -> str:
         return (
@@ -159,11 +162,12 @@ class GroupwiseLinear(nn.Module):
         ]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """A module can be moved but stays of bfloat16, which is what its kernel reads."""
+        """A module can be moved and can compute in another dtype that kernels read; scales stay."""
+        self.dtype, scales = _allowed(fn(self.weight).dtype, self.bits), self.scales
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scales.dtype is not scales.dtype:
+            self.scales = scales.to(self.scales.device)
         self._ready = self.qweight.is_cpu and self.qweight.numel() > 0
-        if self.scales.dtype is not torch.bfloat16:
-            raise ExecutionError(f"int4-cpu computes in bfloat16, not in {self.scales.dtype}")
         return self
 
     def _save_to_state_dict(
@@ -182,3 +186,9 @@ class GroupwiseLinear(nn.Module):
             packed = zip((prefix + n for n in WEIGHTS), (self.qweight, self.scales), strict=True)
             state_dict = {**state_dict, **dict(packed)}  # what torch then copies onto itself
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _allowed(dtype: torch.dtype, bits: int) -> torch.dtype:
+    if dtype not in DTYPES[bits]:
+        raise ExecutionError(f"{name_of(bits)} computes in {listed(DTYPES[bits])}, not in {dtype}")
+    return dtype

@@ -12,28 +12,31 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-)
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jackfield.errors import PlanError
-from jackfield_plugins.quantizer.int4_cpu.files import forget_files
-from jackfield_plugins.quantizer.int4_cpu.kernels import product
-from jackfield_plugins.quantizer.int4_cpu.linear import WEIGHTS, GroupwiseLinear, Product
-from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized, cannot_quantize, quantize
+from jackfield_plugins.quantizer.groupwise.choosing import product
+from jackfield_plugins.quantizer.groupwise.files import forget_files
+from jackfield_plugins.quantizer.groupwise.linear import WEIGHTS, GroupwiseLinear, Product
+from jackfield_plugins.quantizer.groupwise.quantize import (
+    DTYPES,
+    Quantized,
+    cannot_quantize,
+    quantize,
+)
+from jackfield_plugins.quantizer.on_cpu import CpuHfQuantizer, put
+from jackfield_plugins.quantizer.on_cpu import register as teach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-METHOD = "int4-cpu"
+#: The bits of each method that was registered.
+_BITS: dict[str, int] = {}
 
 
-class Int4CpuConfig(QuantizationConfigMixin):
-    """What a checkpoint says of itself: `group_size` inputs share a scale, `head` is how many bits
-    the output head has (None: it is whole).
+class GroupwiseConfig(QuantizationConfigMixin):
+    """What a checkpoint says of itself: `quant_method` tells the bits, `group_size` inputs share a
+    scale, `head` is how many bits the output head has (None: it is whole).
 
     `kernel` is how it is computed and not part of a checkpoint. `modules_to_not_convert` are names
     or beginnings of names; None: the output head and what is tied to it.
@@ -41,13 +44,14 @@ class Int4CpuConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
+        quant_method: str,
         group_size: int = 32,
         head: int | None = None,
         kernel: str = "auto",
         modules_to_not_convert: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.quant_method: Any = METHOD
+        self.quant_method: Any = quant_method
         self.group_size = group_size
         self.head = head
         self.kernel = kernel
@@ -57,26 +61,18 @@ class Int4CpuConfig(QuantizationConfigMixin):
         return {name: value for name, value in super().to_dict().items() if name != "kernel"}
 
 
-class Int4CpuHfQuantizer(HfQuantizer):
+class GroupwiseHfQuantizer(CpuHfQuantizer):
     """transformers' side of the quantizer."""
 
-    quantization_config: Int4CpuConfig
+    quantization_config: GroupwiseConfig
 
-    def __init__(self, quantization_config: Int4CpuConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: GroupwiseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self.called = str(quantization_config.quant_method)
+        self.bits = _BITS[self.called]
+        self.dtypes = DTYPES[self.bits]
         self._kept: list[str] = []
         self.product: Product | None = None
-
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype is not torch.bfloat16:
-            raise ValueError(f"int4-cpu computes in bfloat16, not in {dtype}; pass 'bfloat16'")
-        return dtype
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        places = kwargs.get("device_map")
-        found = set(places.values()) if isinstance(places, dict) else {places} - {None}
-        if stray := {str(place) for place in found} - {"cpu"}:
-            raise ValueError(f"int4-cpu runs on the CPU, not on {', '.join(sorted(stray))}")
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
@@ -118,11 +114,11 @@ class Int4CpuHfQuantizer(HfQuantizer):
             linear.bias is not None,
             self.product,
             group_size=config.group_size,
-            bits=config.head or 4 if linear is model.get_output_embeddings() else 4,
+            bits=(config.head if linear is model.get_output_embeddings() else None) or self.bits,
+            dtype=linear.weight.dtype,
         )
         made.set_weight(quantized, linear.bias)
-        setattr(made, "_is_hf_initialized", True)  # noqa: B010 - or transformers fills it anew
-        model.set_submodule(path, made)
+        put(model, path, made)
         if missing is not None:
             missing.discard(name)
         return {}
@@ -142,10 +138,6 @@ class Int4CpuHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
 
 def _matrix(module: Any) -> torch.Tensor:
     """Its weight, `[out_features, in_features]`."""
@@ -155,7 +147,7 @@ def _matrix(module: Any) -> torch.Tensor:
 class _Quantize(ConversionOps):
     """Weights as the model has them: one, or several that a checkpoint keeps as one."""
 
-    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+    def __init__(self, quantizer: GroupwiseHfQuantizer) -> None:
         self.hf_quantizer = quantizer
 
     @torch.no_grad()
@@ -167,7 +159,7 @@ class _Quantize(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Any]:
         model: PreTrainedModel = kwargs["model"]
-        size = self.hf_quantizer.quantization_config.group_size
+        bits, size = self.hf_quantizer.bits, self.hf_quantizer.quantization_config.group_size
         whole = {}
         while input_dict:  # taken out one by one, so that none is held longer than it has to be
             name, weight = input_dict.popitem()
@@ -177,7 +169,7 @@ class _Quantize(ConversionOps):
                 continue
             if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
                 weight = weight.T
-            made = quantize(weight, group_size=size)
+            made = quantize(weight, bits=bits, group_size=size)
             del weight
             forget_files()
             self.hf_quantizer.replace(model, name, made, kwargs.get("missing_keys"))
@@ -187,7 +179,7 @@ class _Quantize(ConversionOps):
 class _Read(ConversionOps):
     """A weight that was quantized before, in canonical form."""
 
-    def __init__(self, quantizer: Int4CpuHfQuantizer) -> None:
+    def __init__(self, quantizer: GroupwiseHfQuantizer) -> None:
         self.hf_quantizer = quantizer
 
     def convert(
@@ -209,22 +201,25 @@ class _Read(ConversionOps):
 
 def store_head(model: PreTrainedModel) -> None:
     """Store the output head of a model that was read in groups too, in a copy where it is tied."""
-    config: Int4CpuConfig = model.config.quantization_config
+    config: GroupwiseConfig = model.config.quantization_config
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or cannot_quantize(head.weight, config.group_size):
         raise PlanError(
-            f"int4-cpu cannot store the output head of {type(model).__name__} in groups of "
-            f"{config.group_size}; leave 'head' out"
+            f"{config.quant_method} cannot store the output head of {type(model).__name__} in "
+            f"groups of {config.group_size}; leave 'head' out"
         )
     made = GroupwiseLinear.from_linear(
-        head, product(config.kernel), group_size=config.group_size, bits=config.head or 4
+        head,
+        product(config.kernel),
+        group_size=config.group_size,
+        bits=config.head or _BITS[config.quant_method],
     )
     model.set_output_embeddings(made)
     model.config.tie_word_embeddings = False
     forget_files()
 
 
-def register() -> None:
+def register(method: str, bits: int) -> None:
     """Teach transformers the method. A second call changes nothing."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, Int4CpuConfig)
-    AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Int4CpuHfQuantizer)
+    _BITS[method] = bits
+    teach(method, GroupwiseConfig, GroupwiseHfQuantizer)

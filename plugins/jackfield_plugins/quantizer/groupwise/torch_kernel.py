@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from jackfield.errors import PlanError
-from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized
+from jackfield_plugins.quantizer.groupwise.quantize import Quantized
 
 UNIT = 64  # outputs that torch lays out together
 

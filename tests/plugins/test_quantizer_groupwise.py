@@ -20,8 +20,8 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import JackfieldError
-from jackfield_plugins.quantizer.int4_cpu.linear import GroupwiseLinear
-from jackfield_plugins.quantizer.int4_cpu.quantize import quantize
+from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
+from jackfield_plugins.quantizer.groupwise.quantize import quantize
 
 QUESTION = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
 KERNELS = ["native", "torch"]

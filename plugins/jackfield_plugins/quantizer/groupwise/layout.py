@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from jackfield_plugins.quantizer.int4_cpu.quantize import Quantized
+from jackfield_plugins.quantizer.groupwise.quantize import Quantized
 
 UNIT = 64  # outputs
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 
-from jackfield_plugins.quantizer.int4_cpu.linear import Product
-from jackfield_plugins.quantizer.int4_cpu.native import KERNEL, NativeProduct
-from jackfield_plugins.quantizer.int4_cpu.torch_kernel import TorchProduct
+from jackfield_plugins.quantizer.groupwise.linear import Product
+from jackfield_plugins.quantizer.groupwise.native import KERNEL, NativeProduct
+from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
 
 logger = logging.getLogger("jackfield")
 

@@ -1,0 +1,99 @@
+// What products with weights in units of 64 outputs have in common: how much is worked on together, and
+// how outputs are written.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "threads.h"
+#include "vectors.h"
+
+constexpr int LANES = 16;  // outputs of a block
+constexpr int UNIT = 4;    // blocks that lie side by side: the outputs of a task
+constexpr int OUTPUTS = UNIT * LANES;
+constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
+constexpr int PARTS = LANES / WIDE;         // vectors of a block
+constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's weights they fit into a cache
+constexpr int64_t WORTH = 1 << 17;          // multiplications that pay for waking a further thread
+constexpr int FEW = 8;                      // rows, up to which memory is waited for
+constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
+
+// How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
+// Few rows take all blocks of a unit, so that its weights are read in the order in which they lie.
+#if defined(__AVX512BF16__)
+template <class T> constexpr int MOST = std::is_same_v<T, bfloat16> ? 8 : 4;
+constexpr int blocks_for(int rows) { return rows <= 4 ? 4 : 2; }
+#else
+template <class T> constexpr int MOST = 4;
+constexpr int blocks_for(int) { return 1; }
+#endif
+
+// Calls what(rows, from) for `count` rows in tiles as even as can be, since each has to unpack the
+// weights; `all` are the rows of the whole call.
+template <class T, class What>
+inline void in_tiles(int64_t from, int64_t count, int64_t all, What what) {
+    const int64_t most = all <= FEW ? 4 : MOST<T>;
+    for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
+        int64_t rows = (count + tiles - 1) / tiles;
+        what(rows, from);
+        from += rows;
+        count -= rows;
+    }
+}
+
+inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
+inline float wide(float x) { return x; }
+
+// x * y + z, rounded once where the machine can. Left to compilers, it is rounded twice in the code
+// for some numbers of rows and once in that for others.
+inline ALWAYS_INLINE Vec<float> fused(Vec<float> x, Vec<float> y, Vec<float> z) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(x, y, z);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(x, y, z);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < Vector<float>::lanes; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return z;
+#else
+    return x * y + z;
+#endif
+}
+
+// Two inputs of the outputs in a vector's lanes: `even` and `odd` as floats.
+struct Two {
+    Vec<float> even, odd;
+};
+
+template <class T>
+inline ALWAYS_INLINE void add(Vec<float>& sum, const Two& weight, const T* input) {
+    sum = fused(weight.even, Vec<float>{} + wide(input[0]), sum);
+    sum = fused(weight.odd, Vec<float>{} + wide(input[1]), sum);
+}
+
+#if defined(__AVX512BF16__)
+
+// Each lane has two inputs of an output, the even one in its lower half.
+inline ALWAYS_INLINE void add(Vec<float>& sum, __m512bh weight, const bfloat16* input) {
+    sum = _mm512_dpbf16_ps(sum, weight, (__m512bh)_mm512_set1_epi32(as<int32_t>(read<uint32_t>(input))));
+}
+
+inline ALWAYS_INLINE void add(Vec<float>& sum, __m512bh weight, const float* input) {
+    Words both = as<Words>(weight);
+    add(sum, Two{as<Vec<float>>(both << 16), as<Vec<float>>(both & 0xffff0000)}, input);
+}
+
+#endif
+
+// Writes the sums of `WIDE` outputs from `output` of `all` on, with the bias that there may be; none
+// beyond the last.
+template <class T>
+inline void write_outputs(Vec<float> total, int64_t output, int64_t all, const T* bias, T* out) {
+    const int64_t count = all - output;
+    if (count >= WIDE) {
+        store(bias ? total + load(bias + output) : total, out + output);
+    } else if (count > 0) {
+        T some[WIDE] = {}, rounded[WIDE];
+        if (bias) std::copy_n(bias + output, count, some);
+        store(total + load(some), rounded);
+        std::copy_n(rounded, count, out + output);
+    }
+}

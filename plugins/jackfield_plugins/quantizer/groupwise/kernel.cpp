@@ -1,0 +1,177 @@
+// A linear layer whose weights are integers of 4 or 8 bits with one scale a group; activations of
+// bfloat16, of 8 bits also of float32; float32 sums.
+//
+// One token reads every weight once, so the time to read them is the least there can be, and what
+// is done to a weight has to fit into it. Hence the layout: a block is 16 outputs, one a 32-bit
+// lane, and a lane holds neighbouring inputs, even ones in its lower half and odd ones in its
+// higher, so that two of them are one operand of VDPBF16PS. Of 4 bits, shifting brings the next pair
+// into place, where the 4 lowest bits of each half are an index into a table of bfloat16. Of 8 bits,
+// a byte is put behind the exponent of 2^23, which makes it a float32 without a conversion; bfloat16 is
+// its upper half, exact for a whole number of 8 bits.
+//
+// Sums run over the inputs of a group in their order, then over the groups in theirs, however many
+// rows there are: a row's result does not depend on what else is in the batch.
+#include "tiles.h"
+
+namespace {
+
+constexpr int BYTES = 64;  // of a block and a step
+
+// What Python packs, field by field. A unit is 64 outputs; of the last one some may not exist.
+struct Call {
+    const void* input;      // [rows, in_features]
+    void* out;              // [rows, out_features]
+    const uint8_t* weight;  // [units, steps, 4 blocks, 16 outputs, 4 bytes]
+    const bfloat16* scale;  // [units, groups, 4 blocks, 16 outputs]
+    const void* bias;       // [out_features], or none
+    int64_t rows, in_features, out_features, group_size, bits, floats, threads;  // floats: not bfloat16
+};
+
+constexpr int inputs_of(int bits) { return 32 / bits; }  // of a step
+
+// The lowest bits of each lane, less half of their range.
+template <int bits>
+inline ALWAYS_INLINE Vec<float> whole(Words stored) {
+    const float offset = 0x1p23f + (1 << (bits - 1));
+    return as<Vec<float>>((stored & ((1 << bits) - 1)) | 0x4b000000) - offset;
+}
+
+// Pair `turn` of a step's inputs.
+template <int bits, int turn>
+inline ALWAYS_INLINE Two two(Words packed) {
+    return {whole<bits>(packed >> (bits * turn)), whole<bits>(packed >> (16 + bits * turn))};
+}
+
+#if defined(__AVX512BF16__)
+
+// The values of a nibble, twice: bit 4 of an index belongs to the next nibble and must not matter.
+struct Table {
+    alignas(64) uint16_t values[32];
+    Table() {
+        for (int i = 0; i < 32; i++) values[i] = as<uint32_t>(float(i % 16 - 8)) >> 16;
+    }
+};
+const Table table;
+
+template <int bits, int turn>
+inline ALWAYS_INLINE __m512bh numbers(Words packed, const bfloat16*) {
+    if constexpr (bits == 4) {
+        __m512i index = _mm512_srli_epi16(as<__m512i>(packed), 4 * turn);
+        return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_load_si512(table.values));
+    } else {
+        Two both = two<bits, turn>(packed);
+        return as<__m512bh>((as<Words>(both.even) >> 16) | (as<Words>(both.odd) & 0xffff0000));
+    }
+}
+
+#else
+
+template <int bits, int turn>
+inline ALWAYS_INLINE Two numbers(Words packed, const bfloat16*) { return two<bits, turn>(packed); }
+
+#endif
+
+template <int bits, int turn>
+inline ALWAYS_INLINE Two numbers(Words packed, const float*) { return two<bits, turn>(packed); }
+
+// sums += the products of one group: of each row with each part of a block.
+template <int bits, int rows, int parts, class T>
+inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps,
+                                    Vec<float>* sums) {
+    for (int64_t step = 0; step < steps; step++) {
+        Words packed[parts];
+        each<parts>([&](auto part) ALWAYS_INLINE {
+            __builtin_prefetch(weight + part * WIDTH + AHEAD);
+            packed[part] = read<Words>(weight + part * WIDTH);
+        });
+        each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
+            decltype(numbers<bits, 0>(packed[0], input)) value[parts];
+            each<parts>([&](auto part) ALWAYS_INLINE { value[part] = numbers<bits, turn>(packed[part], input); });
+            each<rows>([&](auto r) ALWAYS_INLINE {
+                each<parts>([&](auto part) ALWAYS_INLINE {
+                    add(sums[r * parts + part], value[part], input + r * stride + 2 * turn);
+                });
+            });
+        });
+        weight += UNIT * BYTES;
+        input += inputs_of(bits);
+    }
+}
+
+template <int bits, class T>
+class Linear {
+    const Call& call;
+    const int64_t units, chunks, steps, groups;  // steps are those of a group
+
+   public:
+    explicit Linear(const Call& call)
+        : call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
+          groups(call.in_features / call.group_size) {}
+
+    void run() const {
+        int64_t products = call.rows * call.in_features * call.out_features;
+        Tasks(units * chunks, std::min(call.threads, products / WORTH + 1), [this](int64_t task) {
+            int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+            in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
+                by_rows<MOST<T>>(rows, task / chunks, first);
+            });
+        });
+    }
+
+   private:
+    template <int most>
+    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
+        if (rows == most) return tile<most>(unit, from);
+        if constexpr (most > 1) by_rows<most - 1>(rows, unit, from);
+    }
+
+    template <int rows>
+    void tile(int64_t unit, int64_t from) const {
+        constexpr int blocks = blocks_for(rows);
+        for (int block = 0; block < UNIT; block += blocks) multiply<rows, blocks>(unit, block, from);
+    }
+
+    template <int rows, int blocks>
+    void multiply(int64_t unit, int block, int64_t from) const {
+        const uint8_t* weight = call.weight + (unit * groups * steps * UNIT + block) * BYTES;
+        const bfloat16* scale = call.scale + (unit * groups * UNIT + block) * LANES;
+        const T* input = static_cast<const T*>(call.input) + from * call.in_features;
+        constexpr int parts = blocks * PARTS;
+        Vec<float> total[rows * parts];
+        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        for (int64_t group = 0; group < groups; group++) {
+            for (int line = 0; line < OUTPUTS * 2; line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line);
+            Vec<float> sums[rows * parts];
+            each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
+            add_group<bits, rows, parts>(weight, input, call.in_features, steps, sums);
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                Vec<float> factor = load(scale + part * WIDE);
+                each<rows>([&](auto r) ALWAYS_INLINE {
+                    Vec<float>& all = total[r * parts + part];
+                    all = fused(sums[r * parts + part], factor, all);
+                });
+            });
+            weight += steps * UNIT * BYTES;
+            scale += OUTPUTS;
+            input += call.group_size;
+        }
+        each<rows * parts>([&](auto i) ALWAYS_INLINE {
+            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
+            T* out = static_cast<T*>(call.out) + (from + i / parts) * call.out_features;
+            write_outputs(total[i], output, call.out_features, static_cast<const T*>(call.bias), out);
+        });
+    }
+};
+
+}  // namespace
+
+// Returns whether it can: of 4 bits there are no products with float32.
+extern "C" bool groupwise_linear(const Call* call) {
+    if (call->bits == 8 && call->floats) Linear<8, float>(*call).run();
+    else if (call->bits == 8) Linear<8, bfloat16>(*call).run();
+    else if (!call->floats) Linear<4, bfloat16>(*call).run();
+    else return false;
+    return true;
+}
