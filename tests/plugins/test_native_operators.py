@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-from typing import Any
 
 import pytest
 import torch
+from native_calls import FLOATS, run, same, stretch_of
 
 from jackfield.errors import ExecutionError
-from jackfield_plugins.compiler.native.calls import Stretch
+from jackfield_plugins.compiler.native.entering import operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
-from jackfield_plugins.compiler.native.operators import KERNEL, native_call
-from jackfield_plugins.compiler.native.program import _operator
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-#: how far off a result may be, of its largest number, by dtype: some roundings of it
-BOUNDS = {
-    torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-9,
-}  # fmt: skip
-
-
-def run(target: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel makes of it, and what torch does."""
-    due = _operator(target)(*args, **kwargs)
-    out = torch.empty_strided(due.shape, due.stride(), dtype=due.dtype)
-    out.fill_(77)
-    call = native_call(target, args, kwargs, out)
-    assert call is not None, f"{target} has no native form"
-    stretch = Stretch(_run())
-    stretch.add(target, call)
-    stretch.close()
-    stretch()
-    return out, due
-
-
-def _run() -> Any:
-    run = KERNEL.library()["run"]
-    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
-    return run
-
-
-def same(target: str, *args: Any, bound: float = 1, **kwargs: Any) -> None:
-    found, due = run(target, *args, **kwargs)
-    if not due.dtype.is_floating_point:
-        assert torch.equal(found, due), target
-        return
-    assert torch.equal(found.isnan(), due.isnan()), target
-    found, due = found.double().nan_to_num(), due.double().nan_to_num()
-    finite = due[due.abs() < 1e300]
-    most = finite.abs().max().item() if finite.numel() else 0.0
-    off = (found - due).abs()[due.abs() < 1e300]
-    most_off = bound * BOUNDS[_coarsest(args)] * max(most, 1e-3)
-    assert not off.numel() or off.max() <= most_off, (target, off.max(), most, args)
-    assert torch.equal(found[due.abs() >= 1e300], due[due.abs() >= 1e300]), target
-
-
-def _coarsest(args: Any) -> torch.dtype:
-    dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype in BOUNDS]
-    return max(dtypes or [torch.float32], key=BOUNDS.__getitem__)
+from jackfield_plugins.compiler.native.operators import native_call
 
 
 def shaped(chance: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -148,7 +100,7 @@ def test_what_is_finer_than_the_rows_is_left_to_torch() -> None:
         ("aten.sum.dim_IntList", (torch.tensor(3.0), [-1]), {}),
         ("aten.le.Tensor", (x.bfloat16(), torch.tensor(0.1)), {}),
     ):
-        out = torch.empty_like(_operator(target)(*args, **kwargs))
+        out = torch.empty_like(operator(target)(*args, **kwargs))
         assert native_call(target, args, kwargs, out) is None, target
 
 
@@ -257,10 +209,8 @@ def test_rows_of_a_table() -> None:
 def test_an_index_that_leads_out_of_a_table_is_told(index: int) -> None:
     out, table = torch.zeros(1, 5), torch.randn(9, 5)
     call = native_call("aten.embedding.default", (table, torch.tensor([index])), {}, out)
-    stretch = Stretch(_run())
     assert call is not None
-    stretch.add("aten.embedding.default", call)
-    stretch.close()
+    stretch = stretch_of([("aten.embedding.default", call)])
     with pytest.raises(ExecutionError, match=r"aten\.embedding\.default cannot compute"):
         stretch()
     assert not out.any()
@@ -275,7 +225,7 @@ def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
         ("aten.linear.default", (torch.randn(64, 4), x)),  # many rows
         ("aten.add.Tensor", (x.to(torch.complex64), 1)),
     ):
-        due = _operator(target)(*args)
+        due = operator(target)(*args)
         out = torch.empty_like(due) if isinstance(due, torch.Tensor) else due
         assert native_call(target, args, {}, out) is None, target
 
@@ -347,16 +297,12 @@ JOINS = {
 def test_operators_that_only_put_numbers_elsewhere(target: str, dtype: torch.dtype) -> None:
     for call in JOINS[target]:
         args = call(torch.arange(24).reshape(2, 3, 4).to(dtype))
-        due = _operator(target)(*args)
+        due = operator(target)(*args)
         out = torch.empty_strided(due.shape, due.stride(), dtype=dtype).fill_(77)
-        parts, stretch = copies(target, out, args, {}), Stretch(_run())
+        parts = copies(target, out, args, {})
         assert parts is not None
-        for place, source in parts:
-            copy = native_call("aten._to_copy.default", [source], {}, place)
-            assert copy is not None
-            stretch.add(target, copy)
-        stretch.close()
-        stretch()
+        calls = [native_call("aten._to_copy.default", [one], {}, place) for place, one in parts]
+        stretch_of([(target, call) for call in calls])()
         assert torch.equal(out, due)
 
 

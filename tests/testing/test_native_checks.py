@@ -67,6 +67,39 @@ def test_one_that_is_wrong(act: Callable[[torch.Tensor], bool], said: str) -> No
         agrees("op", native(act), DUE)
 
 
+TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
+
+
+@pytest.mark.parametrize(
+    ("some", "said"),
+    [
+        (lambda outs: outs, None),
+        (lambda outs: outs[:-1], "run together with others, writes numbers that are nan off"),
+        (lambda outs: None, "cannot be done together"),
+    ],
+    ids=["right", "the last is left out", "refuses"],
+)
+def test_calls_that_run_together(some: Any, said: str | None) -> None:
+    outs: list[torch.Tensor] = []
+
+    def together(_: int, count: int) -> bool:
+        assert count == len(outs) - 1  # the first ran alone
+        return some([out.copy_(DUE) for out in some(outs[1:]) or []]) is not None
+
+    held = TOGETHER(together)
+
+    def made(out: torch.Tensor) -> NativeCall:
+        outs.append(out)
+        alone = native(writes(DUE))(out)
+        return alone._replace(together=ctypes.cast(held, ctypes.c_void_p).value or 0)
+
+    if said is None:
+        assert agrees("op", made, DUE)
+    else:
+        with pytest.raises(WrongError, match=said):
+            agrees("op", made, DUE)
+
+
 def test_what_is_no_call() -> None:
     def no_call(out: torch.Tensor) -> Any:
         return 7

@@ -22,11 +22,17 @@ class NativeCall(NamedTuple):
         arguments: What `arguments` points to, copied to a place that is aligned as C has it. It
             holds addresses of the tensors that the call was made for.
         keeps: What has to live for as long as the call is run.
+        together: The address of `bool together(const void *const *arguments, int64_t count)`, which
+            does what `count` calls of `function` do, with the same numbers; 0: there is none. A
+            compiler runs products of one input so, that do not read each other's outputs: threads
+            then start and wait once for all of them. Calls with the same `together` have the same
+            `function`, or one whose arguments it can read as well.
     """
 
     function: int
     arguments: bytes
     keeps: tuple[Any, ...] = ()
+    together: int = 0
 
 
 #: `native(out, *arguments) -> NativeCall | None`: the call that computes an operator of torch into

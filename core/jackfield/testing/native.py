@@ -13,6 +13,7 @@ from jackfield.contracts import Native, NativeCall
 from jackfield.testing.checks import WrongError
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+_TOGETHER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)
 _ROUNDINGS = 8  # of the largest number, that two ways to compute one thing may differ by
 
 
@@ -31,6 +32,13 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         if not run(call):
             raise WrongError(f"the call of {what} says that it cannot be done")
         _compare(f"{what}{', run again' if again else ''}", out, due)
+    if call.together:
+        others = [torch.full_like(out, float("nan")) for _ in range(3)]
+        calls = [native(other, *arguments, **given) for other in others]
+        if not _run_together(call.together, [one for one in calls if one is not None]):
+            raise WrongError(f"calls of {what} say that they cannot be done together")
+        for other in others:
+            _compare(f"{what}, run together with others,", other, due)
     return True
 
 
@@ -67,6 +75,12 @@ def run(call: NativeCall) -> bool:
     """Call it once, with its arguments at a place of their own."""
     held = ctypes.create_string_buffer(call.arguments, len(call.arguments))
     return bool(_FUNCTION(call.function)(ctypes.addressof(held)))
+
+
+def _run_together(function: int, calls: list[NativeCall]) -> bool:
+    held = [ctypes.create_string_buffer(call.arguments, len(call.arguments)) for call in calls]
+    where = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+    return bool(_TOGETHER(function)(ctypes.addressof(where), len(held)))
 
 
 def _compare(what: str, found: torch.Tensor, due: torch.Tensor) -> None:

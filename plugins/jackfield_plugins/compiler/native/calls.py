@@ -20,10 +20,11 @@ Run = Callable[[int, int], int]
 
 
 class Done(NamedTuple):
-    """A call whose arguments are known."""
+    """A call whose arguments are known. `sibling`: it may run together with the one before it."""
 
     name: str
     call: NativeCall
+    sibling: bool = False
 
 
 class Attend(NamedTuple):
@@ -96,57 +97,67 @@ class Stretch:
 
 
 class Sequential:
-    """`calls` in their order: as few stretches as possible."""
+    """`calls` in their order, in as few stretches as possible; attentions go through Python."""
 
     def __init__(self, calls: Sequence[Call], run: Run) -> None:
+        self._run = run
         self._parts: list[Callable[[], None]] = []
-        stretch: Stretch | None = None
+        self._stretch: Stretch | None = None  # to which native calls are added
         for call in calls:
-            if isinstance(call, Done):
-                if stretch is None:
-                    self._parts.append(stretch := Stretch(run))
-                stretch.add(call.name, call.call)
-            else:
-                self._parts.append(call.run)
-                stretch = None
+            self._add(call)
         for part in self._parts:
             if isinstance(part, Stretch):
                 part.close()
 
-    def __call__(self) -> None:
+    def _add(self, call: Call) -> None:
+        if isinstance(call, Done):
+            self._native().add(call.name, call.call)
+        else:
+            self._parts.append(call.run)
+            self._stretch = None
+
+    def _native(self) -> Stretch:
+        if self._stretch is None:
+            self._parts.append(stretch := Stretch(self._run))
+            self._stretch = stretch
+        return self._stretch
+
+    def __call__(self) -> bool:
+        """Whether it ran."""
         for run in self._parts:
             run()
+        return True
 
 
-class Whole:
-    """The same with the attentions in it: `calls` in one stretch, where all of them are native.
+class Whole(Sequential):
+    """The same with attentions as native calls, which are asked for in each step.
 
     `ask` is `Compilation.native_attention`; `attended` is told the layers after each run.
     """
 
     def __init__(self, calls: Sequence[Call], run: Run, ask: Any, attended: Any) -> None:
         self._ask, self._attended = ask, attended
-        self._stretch = Stretch(run)
-        self._attends: list[tuple[Attend, tuple[int, int], tuple[int, int]]] = []
-        for call in calls:
-            if isinstance(call, Attend):
-                name = f"the attention of layer {call.layer}"
-                store, attend = self._stretch.reserve(name), self._stretch.reserve(name)
-                self._attends.append((call, store, attend))
-            elif isinstance(call, Done):
-                self._stretch.add(call.name, call.call)
+        self._attends: list[tuple[Attend, Stretch, tuple[tuple[int, int], ...]]] = []
+        super().__init__(calls, run)
         self._layers = [call.layer for call, *_ in self._attends]
-        self._stretch.close()
+
+    def _add(self, call: Call) -> None:
+        if isinstance(call, Attend):
+            stretch, name = self._native(), f"the attention of layer {call.layer}"
+            places = (stretch.reserve(name), stretch.reserve(name))  # to store, to attend
+            self._attends.append((call, stretch, places))
+        else:
+            super()._add(call)
 
     def __call__(self) -> bool:
-        """Whether it ran; if not, nothing did."""
-        ask, put = self._ask, self._stretch.put
-        for call, *places in self._attends:
+        """Whether it ran; if not, some attention has no native calls now, and nothing ran."""
+        ask = self._ask
+        for call, stretch, places in self._attends:
             native = ask(call.output, *call.arguments)
             if native is None:
                 return False
             for place, one in zip(places, native, strict=True):
-                put(place, one)
-        self._stretch()
+                stretch.put(place, one)
+        super().__call__()
         self._attended(self._layers)
         return True

@@ -12,6 +12,12 @@ struct Instruction {
     const void* arguments;
 };
 
+struct Several {
+    bool (*together)(const void* const* arguments, int64_t count);
+    const void* const* arguments;
+    int64_t count;
+};
+
 struct Gather {
     const char* table;  // [count] pieces of `bytes`
     int64_t count, bytes;
@@ -69,10 +75,13 @@ int64_t run(const Instruction* first, int64_t count) {
     return -1;
 }
 
+bool several(const Several* call) { return call->together(call->arguments, call->count); }
+
 bool pointwise(const Pointwise* call) {
     const char* from[INPUTS];
     for (int64_t n = 0; n < INPUTS; n++) from[n] = call->input[n].at;
-    if (call->wide) over_rows<double>(*call, 0, call->out, from);
+    if (call->computed == IN_WHOLE) over_rows<int64_t>(*call, 0, call->out, from);
+    else if (call->computed == IN_DOUBLE) over_rows<double>(*call, 0, call->out, from);
     else over_rows<float>(*call, 0, call->out, from);
     return true;
 }
@@ -108,13 +117,19 @@ bool matmul(const Matmul* call) {
     return true;
 }
 
-bool linear_float32(const Linear* call) { return Product<float>(*call).run(), true; }
-bool linear_float64(const Linear* call) { return Product<double>(*call).run(), true; }
-bool linear_bfloat16(const Linear* call) { return Product<bfloat16>(*call).run(), true; }
-bool linear_float16(const Linear* call) { return Product<float16>(*call).run(), true; }
-
-bool turned_float32(const Linear* call) { return Turned<float>(*call).run(), true; }
-bool turned_float64(const Linear* call) { return Turned<double>(*call).run(), true; }
-bool turned_bfloat16(const Linear* call) { return Turned<bfloat16>(*call).run(), true; }
-bool turned_float16(const Linear* call) { return Turned<float16>(*call).run(), true; }
+// A linear of one dtype, and several of them whose outputs are read only later.
+#define LINEAR(name, Work)                                                             \
+    bool name(const Linear* call) { return together<Work>(&call, 1), true; }          \
+    bool name##_together(const Linear* const* calls, int64_t count) {                 \
+        return together<Work>(calls, count), true;                                    \
+    }
+LINEAR(linear_float32, Product<float>)
+LINEAR(linear_float64, Product<double>)
+LINEAR(linear_bfloat16, Product<bfloat16>)
+LINEAR(linear_float16, Product<float16>)
+LINEAR(turned_float32, Turned<float>)
+LINEAR(turned_float64, Turned<double>)
+LINEAR(turned_bfloat16, Turned<bfloat16>)
+LINEAR(turned_float16, Turned<float16>)
+#undef LINEAR
 }

@@ -3,24 +3,18 @@
 // One row reads every weight once, so the time to read them is the least there can be. A task is
 // as many outputs as a vector has lanes; its weights are read once for all rows, in the order in
 // which they lie, a few outputs side by side. The sums of a row run over the inputs in one order,
-// however many rows there are.
+// however many rows there are: its bits depend neither on the others nor on the threads.
 #pragma once
 #include <algorithm>
 
 #include "numbers.h"
-#include "threads.h"
+#include "together.h"
 
 struct Linear {
     const char *input, *weight, *bias;  // [rows, in_features], [out_features, in_features], or none
     char* out;                          // [rows, out_features]
     int64_t rows, in_features, out_features, input_row, weight_row, out_row, threads;
 };
-
-constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for a further thread
-
-inline int64_t threads_for(const Linear& call) {
-    return std::min(call.threads, call.rows * call.in_features * call.out_features / WORTH + 1);
-}
 
 // The same of a matrix whose rows are inputs, `[in_features, out_features]`, as GPT-2 has it:
 // outputs side by side are the lanes of a few vectors, and inputs come one after the other.
@@ -35,19 +29,16 @@ class Turned {
    public:
     explicit Turned(const Linear& call) : call(call) {}
 
-    void run() const {
-        const int64_t tasks = (call.out_features + wide - 1) / wide;
-        Tasks(tasks, threads_for(call), [this](int64_t task) { outputs(task * wide); });
+    int64_t tasks() const { return (call.out_features + wide - 1) / wide; }
+
+    void task(int64_t at) const {
+        int64_t row = 0;
+        for (; row + 4 <= call.rows; row += 4) block<4>(at * wide, row);
+        if (call.rows - row >= 2) block<2>(at * wide, row), row += 2;
+        if (call.rows - row >= 1) block<1>(at * wide, row);
     }
 
    private:
-    void outputs(int64_t first) const {
-        int64_t row = 0;
-        for (; row + 4 <= call.rows; row += 4) block<4>(first, row);
-        if (call.rows - row >= 2) block<2>(first, row), row += 2;
-        if (call.rows - row >= 1) block<1>(first, row);
-    }
-
     template <int rows>
     void block(int64_t first, int64_t row) const {
         const int64_t count = std::min(wide, call.out_features - first);
@@ -96,13 +87,10 @@ class Product {
    public:
     explicit Product(const Linear& call) : call(call) {}
 
-    void run() const {
-        const int64_t tasks = (call.out_features + lanes - 1) / lanes;
-        Tasks(tasks, threads_for(call), [this](int64_t task) { outputs(task * lanes); });
-    }
+    int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
 
-   private:
-    void outputs(int64_t first) const {
+    void task(int64_t at) const {
+        const int64_t first = at * lanes;
         int64_t row = 0;
         for (; row + 8 <= call.rows; row += 8) block<8, 2>(first, row);
         if (call.rows - row >= 4) block<4, 4>(first, row), row += 4;
@@ -110,6 +98,7 @@ class Product {
         if (call.rows - row >= 1) block<1, 4>(first, row);
     }
 
+   private:
     const T* weight(int64_t output) const {  // what is behind the last is not written
         const int64_t at = std::min(output, call.out_features - 1);
         return reinterpret_cast<const T*>(call.weight) + at * call.weight_row;

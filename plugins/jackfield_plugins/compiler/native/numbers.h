@@ -17,8 +17,8 @@ inline int64_t size_of(int64_t dtype) {
 
 inline float wide(float x) { return x; }
 inline double wide(double x) { return x; }
-inline double wide(int64_t x) { return double(x); }
-inline double wide(int32_t x) { return x; }
+inline int64_t wide(int64_t x) { return x; }
+inline int32_t wide(int32_t x) { return x; }
 inline float wide(bool x) { return x; }
 inline float wide(bfloat16 x) { return as<float>(uint32_t(x.bits) << 16); }
 inline float wide(float16 x) {
@@ -33,6 +33,9 @@ inline void narrow(double x, double& to) { to = x; }
 inline void narrow(double x, int64_t& to) { to = int64_t(x); }
 inline void narrow(double x, int32_t& to) { to = int32_t(x); }
 inline void narrow(double x, bool& to) { to = x != 0; }
+inline void narrow(int64_t x, int64_t& to) { to = x; }  // not by way of a double, which has 53 bits
+inline void narrow(int64_t x, int32_t& to) { to = int32_t(x); }
+inline void narrow(int64_t x, float& to) { to = float(x); }  // rounded once
 inline void narrow(float x, bfloat16& to) {  // to the nearest, ties to even
     const uint32_t bits = as<uint32_t>(x);
     to.bits = x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : uint16_t(0x7fc0);
@@ -89,7 +92,7 @@ inline void put(int64_t dtype, const C* from, char* to, int64_t stride, int64_t 
 // e to the x. For float in a form that compilers turn into vectors: 2^n · 2^f, f in [-1/2, 1/2].
 inline double exponential(double x) { return std::exp(x); }
 inline float exponential(float x) {
-    const float bounded = std::min(std::max(x, -87.0f), 88.5f);
+    const float bounded = std::min(std::max(x, -105.0f), 90.0f);
     const float n = (bounded * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;
     float f = bounded - n * 0.693359375f;  // ln 2 in two parts, so that the product is exact
     f += n * 2.12194440e-4f;
@@ -99,6 +102,7 @@ inline float exponential(float x) {
     p = p * f + 0.16666667f;
     p = p * f + 0.5f;
     p = p * f * f + f + 1.0f;
-    const float found = p * as<float>(uint32_t(int32_t(n) + 127) << 23);
-    return x < -87.0f ? 0.0f : x > 88.5f ? INFINITY : x == x ? found : x;
+    const int32_t whole = int32_t(n), half = whole >> 1;  // two factors: 2^n alone may be too small, or large
+    const float found = p * as<float>((half + 127) << 23) * as<float>((whole - half + 127) << 23);
+    return x == x ? found : x;
 }

@@ -74,7 +74,8 @@ def _linear(
         rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),
     )  # fmt: skip
     name = f"{'turned' if turned else 'linear'}_{str(x.dtype).removeprefix('torch.')}"
-    return NativeCall(address(name), arguments, (x, weight, bias, out))
+    keeps = (x, weight, bias, out)
+    return NativeCall(address(name), arguments, keeps, address(f"{name}_together"))
 
 
 def _addmm(

@@ -7,21 +7,23 @@ constexpr int64_t DIMS = 6, INPUTS = 3, CHUNK = 512;
 // The order is that of OPERATIONS in pointwise.py.
 enum Operation : int64_t {
     COPY, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, SIN, COS, TANH, SIGMOID, SILU, GELU, GELU_TANH,
-    RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
+    RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, EXPM1, LOG1P, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
     NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP
 };
+
+enum Computed : int64_t { IN_FLOAT, IN_DOUBLE, IN_WHOLE };
 
 struct Input {
     const char* at;  // none: `number` everywhere
     int64_t dtype, stride[DIMS];
-    double number;
+    double number;  // where numbers are whole, the bits of an int64_t
 };
 
 struct Pointwise {
-    int64_t operation, wide, inputs, dims, size[DIMS];  // wide: computed in double
+    int64_t operation, computed, inputs, dims, size[DIMS];
     char* out;
     int64_t dtype, stride[DIMS];
-    double factor;  // of ADD and SUB: of the second input
+    double factor;  // of ADD and SUB: of the second input; see `number`
     Input input[INPUTS];
 };
 
@@ -75,6 +77,8 @@ inline void apply(int64_t operation, C* a, const C* b, const C* c, int64_t count
         case SOFTPLUS: EACH(a[i] > 20 ? a[i] : std::log1p(exponential(a[i])));
         case FLOOR: EACH(std::floor(a[i]));
         case ERF: EACH(std::erf(a[i]));
+        case EXPM1: EACH(std::expm1(a[i]));
+        case LOG1P: EACH(std::log1p(a[i]));
         case ADD: EACH(a[i] + b[i] * factor);
         case SUB: EACH(a[i] - b[i] * factor);
         case MUL: EACH(a[i] * b[i]);
@@ -95,7 +99,41 @@ inline void apply(int64_t operation, C* a, const C* b, const C* c, int64_t count
     }
 }
 
+// The same of whole numbers, which go round at their ends, as torch's do.
+inline void apply(int64_t operation, int64_t* a, const int64_t* b, const int64_t* c, int64_t count, int64_t factor) {
+    typedef int64_t C;
+    typedef uint64_t U;
+    switch (operation) {
+        case COPY: break;
+        case NEG: EACH(-U(a[i]));
+        case ABS: EACH(a[i] < 0 ? -U(a[i]) : U(a[i]));
+        case SQUARE: EACH(U(a[i]) * U(a[i]));
+        case LOGICAL_NOT: EACH(a[i] == 0);
+        case ADD: EACH(U(a[i]) + U(b[i]) * U(factor));
+        case SUB: EACH(U(a[i]) - U(b[i]) * U(factor));
+        case MUL: EACH(U(a[i]) * U(b[i]));
+        case MAXIMUM: EACH(std::max(a[i], b[i]));
+        case MINIMUM: EACH(std::min(a[i], b[i]));
+        case EQ: EACH(a[i] == b[i]);
+        case NE: EACH(a[i] != b[i]);
+        case LT: EACH(a[i] < b[i]);
+        case LE: EACH(a[i] <= b[i]);
+        case GT: EACH(a[i] > b[i]);
+        case GE: EACH(a[i] >= b[i]);
+        case AND: EACH(a[i] != 0 && b[i] != 0);
+        case OR: EACH(a[i] != 0 || b[i] != 0);
+        case WHERE: EACH(a[i] != 0 ? b[i] : c[i]);
+        case CLAMP: EACH(std::min(std::max(a[i], b[i]), c[i]));
+    }
+}
+
 #undef EACH
+
+template <class C>
+inline C given(double number) {
+    if constexpr (std::is_same_v<C, int64_t>) return as<int64_t>(number);
+    else return C(number);
+}
 
 template <class C>
 inline void along_last(const Pointwise& call, char* out, const char* const* from) {
@@ -106,10 +144,10 @@ inline void along_last(const Pointwise& call, char* out, const char* const* from
         for (int64_t n = 0; n < call.inputs; n++) {
             const Input& input = call.input[n];
             const int64_t stride = input.stride[last];
-            if (!input.at) std::fill_n(buffers[n], count, C(input.number));
+            if (!input.at) std::fill_n(buffers[n], count, given<C>(input.number));
             else fetch(input.dtype, from[n] + at * stride * size_of(input.dtype), stride, count, buffers[n]);
         }
-        apply(call.operation, buffers[0], buffers[1], buffers[2], count, C(call.factor));
+        apply(call.operation, buffers[0], buffers[1], buffers[2], count, given<C>(call.factor));
         const int64_t stride = call.stride[last];
         put(call.dtype, buffers[0], out + at * stride * size_of(call.dtype), stride, count);
     }

@@ -25,23 +25,23 @@ OPERATIONS = {
         (
             "copy", "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh",
             "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "square", "logical_not", "softplus",
-            "floor", "erf", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne",
-            "lt", "le", "gt", "ge", "and", "or", "where", "clamp",
+            "floor", "erf", "expm1", "log1p", "add", "sub", "mul", "div", "pow", "maximum",
+            "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "where", "clamp",
         )
     )
 }  # fmt: skip
 
 _DIMS, _INPUTS = 6, 3
 _HEAD = struct.Struct(f"@4q{_DIMS}q")
-_OUT = struct.Struct(f"@2q{_DIMS}qd")
-_INPUT = struct.Struct(f"@2q{_DIMS}qd")
+_OUT = struct.Struct(f"@2q{_DIMS}q8s")
+_INPUT = struct.Struct(f"@2q{_DIMS}q8s")
 
 _UNARY = {
     f"aten.{name}.default": name
     for name in (
         "square",
         "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid",
-        "silu", "relu", "logical_not", "floor", "erf",
+        "silu", "relu", "logical_not", "floor", "erf", "expm1", "log1p",
     )
 }  # fmt: skip
 _BINARY = {
@@ -69,7 +69,7 @@ def lowered(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return name, args[:1], 1.0
     if name := _BINARY.get(target):
         alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
-        return name, args[:2], float(alpha)
+        return name, args[:2], alpha
     if target == "aten.pow.Tensor_Scalar":
         simple = {2: "square", 0.5: "sqrt", 1: "copy", -0.5: "rsqrt"}.get(args[1])
         return (simple, args[:1], 1.0) if simple else ("pow", args[:2], 1.0)
@@ -106,9 +106,9 @@ def packed(
     tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
     if not tensors or any(t.dtype not in DTYPES for t in (*tensors, out)):
         return None
-    mixed = len({t.dtype for t in tensors}) > 1 and any(t.dim() == 0 for t in tensors)
-    if mixed and operation in _COMPARED:
-        return None  # a single number is rounded to the other's dtype first
+    computed = _computed(operation, inputs, tensors, out)
+    if computed is None:
+        return None
     columns = [list(out.stride())]
     columns += [
         list(one.expand(out.shape).stride()) for one in inputs if isinstance(one, torch.Tensor)
@@ -116,38 +116,72 @@ def packed(
     size, (out_stride, *strides) = joined(list(out.shape), columns)
     if len(size) > _DIMS:
         return None
-    computed = [t.dtype for t in tensors] if out.dtype is torch.bool else [out.dtype]
-    wide = any(d in _IN_DOUBLE for d in computed)
-    if out.dtype in (torch.int64, torch.int32) and operation not in _WHOLE:
-        return None
     fill = [0] * (_DIMS - len(size))
+    number = _whole if computed == _IN_WHOLE else _real
     whole = [
-        _HEAD.pack(OPERATIONS[operation], wide, len(inputs), len(size), *size, *fill),
-        _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, factor),
+        _HEAD.pack(OPERATIONS[operation], computed, len(inputs), len(size), *size, *fill),
+        _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, number(factor)),
     ]
     for one in inputs:
         if isinstance(one, torch.Tensor):
-            whole.append(
-                _INPUT.pack(one.data_ptr(), DTYPES[one.dtype], *strides.pop(0), *fill, 0.0)
-            )
+            where = one.data_ptr(), DTYPES[one.dtype], *strides.pop(0), *fill
+            whole.append(_INPUT.pack(*where, bytes(8)))
         else:
-            number = _rounded(one, tensors[0].dtype) if operation in _COMPARED else float(one)
-            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, number))
-    whole += [_INPUT.pack(0, 0, *[0] * _DIMS, 0.0)] * (_INPUTS - len(inputs))
+            told = _rounded(one, tensors[0].dtype) if operation in _COMPARED else one
+            whole.append(_INPUT.pack(0, 0, *[0] * _DIMS, number(told)))
+    whole += [_INPUT.pack(0, 0, *[0] * _DIMS, bytes(8))] * (_INPUTS - len(inputs))
     return b"".join(whole)
+
+
+_IN_FLOAT, _IN_DOUBLE, _IN_WHOLE = range(3)  # in the order of `Computed`
+_INTEGERS = (torch.int64, torch.int32)
+_COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_LOGICAL = frozenset({"logical_not", "and", "or"})
+#: What makes whole numbers of whole numbers.
+_OF_WHOLE = frozenset(
+    {"copy", "neg", "abs", "square", "add", "sub", "mul", "maximum", "minimum", "where", "clamp"}
+)
+
+
+def _computed(
+    operation: str, inputs: tuple[Any, ...], tensors: list[torch.Tensor], out: torch.Tensor
+) -> int | None:
+    """What numbers are computed in, so that they are what torch makes; None: in nothing here."""
+    dtypes = {t.dtype for t in tensors}
+    whole = not any(dtype.is_floating_point for dtype in dtypes)
+    exact = all(isinstance(one, int | torch.Tensor) or abs(one) == float("inf") for one in inputs)
+    if whole and operation in _LOGICAL | {"copy"}:
+        return _IN_WHOLE
+    if whole and exact and not out.dtype.is_floating_point:
+        return _IN_WHOLE if operation in _OF_WHOLE | _COMPARED else None
+    mixed = len(dtypes) > 1
+    if operation in _COMPARED:
+        if mixed and (not dtypes.isdisjoint(_INTEGERS) or any(t.dim() == 0 for t in tensors)):
+            return None  # one is rounded to the other's dtype first
+        return _IN_DOUBLE if torch.result_type(*inputs) is torch.float64 else _IN_FLOAT
+    if operation in _LOGICAL:
+        return _IN_DOUBLE
+    if operation != "copy":
+        if not out.dtype.is_floating_point:
+            return None
+        if out.dtype.itemsize == 2 and not dtypes.isdisjoint(_INTEGERS):
+            return None  # whole numbers are rounded first
+    return _IN_FLOAT if out.dtype.is_floating_point and out.dtype.itemsize < 8 else _IN_DOUBLE
+
+
+def _real(number: float) -> bytes:
+    return struct.pack("@d", number)
+
+
+def _whole(number: float) -> bytes:
+    """Infinities are the ends of what there is."""
+    ends = {float("inf"): 2**63 - 1, -float("inf"): -(2**63)}
+    return struct.pack("@q", ends[number] if number in ends else int(number))
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """What a number is beside tensors of this dtype, which it is compared with."""
-    return torch.tensor(number, dtype=dtype).item() if dtype.is_floating_point else float(number)
-
-
-_COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_IN_DOUBLE = (torch.float64, torch.int64, torch.int32)
-#: What doubles do with whole numbers as torch does.
-_WHOLE = frozenset(
-    {"copy", "neg", "abs", "add", "sub", "mul", "maximum", "minimum", "where", "clamp"}
-)
+    return torch.tensor(number, dtype=dtype).item() if dtype.is_floating_point else number
 
 
 def joined(size: list[int], columns: list[list[int]]) -> tuple[list[int], list[list[int]]]:

@@ -17,10 +17,12 @@ from jackfield_plugins.compiler.native.calls import (
     Sequential,
     Whole,
 )
+from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
 from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places
 from jackfield_plugins.compiler.native.operators import KERNEL, cleared, native_call
+from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
 from jackfield_plugins.compiler.native.views import is_view
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Program:
         self.python: Counter[str] = Counter()
         self.attends_in_python = False  # in some step, so far
         self._native = offered.native_operators
+        graph, self._siblings = side_by_side(graph, LINEARS | self._native.keys())
         self._places = Places(graph)
         size = (graph.rows, graph.width)
         self._fed = {kind: torch.zeros(size, dtype=torch.int64) for kind in ("ids", "positions")}
@@ -61,11 +64,10 @@ class Program:
         self._logits = self._values[graph.output]
         run = KERNEL.library()["run"]
         run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
-        self._parts = Sequential(self._calls, run)
-        self._whole: Whole | None = None
-        if not self.python:
-            ask, attended = offered.native_attention, offered.native_attended
-            self._whole = Whole(self._calls, run, ask, attended)
+        calls = joined(self._calls)
+        self.num_calls = len(calls)
+        self._whole = Whole(calls, run, offered.native_attention, offered.native_attended)
+        self._parts = Sequential(calls, run)
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +78,7 @@ class Program:
         """Logits `[rows, width, vocab]`, overwritten by the next call. Raises ExecutionError."""
         self._fed["ids"].copy_(ids)
         self._fed["positions"].copy_(positions)
-        if self._whole is None or not self._whole():
+        if not self._whole():
             self._parts()
             self.attends_in_python = True
         return self._logits  # type: ignore[no-any-return]
@@ -97,7 +99,7 @@ class Program:
         if node.target == "getitem":
             return args[0][args[1]]
         if is_view(node):
-            return _operator(node.target)(*args, **kwargs)
+            return operator(node.target)(*args, **kwargs)
         out = self._places.of(value, node.out)
         if (parts := copies(node.target, out, args, kwargs)) is not None:
             for place, source in parts:
@@ -108,7 +110,7 @@ class Program:
         else:
             call = native_call(node.target, args, kwargs, out)
         if call is not None:
-            self._calls.append(Done(node.target, call))
+            self._calls.append(Done(node.target, call, value in self._siblings))
         else:
             self._enter_python(node.target, args, kwargs, out)
         return out
@@ -131,14 +133,7 @@ class Program:
             self._calls.append(Done(target, call))
 
     def _enter_python(self, target: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        run, outs = _operator(target), out if isinstance(out, list) else [out]
-
-        def call() -> None:
-            found = run(*args, **kwargs)
-            for place, one in zip(outs, found if isinstance(out, list) else [found], strict=True):
-                if place is not None:
-                    place.copy_(one)
-
+        call = entered(target, args, kwargs, out)
         if target == ATTEND:
             if len(out) * out.shape[1] > 1:  # there may be tokens that are nobody's
                 self._calls.append(Done(target, cleared(out)))
@@ -146,10 +141,3 @@ class Program:
         else:
             self.python[target] += 1
             self._calls.append(PythonCall(target, call))
-
-
-def _operator(target: str) -> Callable[..., Any]:
-    """torch's operator, by the name that it has in a graph."""
-    space, name, overload = target.split(".")
-    found: Any = getattr(getattr(getattr(torch.ops, space), name), overload)
-    return found  # type: ignore[no-any-return]
