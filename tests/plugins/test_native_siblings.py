@@ -68,26 +68,6 @@ def test_together_they_give_the_same_bits(dtype: torch.dtype, turned: bool, thre
             assert all(map(torch.equal, outs, dues))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, threads: None) -> None:
-    """Up to the number of rows beyond which torch computes them, and with any threads."""
-    for inner in (67, 5000):  # inputs are taken in pieces
-        x, bias = (torch.randn(32, inner) / inner**0.5).to(dtype), torch.randn(50).to(dtype)
-        weight = torch.randn(50, inner).to(dtype)
-        for other in (weight, weight.t().contiguous().t()):
-            torch.set_num_threads(1)
-            alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(32)])
-            for rows in range(2, 33):
-                torch.set_num_threads(1 + rows % 3)
-                assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    out = torch.full((len(x), len(weight)), 77, dtype=x.dtype)
-    run(calls_of([("aten.linear.default", (x, weight, bias))], [out]))
-    return out
-
-
 META = Meta(torch.float32, (1, 4), (4, 1))
 
 
