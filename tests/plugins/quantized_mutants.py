@@ -46,6 +46,7 @@ SELECTIONS = (
     "torchao?group_size=32",
     "int4-cpu",
     "int4-cpu?head=8",
+    "int8-cpu",
 )
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 ODD: tuple[Any, ...] = (

@@ -45,7 +45,7 @@ def test_some(selection: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("selection", [*SELECTIONS, "bnb-4bit", "torchao?group_size=32",
-                                       "int4-cpu"])  # fmt: skip
+                                       "int4-cpu", "int8-cpu"])  # fmt: skip
 def test_all(selection: str) -> None:
     caught, _, wrong = counts(selection)
     assert caught >= 100

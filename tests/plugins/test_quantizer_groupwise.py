@@ -1,4 +1,4 @@
-"""``int4-cpu`` as a backend: planned, loaded, saved, read again, refused."""
+"""``int4-cpu`` and ``int8-cpu`` as backends: planned, loaded, saved, read again, refused."""
 
 from __future__ import annotations
 
@@ -227,3 +227,61 @@ def test_what_was_read_is_saved_again(saved: Path, tmp_path: Path) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (saved, tmp_path))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"), [("float32", ""), ("bfloat16", "?group_size=64&head=8")]
+)
+def test_eight_bits(dtype: str, options: str, tmp_path: Path) -> None:
+    """Planned to the byte, right, saved and read as it was: in the dtype that the model has."""
+    with jackfield.load("demo", quantization=f"int8-cpu{options}", dtype=dtype) as engine:
+        assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+        assert str(engine.model.dtype) == f"torch.{dtype}"
+        (expected,) = engine.generate(QUESTION, logprobs=2)
+        assert expected.text == "7 23 41 88"
+        assert expected.report["quantizer"].source.startswith("57" if options else "56")
+        engine.model.save_pretrained(tmp_path)
+        engine.tokenizer.save_pretrained(tmp_path)
+        state = engine.model.state_dict()
+    with jackfield.load(tmp_path) as engine:
+        assert engine.plan["quantizer"].registered.name == "int8-cpu"
+        assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+        assert all(torch.equal(state[n], found) for n, found in engine.model.state_dict().items())
+        (answer,) = engine.generate(QUESTION, logprobs=2)
+    assert answer.token_ids == expected.token_ids
+    for found, wanted in zip(answer.logprobs, expected.logprobs, strict=True):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)  # MKL's bits vary
+
+
+def test_eight_bits_in_native_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jackfield_plugins.compiler.native import kept
+    from jackfield_plugins.native import keeping
+
+    monkeypatch.setattr(kept, "cache_root", lambda: keeping.own_folder(tmp_path / "cache"))
+    found = {}
+    for compiler in ("none", "native"):
+        selected = {"quantization": "int8-cpu?head=8", "dtype": "float32", "compile": compiler}
+        with jackfield.load("demo", cache_implementation="paged", **selected) as engine:
+            found[compiler] = engine.generate(QUESTION)[0].token_ids
+            seen = engine.report()["compiler"]
+    assert found["native"] == found["none"]
+    assert seen.calls
+    assert "in Python" not in seen.source
+
+
+def test_refusals_of_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not run with dtype float16" in refusal(
+        "demo", quantization="int8-cpu", dtype="float16"
+    )
+    assert "must be one of 8, not '4'" in refusal("demo", quantization="int8-cpu?head=4")
+    with jackfield.load("demo", quantization="int8-cpu") as engine:
+        engine.model.save_pretrained(tmp_path / "eight")
+    assert "quantized already, with int8-cpu" in refusal(
+        tmp_path / "eight", quantization="int4-cpu"
+    )
+    config = json.loads((tmp_path / "eight" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "int4-cpu"
+    (tmp_path / "eight" / "config.json").write_text(json.dumps(config))
+    assert "its config says group_size=32 and head=None: " in refusal(tmp_path / "eight")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "needs a C++ compiler" in refusal("demo", quantization="int8-cpu")

@@ -20,6 +20,7 @@ OPTIONS = {
     "int4-cpu": ["", "head=4", "head=8", "group_size=64", "group_size=64&head=8",
                  "group_size=128&head=4", "head=8&kernel=native", "head=4&kernel=torch",
                  "kernel=torch"],
+    "int8-cpu": ["", "head=8", "group_size=64", "group_size=128&head=8"],
     "bnb-4bit": ["", "double_quantization=true"],
     "bnb-8bit": [""],
     "torchao": ["", "group_size=32", "group_size=7", "type=int8-dynamic",

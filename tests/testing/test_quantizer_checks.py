@@ -42,7 +42,8 @@ def test_weights_as_they_are_pass() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "selection", ["int4-cpu", "int4-cpu?group_size=128", "transformers", *OF_LIBRARIES]
+    "selection",
+    ["int4-cpu", "int4-cpu?group_size=128", "int8-cpu", "transformers", *OF_LIBRARIES],
 )
 def test_built_in_quantizers_pass(selection: str) -> None:
     if library := OF_LIBRARIES.get(selection):

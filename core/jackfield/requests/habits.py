@@ -222,7 +222,7 @@ NAMES: Mapping[str, Mapping[Any, str]] = {
         "4bit": "bnb-4bit",
         "8bit": "bnb-8bit",
         "int4": "bnb-4bit' or 'int4-cpu",
-        "int8": "bnb-8bit' or 'torchao",
+        "int8": "int8-cpu', 'bnb-8bit' or 'torchao",
         "bitsandbytes": "bnb-4bit' or 'bnb-8bit",
         "bitsandbytes_4bit": "bnb-4bit",
         "bitsandbytes_8bit": "bnb-8bit",
