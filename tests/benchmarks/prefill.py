@@ -177,7 +177,7 @@ def compare(name: str, dtype: str, tokens: int, engine: jackfield.Engine) -> Non
     products = Products(engine.model, tokens, 2048)
     runs: dict[str, Callable[[], Any]] = {
         "generate": lambda: generate(plain, ids),
-        "ours": lambda: engine.generate(ids, max_new_tokens=1).token_ids,
+        "ours": lambda: engine.generate([ids], max_new_tokens=1)[0].token_ids,
         "products": products,
     }
     far = regret(exact, Load([ids], [1]), [runs["ours"]()])
@@ -197,11 +197,11 @@ def compare(name: str, dtype: str, tokens: int, engine: jackfield.Engine) -> Non
 
 def take_apart(name: str, dtype: str, tokens: int, engine: jackfield.Engine) -> None:
     ids = prompt(tokens, engine.model.config.vocab_size)
-    engine.generate(ids, max_new_tokens=1)
+    engine.generate([ids], max_new_tokens=1)
     spent: Counter[str] = Counter()
     with parts(engine.model, spent):
         whole = sum(
-            took(lambda: engine.generate(ids, max_new_tokens=1)) / 1000 for _ in range(ROUNDS)
+            took(lambda: engine.generate([ids], max_new_tokens=1)) / 1000 for _ in range(ROUNDS)
         )
     spent["beside the model"] = whole - spent.total()
     told = ", ".join(f"{part} {seconds / whole:.1%}" for part, seconds in spent.most_common())

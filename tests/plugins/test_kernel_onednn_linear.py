@@ -1,0 +1,107 @@
+"""`onednn-linear`: the numbers of torch's own products; what it does not understand is torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import jackfield
+from jackfield.errors import PlanError
+from jackfield_plugins.kernel.onednn_linear import ROWS, OneDnnLinear, linear_of
+
+pytestmark = pytest.mark.skipif(bool(OneDnnLinear().available()), reason="needs oneDNN")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the inputs that torch's own products are given from now on."""
+    seen: list[torch.Size] = []
+    own = nn.Linear.forward
+
+    def forward(self: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.shape)
+        return own(self, rows)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    return seen
+
+
+@given(
+    shape=st.one_of(
+        st.tuples(st.integers(0, 40)),
+        st.tuples(st.integers(1, 3), st.integers(1, 70)),
+        st.tuples(st.just(1), st.just(300)),
+    ),
+    sizes=st.tuples(*[st.sampled_from((1, 7, 16, 33, 64, 130))] * 2),
+    bias=st.booleans(),
+)
+@torch.no_grad()
+def test_products_are_torchs_but_for_rounding(shape, sizes, bias) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(*sizes, bias=bias)
+    rows = torch.randn(*shape, sizes[0])
+    found = linear_of(layer)(rows)
+    exact = layer.double()(rows.double())
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_many_rows_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = nn.Linear(16, 8), counted(monkeypatch)
+    forward = linear_of(layer)
+    forward(torch.randn(ROWS, 16))
+    forward(torch.randn(1, 64, 16))
+    assert not seen
+    forward(torch.randn(ROWS - 1, 16))
+    forward(torch.randn(16, 64).T)  # not contiguous
+    assert len(seen) == 2
+    layer.weight = nn.Parameter(torch.randn(8, 32)[:, ::2])
+    forward(torch.randn(64, 16))
+    assert len(seen) == 3
+
+
+def test_numbers_of_another_kind_and_gradients_are_torchs() -> None:
+    layer = nn.Linear(16, 8)
+    rows = torch.randn(64, 16)
+    linear_of(layer)(rows).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        wide = linear_of(layer.double())(rows.double())
+        assert torch.equal(wide, layer(rows.double()))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            linear_of(nn.Linear(8, 8))(rows)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "paged?page_size=4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_tokens_are_the_same(family: str, cache: str) -> None:
+    found, given = {}, prompts((5, 30, 70))
+    for kernels in ("auto", "onednn-linear"):
+        with jackfield.load(
+            build(family, torch.float32), kernels=kernels, cache_implementation=cache
+        ) as engine:
+            done = engine.generate(given, max_new_tokens=6)
+            found[kernels] = [one.token_ids for one in done]
+            seen = [one for one in engine.report().observations if one.kind == "kernel"]
+    assert found["onednn-linear"] == found["auto"]
+    assert [one.calls > 0 for one in seen] == [True]
+    assert "oneDNN in torch" in str(seen[0].source)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"dtype": torch.bfloat16}, r"does not run with dtype bfloat16 \(only float32\)"),
+        ({"deterministic": True}, "is not batch-invariant"),
+        ({"compile": "inductor"}, "called and counted one by one"),
+    ],
+)
+def test_what_it_is_not_for_is_refused_by_name(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        jackfield.plan("demo", kernels="onednn-linear", **({"dtype": torch.float32} | asked))
