@@ -9,7 +9,8 @@ import torch
 
 from jackfield_plugins.compiler.native.calls import Stretch
 from jackfield_plugins.compiler.native.entering import operator
-from jackfield_plugins.compiler.native.operators import KERNEL, native_call
+from jackfield_plugins.compiler.native.linears import KERNEL
+from jackfield_plugins.compiler.native.operators import native_calls
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: how far off a result may be, of its largest number, by dtype: some roundings of it
@@ -18,15 +19,21 @@ BOUNDS = {
 }  # fmt: skip
 
 
-def run(target: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(target: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """What the kernel makes of it, and what torch does."""
     due = operator(target)(*args, **kwargs)
-    out = torch.empty_strided(due.shape, due.stride(), dtype=due.dtype)
-    out.fill_(77)
-    call = native_call(target, args, kwargs, out)
-    assert call is not None, f"{target} has no native form"
-    stretch_of([(target, call)])()
+    out = blank(due)
+    calls = native_calls(target, args, kwargs, out)
+    assert calls is not None, f"{target} has no native form"
+    stretch_of([(target, call) for call in calls])()
     return out, due
+
+
+def blank(due: Any) -> Any:
+    """Numbers that nobody computed, in the place of one tensor or of several."""
+    if not isinstance(due, torch.Tensor):
+        return [blank(one) for one in due]
+    return torch.empty_strided(due.shape, due.stride(), dtype=due.dtype).fill_(77)
 
 
 def stretch_of(calls: Any) -> Stretch:

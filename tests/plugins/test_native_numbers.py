@@ -10,7 +10,7 @@ import torch
 from native_calls import FLOATS, run, same
 
 from jackfield_plugins.compiler.native.entering import operator
-from jackfield_plugins.compiler.native.operators import native_call
+from jackfield_plugins.compiler.native.operators import native_calls
 
 LARGE = [0, 1, -1, 7, 2**24 + 1, 2**31 - 1, -(2**31), 2**53 + 1, -(2**53) - 3, 2**62 + 5, 2**63 - 1,
          -(2**63)]  # fmt: skip
@@ -78,7 +78,7 @@ def test_whole_numbers_beside_real_ones(dtype: torch.dtype) -> None:
         ):
             due = operator(target)(*args)
             out = torch.empty_like(due)
-            if native_call(target, args, {}, out) is not None:
+            if native_calls(target, args, {}, out) is not None:
                 found, due = run(target, *args)
                 assert torch.equal(found, due), (target, found, due)
                 exact += 1

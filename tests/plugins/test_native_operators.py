@@ -13,7 +13,7 @@ from jackfield_plugins.compiler.native.entering import operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
-from jackfield_plugins.compiler.native.operators import native_call
+from jackfield_plugins.compiler.native.operators import native_calls
 
 
 def shaped(chance: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_what_is_finer_than_the_rows_is_left_to_torch() -> None:
         ("aten.le.Tensor", (x.bfloat16(), torch.tensor(0.1)), {}),
     ):
         out = torch.empty_like(operator(target)(*args, **kwargs))
-        assert native_call(target, args, kwargs, out) is None, target
+        assert native_calls(target, args, kwargs, out) is None, target
 
 
 def test_whole_numbers() -> None:
@@ -195,8 +195,8 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(x), len(weight)), 77, dtype=x.dtype)
-    call = native_call("aten.linear.default", (x, weight, bias), {}, out)
-    stretch_of([("aten.linear.default", call)])()
+    calls = native_calls("aten.linear.default", (x, weight, bias), {}, out)
+    stretch_of([("aten.linear.default", call) for call in calls or ()])()
     return out
 
 
@@ -223,9 +223,8 @@ def test_rows_of_a_table() -> None:
 @pytest.mark.parametrize("index", [9, -10, 10**9])
 def test_an_index_that_leads_out_of_a_table_is_told(index: int) -> None:
     out, table = torch.zeros(1, 5), torch.randn(9, 5)
-    call = native_call("aten.embedding.default", (table, torch.tensor([index])), {}, out)
-    assert call is not None
-    stretch = stretch_of([("aten.embedding.default", call)])
+    calls = native_calls("aten.embedding.default", (table, torch.tensor([index])), {}, out)
+    stretch = stretch_of([("aten.embedding.default", call) for call in calls or ()])
     with pytest.raises(ExecutionError, match=r"aten\.embedding\.default cannot compute"):
         stretch()
     assert not out.any()
@@ -234,15 +233,14 @@ def test_an_index_that_leads_out_of_a_table_is_told(index: int) -> None:
 def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
     x = torch.randn(3, 4)
     for target, args in (
-        ("aten.topk.default", (x, 2)),
         ("aten.cumsum.default", (x, 0)),
-        ("aten.mean.dim", (x, [0])),
+        ("aten.mean.dim", (x.t(), [0])),
         ("aten.linear.default", (torch.randn(64, 4), x)),  # many rows
         ("aten.add.Tensor", (x.to(torch.complex64), 1)),
     ):
         due = operator(target)(*args)
         out = torch.empty_like(due) if isinstance(due, torch.Tensor) else due
-        assert native_call(target, args, {}, out) is None, target
+        assert native_calls(target, args, {}, out) is None, target
 
 
 def test_values_that_live_at_one_time_lie_apart() -> None:
@@ -316,8 +314,9 @@ def test_operators_that_only_put_numbers_elsewhere(target: str, dtype: torch.dty
         out = torch.empty_strided(due.shape, due.stride(), dtype=dtype).fill_(77)
         parts = copies(target, out, args, {})
         assert parts is not None
-        calls = [native_call("aten._to_copy.default", [one], {}, place) for place, one in parts]
-        stretch_of([(target, call) for call in calls])()
+        for place, one in parts:
+            calls = native_calls("aten._to_copy.default", [one], {}, place)
+            stretch_of([(target, call) for call in calls or ()])()
         assert torch.equal(out, due)
 
 

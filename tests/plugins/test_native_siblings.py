@@ -16,7 +16,7 @@ from jackfield_plugins.compiler.native import program
 from jackfield_plugins.compiler.native.calls import Done
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref, refs
-from jackfield_plugins.compiler.native.operators import native_call
+from jackfield_plugins.compiler.native.operators import native_calls
 from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
 
 
@@ -42,8 +42,7 @@ def products(dtype: torch.dtype, rows: int, turned: bool) -> list[tuple[str, tup
 def calls_of(made: list[tuple[str, tuple[Any, ...]]], outs: list[torch.Tensor]) -> list[Done]:
     calls = []
     for at, ((target, args), out) in enumerate(zip(made, outs, strict=True)):
-        call = native_call(target, args, {}, out)
-        assert call is not None
+        (call,) = native_calls(target, args, {}, out) or ()
         calls.append(Done(target, call, sibling=at > 0))
     return calls
 

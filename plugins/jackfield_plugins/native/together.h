@@ -4,13 +4,14 @@
 
 constexpr int64_t WORTH = 1 << 17;  // multiplications that pay for waking a further thread
 
-// A `Work` is made of a `Call`. It has `tasks()`, and `task(n)` does one of them.
+// A `Work` is made of a `Call`. It has `tasks()`, and `task(n)` does one of them. There are as many threads as
+// the largest would have by itself: small ones are not worth waking one, also if there are several.
 template <class Work, class Call>
 inline void together(const Call* const* calls, int64_t count) {
     int64_t tasks = 0, products = 0;
     for (int64_t i = 0; i < count; i++) {
         tasks += Work(*calls[i]).tasks();
-        products += calls[i]->rows * calls[i]->in_features * calls[i]->out_features;
+        products = std::max(products, calls[i]->rows * calls[i]->in_features * calls[i]->out_features);
     }
     Tasks(tasks, std::min(calls[0]->threads, products / WORTH + 1), [calls](int64_t task) {
         for (const Call* const* call = calls;; call++) {

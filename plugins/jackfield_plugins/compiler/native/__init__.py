@@ -39,12 +39,12 @@ class NativeCompiler(Compiler):
             raise PlanError(f"native: {error}") from None
 
     def available(self) -> list[str]:
-        from jackfield_plugins.compiler.native.operators import KERNEL
+        from jackfield_plugins.compiler.native.linears import KERNEL
 
         return KERNEL.cannot_build()
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        from jackfield_plugins.compiler.native.operators import KERNEL
+        from jackfield_plugins.compiler.native.linears import KERNEL
 
         reasons = super().refuse(requirements, options)
         return reasons or self.available() or KERNEL.cannot_load()

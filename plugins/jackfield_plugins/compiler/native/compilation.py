@@ -13,7 +13,7 @@ from jackfield.errors import ExecutionError, first_line
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.holding import Held
 from jackfield_plugins.compiler.native.kept import KeptGraphs
-from jackfield_plugins.compiler.native.operators import KERNEL
+from jackfield_plugins.compiler.native.linears import KERNEL
 from jackfield_plugins.compiler.native.program import Program, StaleError
 from jackfield_plugins.compiler.native.tracing import trace
 

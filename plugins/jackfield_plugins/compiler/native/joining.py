@@ -45,8 +45,27 @@ def _repeated(
     yield out.unflatten(dim, (x.shape[dim], repeats)), x.unsqueeze(dim + 1)
 
 
+def _copied(out: torch.Tensor, _: torch.Tensor, source: torch.Tensor, *__: Any) -> Copies:
+    yield out, source
+
+
+def _sliced(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    source: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Copies:
+    yield out, x
+    yield torch.ops.aten.slice.Tensor(out, dim, start, end, step), source
+
+
 _MADE: dict[str, Callable[..., Copies]] = {
     "aten.cat.default": _joined,
+    "aten.copy.default": _copied,
+    "aten.slice_scatter.default": _sliced,
     "aten.stack.default": _stacked,
     "aten.repeat_interleave.self_int": _repeated,
 }

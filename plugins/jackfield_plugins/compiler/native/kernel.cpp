@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "pointwise.h"
 #include "rows.h"
+#include "selecting.h"
 
 namespace {
 
@@ -91,6 +92,11 @@ bool fold_rows(const Rows* call) {
     return true;
 }
 
+bool fold_columns(const Rows* call) {
+    computed(call->dtype, [&](auto* c, auto* t) { TYPES; fold_columns<C, T>(*call); });
+    return true;
+}
+
 bool norm_rows(const Rows* call) {
     computed(call->dtype, [&](auto* c, auto* t) { TYPES; layer_norm<C, T>(*call); });
     return true;
@@ -117,12 +123,25 @@ bool matmul(const Matmul* call) {
     return true;
 }
 
+bool choose_largest(const Chosen* call) {
+    computed(call->dtype, [&](auto* c, auto* t) { TYPES; largest<C, T>(*call); });
+    return true;
+}
+
+bool sort_rows(const Chosen* call) { return sorted(*call), true; }
+bool count_parts(const Counted* call) { return counted(*call), true; }
+bool sum_so_far(const Summed* call) { return summed(*call), true; }
+bool pick_numbers(const Picked* call) { return picked<false>(*call); }
+bool put_number(const Picked* call) { return picked<true>(*call); }
+bool place_rows(const Placed* call) { return placed(*call); }
+
 // A linear of one dtype, and several of them whose outputs are read only later.
 #define LINEAR(name, Work)                                                             \
     bool name(const Linear* call) { return together<Work>(&call, 1), true; }          \
     bool name##_together(const Linear* const* calls, int64_t count) {                 \
         return together<Work>(calls, count), true;                                    \
-    }
+    }                                                                                 \
+    bool experts_##name(const Experts* call) { return experts<Work>(*call); }
 LINEAR(linear_float32, Product<float>)
 LINEAR(linear_float64, Product<double>)
 LINEAR(linear_bfloat16, Product<bfloat16>)

@@ -2,89 +2,49 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from jackfield.contracts.native import Native, NativeCall
+from jackfield.contracts.native import NativeCall
+from jackfield_plugins.compiler.native.linears import FLOATS, addmm, address, linear
 from jackfield_plugins.compiler.native.pointwise import DTYPES, joined, lowered, packed
-from jackfield_plugins.native import NativeKernel
+from jackfield_plugins.compiler.native.selecting import SELECTING
 
-KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-_LINEAR = struct.Struct("@11q")
 _ROWS = struct.Struct("@12qd")
 _CLEAR = struct.Struct("@2q")
 _GATHER = struct.Struct("@6q")
 _MATMUL = struct.Struct("@17q")
 _SMALL = 1 << 16  # multiplications, up to which a plain loop will do
-_FEW = 32  # rows, up to which a linear is faster here than torch's
 
 
-def address(name: str) -> int:
-    """Where a function of the kernel lies."""
-    return ctypes.cast(KERNEL.library()[name], ctypes.c_void_p).value or 0
-
-
-def native_call(
+def native_calls(
     target: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> NativeCall | None:
-    """The kernel's call for an operator of torch, or None."""
+) -> list[NativeCall] | None:
+    """The kernel's calls, one after the other, for an operator of torch; None: it has none.
+
+    `out` is a tensor, or a list of them for an operator that makes several.
+    """
+    if (own := _OWN.get(target)) is not None:
+        found: Any = own(out, *args, **kwargs)
+        return [found] if isinstance(found, NativeCall) else found
     if not isinstance(out, torch.Tensor):
         return None
-    if (simple := lowered(target, tuple(args), kwargs)) is not None:
-        operation, inputs, factor = simple
-        arguments = packed(operation, inputs, factor, out)
-        if arguments is None:
-            return None
-        return NativeCall(address("pointwise"), arguments, (inputs, out))
-    own = _OWN.get(target)
-    return None if own is None else own(out, *args, **kwargs)
+    if (simple := lowered(target, tuple(args), kwargs)) is None:
+        return None
+    operation, inputs, factor = simple
+    arguments = packed(operation, inputs, factor, out)
+    if arguments is None:
+        return None
+    return [NativeCall(address("pointwise"), arguments, (inputs, out))]
 
 
 def cleared(out: torch.Tensor) -> NativeCall:
     """The call that fills a contiguous tensor with 0."""
     return NativeCall(address("clear"), _CLEAR.pack(out.data_ptr(), out.nbytes), (out,))
-
-
-def _linear(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> NativeCall | None:
-    inner, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
-    if not (
-        rows <= _FEW
-        and x.dtype in FLOATS
-        and x.dtype is weight.dtype is out.dtype
-        and weight.dim() == 2
-        and weight.shape == (out.shape[-1], inner)
-        and 1 in weight.stride()
-        and x.is_contiguous()
-        and out.is_contiguous()
-        and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
-    ):
-        return None
-    outer, turned = weight.shape[0], weight.stride(1) != 1
-    arguments = _LINEAR.pack(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),
-    )  # fmt: skip
-    name = f"{'turned' if turned else 'linear'}_{str(x.dtype).removeprefix('torch.')}"
-    keeps = (x, weight, bias, out)
-    return NativeCall(address(name), arguments, keeps, address(f"{name}_together"))
-
-
-def _addmm(
-    out: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **scaled: Any
-) -> NativeCall | None:
-    """`weight` is `[in_features, out_features]`, as in GPT-2."""
-    if scaled or bias.dim() != 1:
-        return None
-    return _linear(out, x, weight.t(), bias)
 
 
 def _embedding(
@@ -131,6 +91,14 @@ def _rows_of(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
     return groups, rows, x.shape[-1], group_stride, row_stride
 
 
+def _columns_of(x: torch.Tensor, dim: int) -> tuple[int, int, int, int, int] | None:
+    """The same of the rows along `dim`, which become one."""
+    if x.dtype not in FLOATS or not x.is_contiguous():
+        return None
+    size = x.stride(dim)
+    return math.prod(x.shape[:dim]), x.shape[dim], size, x.shape[dim] * size, size
+
+
 def _can_hold(out: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether what is computed of rows `x` is as exact as `out` has it."""
     finer = out.dtype is torch.float64 and x.dtype is not torch.float64
@@ -142,15 +110,18 @@ def _folds(operation: int) -> Callable[..., NativeCall | None]:
         out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **_: Any
     ) -> NativeCall | None:
         dims = [dims] if isinstance(dims, int) else dims
-        last = dims and x.dim() and [d % x.dim() for d in dims] == [x.dim() - 1]
-        found = _rows_of(x) if last else None
+        if not dims or not x.dim() or len(dims) != 1:
+            return None
+        dim = dims[0] % x.dim()
+        found = _rows_of(x) if dim == x.dim() - 1 else _columns_of(x, dim)
         if found is None or not _can_hold(out, x):
             return None
         arguments = _ROWS.pack(
             operation, DTYPES[x.dtype], DTYPES[out.dtype], *found, x.data_ptr(), out.data_ptr(),
             0, 0, 0.0,
         )  # fmt: skip
-        return NativeCall(address("fold_rows"), arguments, (x, out))
+        name = "fold_rows" if dim == x.dim() - 1 else "fold_columns"
+        return NativeCall(address(name), arguments, (x, out))
 
     return fold
 
@@ -207,9 +178,9 @@ def _matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Nativ
     return NativeCall(address("matmul"), arguments, (left, right, out))
 
 
-_OWN: dict[str, Native] = {
-    "aten.linear.default": _linear,
-    "aten.addmm.default": _addmm,
+_OWN: dict[str, Callable[..., Any]] = {
+    "aten.linear.default": linear,
+    "aten.addmm.default": addmm,
     "aten.embedding.default": _embedding,
     "aten.index_select.default": _gather,
     "aten.index.Tensor": _indexed,
@@ -222,4 +193,5 @@ _OWN: dict[str, Native] = {
     "aten.matmul.default": _matmul,
     "aten.bmm.default": _matmul,
     "aten.mm.default": _matmul,
+    **SELECTING,
 }

@@ -8,7 +8,8 @@ constexpr int64_t DIMS = 6, INPUTS = 3, CHUNK = 512;
 enum Operation : int64_t {
     COPY, NEG, ABS, RECIPROCAL, SQRT, RSQRT, EXP, LOG, SIN, COS, TANH, SIGMOID, SILU, GELU, GELU_TANH,
     RELU, SQUARE, LOGICAL_NOT, SOFTPLUS, FLOOR, ERF, EXPM1, LOG1P, ADD, SUB, MUL, DIV, POW, MAXIMUM, MINIMUM, EQ,
-    NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP
+    NE, LT, LE, GT, GE, AND, OR, WHERE, CLAMP,
+    FLOOR_DIVIDE
 };
 
 enum Computed : int64_t { IN_FLOAT, IN_DOUBLE, IN_WHOLE };
@@ -124,6 +125,7 @@ inline void apply(int64_t operation, int64_t* a, const int64_t* b, const int64_t
         case OR: EACH(a[i] != 0 || b[i] != 0);
         case WHERE: EACH(a[i] != 0 ? b[i] : c[i]);
         case CLAMP: EACH(std::min(std::max(a[i], b[i]), c[i]));
+        case FLOOR_DIVIDE: EACH(b[i] == -1 ? -U(a[i]) : U(a[i] / b[i] - (a[i] % b[i] && (a[i] < 0) != (b[i] < 0))));
     }
 }
 

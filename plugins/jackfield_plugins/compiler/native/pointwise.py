@@ -27,6 +27,7 @@ OPERATIONS = {
             "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "square", "logical_not", "softplus",
             "floor", "erf", "expm1", "log1p", "add", "sub", "mul", "div", "pow", "maximum",
             "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "where", "clamp",
+            "floor_divide",
         )
     )
 }  # fmt: skip
@@ -49,6 +50,7 @@ _BINARY = {
     "aten.sub.Scalar": "sub", "aten.mul.Tensor": "mul", "aten.mul.Scalar": "mul",
     "aten.div.Tensor": "div", "aten.div.Scalar": "div", "aten.pow.Tensor_Tensor": "pow",
     "aten.maximum.default": "maximum", "aten.minimum.default": "minimum",
+    "aten.max.other": "maximum", "aten.min.other": "minimum",
     "aten.logical_and.default": "and", "aten.logical_or.default": "or",
 }  # fmt: skip
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
@@ -80,6 +82,10 @@ def lowered(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return {"none": "gelu", "tanh": "gelu_tanh"}[form], args[:1], 1.0
     if target == "aten.softplus.default" and len(args) == 1:
         return "softplus", args, 1.0
+    if target == "aten.bitwise_not.default" and args[0].dtype is torch.bool:
+        return "logical_not", args, 1.0
+    if target == "aten.floor_divide.default" and isinstance(args[1], int) and args[1]:
+        return "floor_divide", args, 1.0
     if target == "aten.where.self":
         return "where", args, 1.0
     if target == "aten.masked_fill.Scalar":
@@ -139,8 +145,11 @@ _COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _LOGICAL = frozenset({"logical_not", "and", "or"})
 #: What makes whole numbers of whole numbers.
 _OF_WHOLE = frozenset(
-    {"copy", "neg", "abs", "square", "add", "sub", "mul", "maximum", "minimum", "where", "clamp"}
-)
+    {
+        "copy", "neg", "abs", "square", "add", "sub", "mul", "maximum", "minimum", "where", "clamp",
+        "floor_divide",
+    }
+)  # fmt: skip
 
 
 def _computed(
@@ -154,6 +163,8 @@ def _computed(
         return _IN_WHOLE
     if whole and exact and not out.dtype.is_floating_point:
         return _IN_WHOLE if operation in _OF_WHOLE | _COMPARED else None
+    if operation == "floor_divide":
+        return None  # of real numbers
     mixed = len(dtypes) > 1
     if operation in _COMPARED:
         if mixed and (not dtypes.isdisjoint(_INTEGERS) or any(t.dim() == 0 for t in tensors)):

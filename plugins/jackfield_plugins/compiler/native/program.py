@@ -20,10 +20,11 @@ from jackfield_plugins.compiler.native.calls import (
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
 from jackfield_plugins.compiler.native.joining import copies
+from jackfield_plugins.compiler.native.linears import KERNEL
 from jackfield_plugins.compiler.native.memory import Places
-from jackfield_plugins.compiler.native.operators import KERNEL, cleared, native_call
+from jackfield_plugins.compiler.native.operators import cleared, native_calls
 from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
-from jackfield_plugins.compiler.native.views import is_view
+from jackfield_plugins.compiler.native.views import CREATED, is_view
 
 if TYPE_CHECKING:
     from jackfield.contracts import Compilation
@@ -100,6 +101,10 @@ class Program:
             return args[0][args[1]]
         if is_view(node):
             return operator(node.target)(*args, **kwargs)
+        if node.target in CREATED:
+            made = operator(node.target)(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and meta_of(made) == node.out:
+                return made
         out = self._places.of(value, node.out)
         if (parts := copies(node.target, out, args, kwargs)) is not None:
             for place, source in parts:
@@ -107,12 +112,13 @@ class Program:
             return out
         if (offered := self._native.get(node.target)) is not None:
             call = offered(out, *args, **kwargs)
+            calls = None if call is None else [call]
         else:
-            call = native_call(node.target, args, kwargs, out)
-        if call is not None:
-            self._calls.append(Done(node.target, call, value in self._siblings))
-        else:
+            calls = native_calls(node.target, args, kwargs, out)
+        if calls is None:
             self._enter_python(node.target, args, kwargs, out)
+        for call in calls or []:
+            self._calls.append(Done(node.target, call, value in self._siblings))
         return out
 
     def _argument(self, given: Any) -> Any:
@@ -126,11 +132,10 @@ class Program:
 
     def _copy(self, target: str, place: torch.Tensor, source: torch.Tensor) -> None:
         """Have `source` be copied to `place`, which broadcasts it."""
-        call = native_call("aten._to_copy.default", [source], {}, place)
-        if call is None:
+        calls = native_calls("aten._to_copy.default", [source], {}, place)
+        if calls is None:
             self._enter_python("aten.copy.default", [place, source], {}, place)
-        else:
-            self._calls.append(Done(target, call))
+        self._calls += [Done(target, call) for call in calls or []]
 
     def _enter_python(self, target: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         call = entered(target, args, kwargs, out)

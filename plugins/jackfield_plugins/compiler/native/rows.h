@@ -57,6 +57,23 @@ inline void fold(const Rows& call) {
     }
 }
 
+// Each group's rows become one.
+template <class C, class T>
+inline void fold_columns(const Rows& call) {
+    for (int64_t group = 0; group < call.groups; group++)
+        for (int64_t i = 0; i < call.size; i++) {
+            const T* x = reinterpret_cast<const T*>(call.from) + group * call.group_stride + i;
+            C found = call.operation == MOST ? C(-INFINITY) : C(0);
+            for (int64_t row = 0; row < call.rows; row++, x += call.row_stride) {
+                const C value = C(wide(*x));
+                if (call.operation != MOST) found += value;
+                else found = value > found || value != value ? value : found;
+            }
+            if (call.operation == MEAN) found /= call.rows;
+            put(call.out_dtype, &found, call.out + (group * call.size + i) * size_of(call.out_dtype), 1, 1);
+        }
+}
+
 template <class C, class T>
 inline void layer_norm(const Rows& call) {
     for (int64_t row = 0; row < call.groups * call.rows; row++) {

@@ -16,7 +16,7 @@ from typing import Any
 from jackfield.contracts import NativeCall
 from jackfield_plugins.compiler.native.calls import Call, Done
 from jackfield_plugins.compiler.native.graph import Graph, Meta, Node, Ref, refs
-from jackfield_plugins.compiler.native.operators import address
+from jackfield_plugins.compiler.native.linears import address
 
 LINEARS = frozenset({"aten.linear.default", "aten.addmm.default"})
 _SEVERAL = struct.Struct("@3q")  # `struct Several` in kernel.cpp

@@ -1,4 +1,4 @@
-"""Operators that compute nothing: another look at the same numbers."""
+"""Operators that compute nothing in a step: views of numbers, and numbers that stay the same."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ _VIEWS = frozenset(
         "chunk.default", "unbind.int", "narrow.default", "unflatten.int", "as_strided.default",
         "view_as.default", "expand_as.default", "movedim.int", "diagonal.default", "unfold.default",
         "numpy_T.default", "mT.default", "swapaxes.default", "lift_fresh.default",
+    )
+)  # fmt: skip
+
+
+#: What makes the same numbers in each step: made once, when a step is laid out.
+CREATED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "arange.default", "arange.start", "arange.start_step", "empty.memory_format",
+        "empty_like.default", "full.default", "full_like.default", "new_empty.default",
+        "new_full.default", "new_ones.default", "new_zeros.default", "ones.default",
+        "ones_like.default", "scalar_tensor.default", "zeros.default", "zeros_like.default",
     )
 )  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""Linears of few rows, as calls of the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield.contracts.native import NativeCall
+from jackfield_plugins.native import NativeKernel
+
+KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FEW = 32  # rows, up to which a linear is faster here than torch's
+
+LINEAR = struct.Struct("@11q")  # `struct Linear`
+
+
+def address(name: str) -> int:
+    """Where a function of the kernel lies."""
+    return ctypes.cast(KERNEL.library()[name], ctypes.c_void_p).value or 0
+
+
+def form(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> str | None:
+    """Which of the kernel's linears computes it, if any does; `weight` is `[out, in_features]`."""
+    if not (
+        x.dtype in FLOATS
+        and x.dtype is weight.dtype is out.dtype
+        and weight.dim() == 2
+        and weight.shape == (out.shape[-1], x.shape[-1])
+        and 1 in weight.stride()
+        and x.is_contiguous()
+        and out.is_contiguous()
+        and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
+    ):
+        return None
+    order = "linear" if weight.stride(1) == 1 else "turned"
+    return f"{order}_{str(x.dtype).removeprefix('torch.')}"
+
+
+def linear(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> NativeCall | None:
+    inner, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
+    name = form(out, x, weight, bias) if rows <= FEW else None
+    if name is None:
+        return None
+    outer, turned = weight.shape[0], name.startswith("turned")
+    arguments = LINEAR.pack(
+        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),
+    )  # fmt: skip
+    keeps = (x, weight, bias, out)
+    return NativeCall(address(name), arguments, keeps, address(f"{name}_together"))
+
+
+def addmm(
+    out: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **scaled: Any
+) -> NativeCall | None:
+    """`weight` is `[in_features, out_features]`, as in GPT-2."""
+    if scaled or bias.dim() != 1:
+        return None
+    return linear(out, x, weight.t(), bias)
