@@ -64,15 +64,17 @@ def export(
     kind: Type | Callable[[str], Type] = Type.F32,
     tokenizer: Any = None,
     tensors: dict[str, Any] | None = None,
+    split: int = 0,
     **keys: Any,
 ) -> Path:
     """`model` as a GGUF file; `kind` is of matrices, or says it for each name in the file.
 
-    `tensors` replace others, or are added; None: left out. So do `keys`.
+    `tensors` replace others, or are added; None: left out. So do `keys`. With `split` there are
+    several files of so many tensors, the first of which is returned.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     _write_keys(writer, config)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer)
@@ -100,8 +102,9 @@ def export(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
+    parts = len(writer.tensors)
     writer.close()
-    return path
+    return path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf") if split else path
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

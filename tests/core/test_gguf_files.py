@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +79,65 @@ def test_a_file_is_the_model_that_was_exported(family: str, tmp_path: Path) -> N
         with torch.no_grad():
             wanted = model(ids).logits
         torch.testing.assert_close(logits(engine, ids), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    model = model_of("qwen3-moe")
+    first = export(model, tmp_path_factory.mktemp("parts") / "model.gguf", split=9)
+    return sorted(first.parent.iterdir())
+
+
+def test_a_model_in_several_files(parts: list[Path], tmp_path: Path) -> None:
+    """Whichever of them is named; each layer's tensors lie in two of them."""
+    assert len(parts) > 2
+    ids = torch.arange(3, 40)[None]
+    whole = export(model_of("qwen3-moe"), tmp_path / "model.gguf")
+    with jackfield.load(whole, cache_implementation="dynamic") as engine:
+        wanted = logits(engine, ids)
+    for path in (parts[0], parts[-1]):
+        with jackfield.load(path, cache_implementation="dynamic") as engine:
+            assert torch.equal(logits(engine, ids), wanted)
+
+
+#: What becomes of copies of the parts -> what is said.
+DAMAGED: dict[str, tuple[Callable[[list[Path]], Any], str]] = {
+    "missing": (lambda p: p[1].unlink(), "is not a file"),
+    "another": (lambda p: shutil.copy(p[1], p[2]), "says that it is part 2 of"),
+    "cut off": (lambda p: p[1].write_bytes(p[1].read_bytes()[:-1]), "is not a whole GGUF file"),
+    "first alone": (lambda p: p[0].rename(p[0].with_name("alone.gguf")), "side by side"),
+    "second alone": (lambda p: p[1].rename(p[0].with_name("alone.gguf")), "side by side"),
+    "of another model": (lambda p: spoilt(p[1], b"split.count", 2), "says that it is part 2 of 2"),
+    "too many": (lambda p: spoilt(p[0], b"split.tensors.count", 3), "tensors, and it says 3"),
+    "twice": (lambda p: with_names_of(p[1], p[2]), "which is in another part too"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_parts_that_do_not_fit(name: str, parts: list[Path], tmp_path: Path) -> None:
+    spoil, said = DAMAGED[name]
+    copies = [Path(shutil.copy(part, tmp_path)) for part in parts]
+    spoil(copies)
+    alone = tmp_path / "alone.gguf"
+    assert said in refusal(alone if alone.exists() else copies[0])
+
+
+def spoilt(path: Path, key: bytes, value: int) -> None:
+    """Another value of a whole number of two bytes or more."""
+    whole = bytearray(path.read_bytes())
+    at = whole.index(key) + len(key) + 4
+    whole[at : at + 2] = value.to_bytes(2, "little")
+    path.write_bytes(whole)
+
+
+def with_names_of(path: Path, other: Path) -> None:
+    """A tensor of `other` gets the name of one of `path` that is as long."""
+    names, whole = list(read_header(path).tensors), other.read_bytes()
+    for own in read_header(other).tensors:
+        if taken := next((n for n in names if len(n) == len(own)), None):
+            other.write_bytes(whole.replace(own.encode(), taken.encode()))
+            return
+    raise AssertionError("no two names of one length")
 
 
 def test_half_precision_is_kept_and_any_quantizer_reads_it(tmp_path: Path) -> None:
@@ -159,7 +220,7 @@ def refusal(path: Path | str) -> str:
 
 #: What a file says beside the demo's -> what is said of it.
 SAID: dict[str, tuple[dict[str, Any], str]] = {
-    "split": ({"split.count": 3}, "is one of 3 parts of a file"),
+    "split": ({"split.count": 3}, "is one of 3 parts of a file; have all of them"),
     "long rope": ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
                   "stretches its rotary embeddings by longrope"),
     "half heads": ({"llama.rope.dimension_count": 4}, "4"),

@@ -1,4 +1,4 @@
-"""A model that is one GGUF file: its config, its weights, its tokenizer."""
+"""A model that is a GGUF file, or the parts of one: its config, its weights, its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
-from jackfield.bridge.gguf_header import GgufHeader, read_header
+from jackfield.bridge.gguf_header import GgufHeader
 from jackfield.bridge.gguf_names import missing, weights_of_file
+from jackfield.bridge.gguf_parts import header_of, parts_of
 from jackfield.bridge.gguf_weights import GgufWeight, JoinedWeight
 from jackfield.contracts.checkpoint import StoredTensor
 from jackfield.contracts.quantizing import GGUF_BLOCKS
@@ -43,7 +44,7 @@ class GgufModel:
     def tensors(self) -> dict[str, StoredTensor]:
         """Each weight that is one tensor of the file, by the model's name of it."""
         return {
-            name: StoredTensor(weight.tensor.type, weight.tensor.shape, self.header.path)
+            name: StoredTensor(weight.tensor.type, weight.tensor.shape, weight.tensor.path)
             for name, weight in self.weights.items()
             if isinstance(weight, GgufWeight)
         }
@@ -76,7 +77,7 @@ def is_gguf(location: str) -> bool:
 
 def open_gguf(location: str, revision: str | None) -> GgufModel:
     """The model in a file, with its header read and no weight. Raises CheckpointError."""
-    header = read_header(_file(location, revision))
+    header = header_of([_file(name, revision) for name in parts_of(location)])
     config = config_of(header)
     check_values(config.to_dict(), f"the header of {header.path}")
     try:

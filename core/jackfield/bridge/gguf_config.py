@@ -50,7 +50,6 @@ def config_of(header: GgufHeader) -> PreTrainedConfig:
     architecture, or the file says what has no place in its config.
     """
     _check_architecture(header)
-    _check_split(header)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.path} has no matrix token_embd.weight; give another file")
@@ -83,15 +82,6 @@ def _check_architecture(header: GgufHeader) -> None:
         raise CheckpointError(
             f"{header.path} is of architecture {header.architecture!r}, which transformers "
             "reads from no GGUF file; give the model's folder or hub id"
-        )
-
-
-def _check_split(header: GgufHeader) -> None:
-    count = header.values.get("split.count", 0)
-    if isinstance(count, int) and count > 1:
-        raise CheckpointError(
-            f"{header.path} is one of {count} parts of a file; join them with llama-gguf-split "
-            "--merge"
         )
 
 

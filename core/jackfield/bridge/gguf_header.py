@@ -26,15 +26,17 @@ _MOST_DIMENSIONS = 4
 #: The struct of each value that has one size, by its number in the file.
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_NAME = re.compile(r"[\w-]{1,64}")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor of the file: `type` is ggml's name of how it is stored, `shape` is as torch has it.
 
-    Its `nbytes` begin at `start` of the file.
+    Its `nbytes` begin at `start` of the file `path`.
     """
 
+    path: Path
     type: str
     shape: tuple[int, ...]
     start: int
@@ -132,10 +134,17 @@ def _read(path: Path, content: mmap.mmap) -> GgufHeader:
         values[key] = cursor.value(*cursor.numbers("I", 1))
         raw[key] = begin, cursor.place
     architecture = values.get("general.architecture")
-    if not isinstance(architecture, str) or not re.fullmatch(r"[\w-]{1,64}", architecture):
+    later = architecture is None and number_of(values, "split.no") > 0  # the first part says it
+    if not later and not (isinstance(architecture, str) and _NAME.fullmatch(architecture)):
         raise _BrokenError(f"general.architecture is {shown(architecture)}")
     table = [_entry(cursor) for _ in range(tensor_count)]
-    return GgufHeader(path, values, _placed(table, cursor.place, values, len(content)), raw)
+    return GgufHeader(path, values, _placed(path, table, cursor.place, values, len(content)), raw)
+
+
+def number_of(values: Mapping[str, Any], key: str) -> int:
+    """A key's whole number; 0 where it has none."""
+    found = values.get(key)
+    return found if isinstance(found, int) else 0
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -151,7 +160,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(
-    table: list[tuple[str, tuple[int, ...], int, int]], end: int, values: Any, size: int
+    path: Path, table: list[tuple[str, tuple[int, ...], int, int]], end: int, values: Any, size: int
 ) -> dict[str, GgufTensor]:
     """The tensors, where their bytes are in the file and nobody else's."""
     alignment = values.get("general.alignment", ALIGNMENT)
@@ -161,7 +170,7 @@ def _placed(
     for name, shape, kind, offset in table:
         if name in found:
             raise _BrokenError(f"two tensors {shown(name)}")
-        found[name] = _tensor(name, shape, kind, first + offset)
+        found[name] = _tensor(path, name, shape, kind, first + offset)
     after = 0
     for name, tensor in sorted(found.items(), key=lambda item: item[1].start):
         if tensor.start < after or tensor.start % alignment:
@@ -172,7 +181,7 @@ def _placed(
     return found
 
 
-def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -182,7 +191,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTen
     numbers, size = GGML_QUANT_SIZES[known]
     if math.prod(shape) > 1 << 50 or not all(shape) or shape[-1] % numbers:
         raise _BrokenError(f"{shown(name)} has {list(shape)} numbers in blocks of {numbers}")
-    return GgufTensor(known.name, shape, start, math.prod(shape) // numbers * size)
+    return GgufTensor(path, known.name, shape, start, math.prod(shape) // numbers * size)
 
 
 class _Cursor:

@@ -50,7 +50,7 @@ def weights_of_file(
         if (whole := conversion.joins(name)) is not None:
             before = found.get(whole)
             parts = before.parts if isinstance(before, JoinedWeight) else ()
-            plain = GgufWeight(name, header.path, tensor)
+            plain = GgufWeight(name, tensor)
             found[whole] = JoinedWeight(whole, (*parts, plain), conversion.join)
             continue
         ours = conversion.names.get(name, name)
@@ -108,12 +108,12 @@ class _Conversion:
 
     def weight(self, name: str, transposed: bool) -> GgufWeight:
         """A tensor that is a weight."""
-        path, tensor = self._header.path, self._header.tensors[name]
+        tensor = self._header.tensors[name]
         moved = self._moved_rows(name, transposed) if len(tensor.shape) == 2 else None
         if moved is not None:
             rows = None if (moved == np.arange(len(moved))).all() else moved
-            return GgufWeight(name, path, tensor, rows, None, transposed)
-        return GgufWeight(name, path, tensor, None, partial(self._changed, name))
+            return GgufWeight(name, tensor, rows, None, transposed)
+        return GgufWeight(name, tensor, None, partial(self._changed, name))
 
     def _changed(self, name: str, numbers: Numbers) -> Numbers:
         return np.asarray(self._process(name, numbers, {}).weights)
@@ -161,9 +161,9 @@ def _check_shape(
     found = weight.tensor.shape[::-1] if weight.transposed else weight.tensor.shape
     if due != found:
         raise CheckpointError(
-            f"{shown(weight.name)} in {header.path} is {weight.tensor}, and has to have the shape "
-            f"{list(due[::-1] if weight.transposed else due)} of {ours}; its keys do not fit its "
-            "tensors"
+            f"{shown(weight.name)} in {weight.tensor.path} is {weight.tensor}, and has to have the "
+            f"shape {list(due[::-1] if weight.transposed else due)} of {ours}; its keys do not fit "
+            "its tensors"
         )
 
 

@@ -72,7 +72,7 @@ def _llama3(header: GgufHeader, theta: float, size: int) -> dict[str, Any]:
     tensor = header.tensors[DIVISORS]
     if tensor.type != "F32" or tensor.shape != (size // 2,):
         raise _untaken(header, f"has {DIVISORS} of {tensor}")
-    found = np.fromfile(header.path, "<f4", size // 2, offset=tensor.start)
+    found = np.fromfile(tensor.path, "<f4", size // 2, offset=tensor.start)
     if (found == 1).all():
         return {}
     waves = 2 * math.pi * theta ** (np.arange(0, size, 2) / size)

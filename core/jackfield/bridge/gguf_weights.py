@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +32,6 @@ class GgufWeight:
     """
 
     name: str
-    path: Path
     tensor: GgufTensor
     rows: Numbers | None = None
     change: Callable[[Numbers], Numbers] | None = None
@@ -64,14 +62,15 @@ class GgufWeight:
         """The first rows of the model's matrix `[out, in]`, unpacked: float32."""
         at = slice(count) if self.rows is None else self.rows[:count]
         shape = (self.tensor.shape[0], self.tensor.nbytes // self.tensor.shape[0])
-        raw = np.memmap(self.path, np.uint8, "r", self.tensor.start, shape)
+        raw = np.memmap(self.tensor.path, np.uint8, "r", self.tensor.start, shape)
         return torch.from_numpy(_unpacked(np.asarray(raw[at]), self.tensor.type))
 
     def _bytes(self) -> Numbers:
-        found = np.fromfile(self.path, np.uint8, self.tensor.nbytes, offset=self.tensor.start)
-        if len(found) < self.tensor.nbytes:
-            raise CheckpointError(f"{self.path} was cut off while it was read; fetch it again")
-        return found.reshape(*self.tensor.shape[:-1], -1)
+        path, of = self.tensor.path, self.tensor
+        found = np.fromfile(path, np.uint8, of.nbytes, offset=of.start)
+        if len(found) < of.nbytes:
+            raise CheckpointError(f"{path} was cut off while it was read; fetch it again")
+        return found.reshape(*of.shape[:-1], -1)
 
     def _in_order(self, rows: Numbers) -> Numbers:
         return rows if self.rows is None else rows[self.rows]
