@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _POSITIONS = re.compile(r"Position(al)?Embedding")
+_COUNTING = ("JetMoeTopKGating", "XmodOutput")  # classes that share out a step's rows
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
@@ -67,6 +68,20 @@ def _keeps_state(model: PreTrainedModel) -> bool:
 
 def _has_its_own_cache(model: PreTrainedModel) -> bool:
     return not getattr(model, "_supports_default_dynamic_cache", lambda: True)()
+
+
+def _rotates_by_length(model: PreTrainedModel) -> bool:
+    rope = getattr(_text(model), "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    return any("dynamic" in str(one.get("rope_type")) for one in kinds)
+
+
+def _counts_rows(model: PreTrainedModel) -> bool:
+    return any(name in vars(sys.modules[type(model).__module__]) for name in _COUNTING)
+
+
+def _has_experts_of_nothing(model: PreTrainedModel) -> bool:
+    return bool(getattr(_text(model), "zero_expert_num", 0))
 
 
 def _reads_the_name(model: PreTrainedModel) -> bool:
@@ -127,7 +142,33 @@ READS_THE_NAME = Quirk(
     "its attention is not replaced; the feature own_attention",
 )
 
+ROTATES_BY_LENGTH = Quirk(
+    _rotates_by_length,
+    ("llama", "mistral"),
+    "with a dynamic rope the angles are made anew where the longest text of a step is longer than "
+    "any before (Python compares numbers of a tensor)",
+    "refused by compilers: what they trace cannot depend on numbers",
+    (
+        (
+            "rope_parameters",
+            {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        ),
+    ),
+)
+HAS_EXPERTS_OF_NOTHING = Quirk(
+    _has_experts_of_nothing,
+    ("longcat_flash",),
+    "tokens may choose experts that compute nothing (zero_expert_num); Python asks which have any",
+    "refused by compilers: what they trace cannot depend on numbers",
+)
+COUNTS_ROWS = Quirk(
+    _counts_rows,
+    ("jetmoe", "xmod"),
+    "a step's rows are shared out in Python, by numbers that are read from a tensor",
+    "refused by compilers that need shapes that are known",
+)
+
 TABLE = (
     NUMBERS_COLUMNS, READS_A_PREFIX, STRETCHES_POSITIONS, KEEPS_STATE, HAS_ITS_OWN_CACHE,
-    READS_THE_NAME,
+    READS_THE_NAME, ROTATES_BY_LENGTH, HAS_EXPERTS_OF_NOTHING, COUNTS_ROWS,
 )  # fmt: skip

@@ -43,7 +43,14 @@ from jackfield.bridge.footprint import (
     weights_of,
 )
 from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
-from jackfield.bridge.quirks import READS_A_PREFIX, READS_THE_NAME, STRETCHES_POSITIONS
+from jackfield.bridge.quirks import (
+    COUNTS_ROWS,
+    HAS_EXPERTS_OF_NOTHING,
+    READS_A_PREFIX,
+    READS_THE_NAME,
+    ROTATES_BY_LENGTH,
+    STRETCHES_POSITIONS,
+)
 from jackfield.bridge.source import ModelSource, config_tree, quiet
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.devices import input_device
@@ -153,6 +160,8 @@ def describe(
         live=live,
         dtype_named=dtype_named,
         irregular=irregular(calls, windows(config)),
+        branches=_branches(model),
+        counts_rows="rows are shared out by numbers" if COUNTS_ROWS.holds(model) else None,
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
@@ -164,6 +173,15 @@ def _probed(model: PreTrainedModel) -> Probe:
         return probe(meta_model(model.config, type(model)))
     except JackfieldError:
         return Probe()
+
+
+def _branches(model: PreTrainedModel) -> str | None:
+    """What of a step its numbers decide, in Python."""
+    if ROTATES_BY_LENGTH.holds(model):
+        return "the rotary embedding follows the longest text (rope_type = dynamic)"
+    if HAS_EXPERTS_OF_NOTHING.holds(model):
+        return "some experts compute nothing (zero_expert_num)"
+    return None
 
 
 def _context_length(model: PreTrainedModel, text: PreTrainedConfig) -> int | None:

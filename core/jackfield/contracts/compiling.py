@@ -186,8 +186,9 @@ class Compiler(Backend):
         """Compare the job with `capabilities`; extend it for what those cannot express.
 
         What cannot be taken apart is refused for every compiler: a model's own attention, masks or
-        biases, linear-attention layers, layers that share keys and values, experts that are
-        computed one by one, and models on several devices.
+        biases, linear-attention layers, layers that share keys and values, code that numbers of a
+        step decide (`branches`), experts that are computed one by one, and models on several
+        devices.
 
         Args:
             requirements: The job, with what the kinds decided before imply.
@@ -212,6 +213,8 @@ class Compiler(Backend):
             reasons.append(f"compiles models on one device, and weights go to {places}")
         if r.irregular:
             reasons.append(f"needs one attention call for each cached layer; here {r.irregular}")
+        if r.branches:
+            reasons.append(f"cannot trace what numbers of a step decide; here {r.branches}")
         if r.experts_implementation:
             reasons.append(f"needs experts in a grouped product, which {r.no_grouped_experts}")
         if r.device is not None and r.device not in can.devices:

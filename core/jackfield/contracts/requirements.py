@@ -101,6 +101,8 @@ class Requirements:
         dtype_named: The job: the caller named the dtype, so nobody may choose another.
         irregular: The model, evidence: an attention module is not one cached layer, called once a
             step (layers that share keys and values, or run in cycles).
+        branches: The model, evidence: what a step computes is decided in Python, by numbers in it.
+        counts_rows: The model, evidence: shapes within a step depend on numbers in it.
         ragged: The model, evidence: rows of several lengths would be wrong in one padded batch.
             Then only rows of one length run together.
         pieces: The model, evidence: a prompt that is read in several steps would be wrong.
@@ -152,6 +154,8 @@ class Requirements:
     elsewhere: bool = False
     dtype_named: bool = False
     irregular: str | None = None
+    branches: str | None = None
+    counts_rows: str | None = None
     ragged: str | None = None
     pieces: str | None = None
     holes: str | None = None

@@ -30,6 +30,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield _asked(subject, "contract", f"feature.{feature}", **needed)
     yield _asked(subject, "contract", "linear_attention", layer_types=("linear_attention",))
     yield _asked(subject, "contract", "irregular", irregular="layers that share keys")
+    yield _asked(subject, "contract", "branches", branches="a rope that follows the longest text")
     yield _asked(
         subject, "contract", "several_devices", execution_devices=("cpu",), offloaded=("disk",)
     )

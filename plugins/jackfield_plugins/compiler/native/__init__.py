@@ -47,6 +47,8 @@ class NativeCompiler(Compiler):
         from jackfield_plugins.compiler.native.linears import KERNEL
 
         reasons = super().refuse(requirements, options)
+        if requirements.counts_rows:
+            reasons.append(f"needs shapes that are known; here {requirements.counts_rows}")
         return reasons or self.available() or KERNEL.cannot_load()
 
     def bind(self, context: BindContext) -> Compilation:
