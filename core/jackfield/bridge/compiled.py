@@ -100,6 +100,18 @@ class CompiledForward:
         made.record(cache, attention, most, trial, backends)
         self.recorded = made
 
+    def ahead(self, most: int, *, packed: bool) -> list[int]:
+        """Compile decode steps of up to `most` sequences before they come; the sizes, in tokens.
+
+        None are where the compiler has to wait for a step. Raises ExecutionError.
+        """
+        sizes = sorted({self._fill(count) for count in range(1, most + 1)})
+        shapes = [(1, size) if packed else (size, 1) for size in sizes]
+        before = self.compilation.graphs
+        with guarded(self._registered, "ahead"), tracing():
+            self.compilation.ahead(self._step, shapes)
+        return sizes if self.compilation.graphs > before else []
+
     def close(self) -> None:
         """Let go of what was compiled and recorded; no step comes any more."""
         if self.recorded is not None:

@@ -136,6 +136,21 @@ class Compilation(ABC):
             compiled. Its logits are read before it is called again.
         """
 
+    def ahead(self, step: ModelStep, sizes: Seq[tuple[int, int]]) -> None:
+        """Make now what steps of these sizes will need, so that nobody waits for it.
+
+        Called, if ever, after `compile` and before requests come; nothing of a step runs. What can
+        only be made when a step comes, is then.
+
+        Args:
+            step: As in `compile`.
+            sizes: (rows, tokens of a row), values of `fill`, ascending.
+
+        Raises:
+            ExecutionError: The step cannot be compiled.
+        """
+        del step, sizes
+
     def close(self) -> None:
         """Let go of what was recorded; torch may have the graphs for longer than the engine."""
         return

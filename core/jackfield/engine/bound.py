@@ -131,6 +131,12 @@ class BoundModel:
         self.adapter.switch(on=on)
         self.cache.forget()
 
+    def compile_ahead(self, most: int) -> list[int]:
+        """Compile decode steps of up to `most` sequences now; their sizes, none where it cannot."""
+        if self.compiled is None:
+            return []
+        return self.compiled.ahead(most, packed=isinstance(self.cache, PackedKVCache))
+
     def record(self, most: int) -> None:
         """Record whole decode steps of up to `most` sequences, where that was planned."""
         if self.compiled is not None and self.plan.recording == ():

@@ -288,6 +288,18 @@ class Engine:
         """Whether it is alive, takes requests, and gets on."""
         return self._worker.health()
 
+    def compile_ahead(self) -> list[int]:
+        """Compile decode steps of all sizes up to `max_batch_size`, before a request waits for one.
+
+        Returns the sizes, in sequences; none where nothing is compiled, or only when a step comes
+        (all compilers but `native`). Steps with drafts are compiled when they first come. Raises
+        ExecutionError where the model cannot be compiled, UsageError while requests are open.
+        """
+        sizes: list[int] = []
+        most = self._loop.limits.max_batch_size
+        self._worker.while_idle(lambda: sizes.extend(self._bound.compile_ahead(most)))
+        return sizes
+
     def close(self) -> None:
         """End every request, wait for the step that runs, give the model back as it was.
 

@@ -59,7 +59,10 @@ async def _serve(
 ) -> None:
     if settings.preloads:
         for served in pool.models.values():
-            say((await served.preload()).explain())
+            engine = await served.preload()
+            say(engine.explain())
+            if sizes := await served.in_thread(engine.compile_ahead):
+                say(f"{served.name}: steps of {', '.join(map(str, sizes))} sequences are compiled")
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listening.getsockname()[:2]
     where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

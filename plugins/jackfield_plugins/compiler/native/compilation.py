@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,12 @@ class NativeCompilation(Compilation):
             return logits if keep is None else logits[:, keep]
 
         return run
+
+    def ahead(self, step: ModelStep, sizes: Sequence[Size]) -> None:
+        self._look()
+        for size in sizes:
+            if size not in self._programs:
+                self._made(step, size)
 
     def close(self) -> None:
         """Let go of what was laid out."""
