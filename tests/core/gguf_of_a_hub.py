@@ -20,6 +20,7 @@ def main(demo: Path, folder: Path) -> None:
         os.environ |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "cache")}
         os.environ["HF_HUB_OFFLINE"] = "0"
         import jackfield
+        from jackfield.bridge import gguf_on_the_hub
 
         texts, asked = [], []
         for place in (demo, "me/model/sub/demo.gguf", "me/model/sub/demo.gguf"):
@@ -27,7 +28,20 @@ def main(demo: Path, folder: Path) -> None:
             with jackfield.load(place) as engine:
                 texts.append(engine.generate("Sort: 41 7 88")[0].text)
             asked.append(hub.sent("demo.gguf"))
-    assert asked == [0, demo.stat().st_size, 0], asked
+        size = demo.stat().st_size
+        odd = folder / "hub/me/model/odd.gguf"
+        odd.write_bytes(demo.read_bytes()[: size - 5000])
+        gguf_on_the_hub._START = 1 << 12  # so that the header is longer
+        hub.forget()
+        try:
+            jackfield.plan("me/model/odd.gguf")
+        except jackfield.JackfieldError as error:
+            told = str(error)
+        sent = hub.sent("odd.gguf")
+    assert told.startswith("me/model/odd.gguf is not a whole GGUF file"), told
+    assert 0 < sent < size / 4, (sent, size)
+    assert asked[0] == asked[2] == 0, asked
+    assert size < asked[1] <= size + (1 << 22), asked
     assert len(set(texts)) == 1, texts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf_config import config_of, tokenizer_of_file
 from jackfield.bridge.gguf_header import GgufHeader
 from jackfield.bridge.gguf_names import missing, weights_of_file
+from jackfield.bridge.gguf_on_the_hub import look_first
 from jackfield.bridge.gguf_parts import header_of, parts_of
 from jackfield.bridge.gguf_weights import GgufWeight, JoinedWeight
 from jackfield.contracts.checkpoint import StoredTensor
@@ -76,8 +77,19 @@ def is_gguf(location: str) -> bool:
 
 
 def open_gguf(location: str, revision: str | None) -> GgufModel:
-    """The model in a file, with its header read and no weight. Raises CheckpointError."""
-    header = header_of([_file(name, revision) for name in parts_of(location)])
+    """The model in a file, with its header read and no weight. Raises CheckpointError.
+
+    What the hub has is looked at before it is fetched.
+    """
+    names = parts_of(location)
+    parts = [_ON_THE_HUB.fullmatch(name) for name in names]
+    if not _is_here(location) and (hub := [part for part in parts if part]):
+        look_first(hub[0][1], [part[2] for part in hub], revision, _opened)
+    return _opened([_file(name, revision) for name in names])
+
+
+def _opened(paths: Sequence[Path]) -> GgufModel:
+    header = header_of(paths)
     config = config_of(header)
     check_values(config.to_dict(), f"the header of {header.path}")
     try:
@@ -111,9 +123,13 @@ def _can_keep(model: PreTrainedModel, name: str) -> bool:
     )
 
 
+def _is_here(location: str) -> bool:
+    return Path(location).exists() or location.startswith(("/", "./", "../", "~"))
+
+
 def _file(location: str, revision: str | None) -> Path:
     path = Path(location)
-    if path.exists() or location.startswith(("/", "./", "../", "~")):
+    if _is_here(location):
         if not path.is_file():
             raise CheckpointError(f"{shown(location)} is not a file; give a GGUF file")
         return path.absolute()

@@ -94,6 +94,22 @@ class _BrokenError(Exception):
     """What is wrong, as a text that goes on after the name of the file."""
 
 
+class _EndsError(_BrokenError):
+    """The header goes on where the file ends."""
+
+
+def has_header(path: Path) -> bool:
+    """Whether the beginning of a file that is in `path` has its whole header, right or wrong."""
+    with opened(path) as file, _mapped(file.fileno()) as content:
+        try:
+            _read(path, content)
+        except _EndsError:
+            return False
+        except _BrokenError:
+            pass
+        return True
+
+
 def read_header(path: Path) -> GgufHeader:
     """The header of `path`. Raises CheckpointError: no GGUF file, cut off, or with other bytes
     than its own table says; or what reads such files is not installed.
@@ -239,5 +255,5 @@ class _Cursor:
     def _skip(self, size: int) -> int:
         begin, self.place = self.place, self.place + size
         if self.place > len(self._content):
-            raise _BrokenError(f"it ends at byte {len(self._content):,}, within its header")
+            raise _EndsError(f"it ends at byte {len(self._content):,}, within its header")
         return begin

@@ -184,7 +184,7 @@ def _beginning(location: str, revision: str, name: str) -> tuple[int, bytes]:
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(location, name, revision=revision)
-    size, content = _part(url, 0, min(_START, MOST))
+    size, content = part(url, 0, min(_START, MOST))
     if len(content) < 8:
         raise CheckpointError(f"{name} of {location} on the hub has {len(content)} bytes")
     (length,) = struct.unpack("<Q", content[:8])
@@ -194,11 +194,11 @@ def _beginning(location: str, revision: str, name: str) -> tuple[int, bytes]:
             f"bytes in a file of {size:,})"
         )
     if 8 + length > len(content):
-        size, content = _part(url, 0, 8 + length)
+        size, content = part(url, 0, 8 + length)
     return size, content[8 : 8 + length]
 
 
-def _part(url: str, start: int, end: int) -> tuple[int, bytes]:
+def part(url: str, start: int, end: int) -> tuple[int, bytes]:
     """The size of what is at `url`, and its bytes from `start` to before `end`.
 
     Raises ValueError where the server would send all of it.
