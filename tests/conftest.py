@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from command_line import cli as cli  # a fixture, for every folder
+from forking import Forks
 from hypothesis import settings
 
+from jackfield.cli import QUIET
 from jackfield.contracts import Backend
 from jackfield.engine import draft_timing
 from jackfield.registry.backends import Registered
@@ -46,6 +48,18 @@ def _variables_of_its_own() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ |= before
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """For processes that begin with torch and transformers imported, as quietly as `jackfield`."""
+    made = Forks(
+        "jackfield.api", "jackfield_plugins.attention.varlen",
+        "jackfield_plugins.hub_kernels.repository", "kernels",
+        "transformers.models.llama.modeling_llama", env={**os.environ, **QUIET},
+    )  # fmt: skip
+    yield made
+    made.close()
 
 
 @pytest.fixture

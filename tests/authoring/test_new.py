@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -19,6 +20,9 @@ from jackfield.authoring import packages as authoring
 from jackfield.authoring import write_package
 from jackfield.cli import run
 from jackfield.hookspecs import HOOKS
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,8 +60,9 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def ran(site: Path) -> dict[str, Any]:
-    done = python(site, "-c", SCRIPT, json.dumps(RUNS))
+def ran(forks: Forks, site: Path) -> dict[str, Any]:
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = forks.python("-c", SCRIPT, json.dumps(RUNS), env=env)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import extras
 import pytest
 from fresh import ROOT
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 EXAMPLES = sorted((ROOT / "docs/examples").glob("jackfield-*"))
 
@@ -65,15 +68,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def with_examples(site: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(site), "TRITON_INTERPRET": "1"}
+
+
 def ran(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(site), "TRITON_INTERPRET": "1"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, env=with_examples(site), capture_output=True, text=True)
 
 
 @extras.marked("triton")
-def test_they_run_and_are_right(site: Path) -> None:
-    done = ran(site, "-c", SCRIPT)
+def test_they_run_and_are_right(site: Path, forks: Forks) -> None:
+    done = forks.python("-c", SCRIPT, env=with_examples(site))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["cache"]["tokens"] == found[""]["tokens"] == found["drafts"]["tokens"]

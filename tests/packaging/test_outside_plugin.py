@@ -1,4 +1,4 @@
-"""Packages of two files, really installed by pip and found by a fresh interpreter.
+"""Packages of two files, really installed by pip and found by another process.
 
 The good one is the one in the guide, word for word; the bad ones differ from it by one fault each.
 A package of more files has the guide's backends of the other kinds.
@@ -14,11 +14,14 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from jackfield.hookspecs import HOOKS
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/writing-a-plugin.md").read_text()
@@ -136,31 +139,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def ran(site: Path, script: str, given: Any) -> dict[str, Any]:
-    """What a script says, in a fresh interpreter with that folder on its path."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(given)],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-    )
+def ran(forks: Forks, site: Path, script: str, given: Any) -> dict[str, Any]:
+    """What a script says, in a process of its own with that folder on its path."""
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = forks.python("-c", script, json.dumps(given), env=env)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
-def seen(site: Path) -> dict[str, Any]:
-    """What a fresh interpreter finds and runs with that folder on its path."""
+def seen(forks: Forks, site: Path) -> dict[str, Any]:
+    """What such a process finds and runs with that folder on its path."""
     names = ["plugin:plain", "jackfield/sdpa", "eager", "auto", "sdpa", "jackfield-claims/sdpa"]
-    return ran(site, SCRIPT, names)
+    return ran(forks, site, SCRIPT, names)
 
 
 @pytest.fixture(scope="module")
-def others(site: Path) -> dict[str, Any]:
+def others(forks: Forks, site: Path) -> dict[str, Any]:
     """What the guide's backends of the other kinds do to the demo model, and what it does alone."""
     can = {k: v for k, v in OTHERS.items() if k != "quantizer" or find_spec("bitsandbytes")}
-    return ran(site, OTHERS_SCRIPT, can)
+    return ran(forks, site, OTHERS_SCRIPT, can)
 
 
 def plugin(seen: dict[str, Any], distribution: str) -> dict[str, Any]:

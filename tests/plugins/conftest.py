@@ -7,15 +7,17 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 from families import config_of
-from forking import Forks
 
 from jackfield.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 SOURCES = Path(__file__).parent / "kernels"
 
@@ -101,15 +103,6 @@ def metal_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lock_file(tmp_path: Path) -> Path:
     return tmp_path / "settings" / "kernels.lock.json"
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    made = Forks(
-        "jackfield_plugins.attention.varlen", "jackfield_plugins.hub_kernels.repository", "kernels"
-    )
-    yield made
-    made.close()
 
 
 @pytest.fixture

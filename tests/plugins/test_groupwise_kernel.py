@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -32,6 +31,9 @@ from jackfield_plugins.quantizer.groupwise.quantize import (
     quantize,
 )
 from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 PRODUCTS = ("native", "torch")
 #: What the kernel written here has: bits, and the dtype of activations.
@@ -326,7 +328,7 @@ def test_bad_weights_are_refused() -> None:
 @pytest.mark.parametrize("flag", sampled(["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"], 3))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 @pytest.mark.skipif(bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux")
-def test_processors_without_its_instructions(tmp_path: Path, flag: str) -> None:
+def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: Forks) -> None:
     command = compiling.compiler()
     assert command is not None
     program = (
@@ -341,8 +343,5 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str) -> None:
     )
     environ = {**os.environ, "CXX": f"{command[0]} {flag}", "XDG_CACHE_HOME": str(tmp_path)}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *folders],
-        env=environ, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = forks.python("-c", program, *folders, env=environ)
     assert done.returncode == 0, done.stderr

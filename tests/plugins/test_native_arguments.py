@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import extras
 import pytest
 from native_mutants import ENTRIES
 
 from jackfield_plugins.native import NativeKernel
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,9 +86,9 @@ def test_nobody_who_hands_over_addresses_is_left_out() -> None:
 @pytest.mark.skipif(
     bool(NativeKernel("", ROOT, "").cannot_build()), reason="needs a C++ compiler, on Linux"
 )
-def test_a_tensor_is_read_rightly_or_refused() -> None:
+def test_a_tensor_is_read_rightly_or_refused(forks: Forks) -> None:
     program = ROOT / "tests/conformance/native_mutants.py"
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    done = forks.python(program)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"ended at {lines[-2:]}: {done.stderr[-2000:]}"
     tried = [(*lines[at], lines[at + 1]) for at in range(0, len(lines), 2)]

@@ -6,27 +6,26 @@ in a process of its own, since what reads past a buffer may end it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import extras
 import pytest
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 SCRIPT = Path(__file__).with_name("quantized_mutants.py")
 LIBRARY = {"bnb": "bitsandbytes", "torchao": "torchao"}
 SELECTIONS = ("bnb-4bit?double_quantization=true", "bnb-8bit", "torchao", "int4-cpu?head=8")
 
 
-def counts(selection: str, *arguments: str) -> tuple[int, int, int]:
+def counts(forks: Forks, selection: str, *arguments: str) -> tuple[int, int, int]:
     """How many were caught, harmless and wrong."""
     library = LIBRARY.get(selection.partition("-")[0].partition("?")[0])
     if library is not None:
         extras.needs(library)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), selection, *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = forks.python(SCRIPT, selection, *arguments, timeout=1500)
     assert done.returncode == 0, f"after: {done.stderr[-800:]}"
     if done.stdout.startswith("UNUSABLE"):
         pytest.skip(done.stdout.strip())
@@ -36,8 +35,8 @@ def counts(selection: str, *arguments: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_some(selection: str) -> None:
-    caught, harmless, wrong = counts(selection, "--some", "30")
+def test_some(selection: str, forks: Forks) -> None:
+    caught, harmless, wrong = counts(forks, selection, "--some", "30")
     assert caught >= 15
     assert harmless >= 1
     assert wrong == 0
@@ -46,7 +45,7 @@ def test_some(selection: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("selection", [*SELECTIONS, "bnb-4bit", "torchao?group_size=32",
                                        "int4-cpu", "int8-cpu"])  # fmt: skip
-def test_all(selection: str) -> None:
-    caught, _, wrong = counts(selection)
+def test_all(selection: str, forks: Forks) -> None:
+    caught, _, wrong = counts(forks, selection)
     assert caught >= 100
     assert wrong == 0

@@ -6,18 +6,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import extras
 import pytest
 
+if TYPE_CHECKING:
+    from forking import Forks
+
 OURS = "· 4 tokens, "
 
 
-def jackfield_generate(*arguments: str) -> subprocess.CompletedProcess[str]:
+def generate(selection: str) -> tuple[str, ...]:
+    """The arguments of a Python that generates with this quantizer."""
+    asked = ("--quantization", selection, "--max-new-tokens", "4")
+    return ("-m", "jackfield", "generate", *asked, "Once upon")
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, where no test has imported or silenced anything."""
-    command = [sys.executable, "-m", "jackfield", "generate", *arguments, "Once upon"]
     return subprocess.run(
-        [*command, "--max-new-tokens", "4"],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -35,9 +44,10 @@ def jackfield_generate(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("torchao?type=int4-weight-only", "torchao"),
     ],
 )
-def test_only_our_own_line_is_on_the_console(selection: str, library: str) -> None:
+def test_only_our_own_line_is_on_the_console(selection: str, library: str, forks: Forks) -> None:
+    """What transformers itself imports is heard in the first; a fork has that behind it."""
     extras.needs(library)
-    done = jackfield_generate("--quantization", selection)
+    done = (fresh if selection == "none" else forks.python)(*generate(selection))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert OURS in line
@@ -45,10 +55,10 @@ def test_only_our_own_line_is_on_the_console(selection: str, library: str) -> No
 
 
 @extras.marked("gptqmodel")
-def test_gptq_is_quiet_too(tmp_path: Path) -> None:
+def test_gptq_is_quiet_too(tmp_path: Path, forks: Forks) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a fox.\n" * 40)
-    done = jackfield_generate("--quantization", f"gptq?samples=1&calibration={text}")
+    done = forks.python(*generate(f"gptq?samples=1&calibration={text}"))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert OURS in line
