@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.git.modeling_git import GitModel
 
 import jackfield
+from jackfield.bridge import requirements
 from jackfield.bridge.probe import Probe, probe
 from jackfield.bridge.requirements import meta_model
 from jackfield.errors import CheckpointError, PlanError
@@ -137,6 +138,21 @@ def test_a_model_that_cannot_be_probed_is_planned_all_the_same(
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
     assert probe(meta_model(config_of("llama"))) == Probe()
+
+
+def test_models_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the config says and by the class; not by which object it is."""
+    seen = []
+
+    class Another(transformers.LlamaForCausalLM):
+        pass
+
+    monkeypatch.setattr(requirements, "probe", lambda model: seen.append(model) or probe(model))
+    for heads in (1, 2, 1, 2):
+        config = transformers.LlamaConfig(**{**GATED, "head_dim": 28, "num_key_value_heads": heads})
+        for model in (config, Another(config), Another(config)):
+            assert jackfield.plan(model).requirements.kv_numbers == (2 * heads * 28,) * 2
+    assert [type(model) for model in seen] == [transformers.LlamaForCausalLM, Another] * 2
 
 
 def test_experts_in_float64(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

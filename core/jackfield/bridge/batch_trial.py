@@ -55,26 +55,29 @@ class Trial:
 
 def tried(config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
     """The trial of models of `config`, once for all that are alike."""
-    key = json.dumps(config.to_dict(), default=str, sort_keys=True)
-    return _tried(_Asked(key, config), cls, dtype)  # type: ignore[arg-type]  # a class is hashable
+    return _tried(Asked.of(config), cls, dtype)  # type: ignore[arg-type]  # a class is hashable
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """A config by its text."""
+class Asked:
+    """A config by its text, for what is found out once for all that are alike."""
 
     key: str
     config: PreTrainedConfig
 
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Asked:
+        return cls(json.dumps(config.to_dict(), default=str, sort_keys=True), config)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
+        return isinstance(other, Asked) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
 @functools.lru_cache(maxsize=256)
-def _tried(asked: _Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
+def _tried(asked: Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
     why = "none can be built"
     with quiet(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
         for small in shrunk(asked.config, cls):

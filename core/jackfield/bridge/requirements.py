@@ -25,7 +25,7 @@ from transformers import (
     cache_utils,
 )
 
-from jackfield.bridge.batch_trial import tried
+from jackfield.bridge.batch_trial import Asked, tried
 from jackfield.bridge.devices import pick_device
 from jackfield.bridge.drivable import (
     check_calls,
@@ -126,7 +126,7 @@ def describe(
     layers = list(attention_modules(model))
     types = layer_types(config)
     check_drivable(model, text, [module for _, module in layers], types)
-    seen = _probed(model)
+    seen = _probed(Asked.of(config), type(model))  # type: ignore[arg-type]  # a class is hashable
     calls = seen.calls
     numbers = {call.layer: call.kv_numbers for call in calls}
     shapes = {call.layer: call.kv_shapes for call in calls}
@@ -167,10 +167,11 @@ def describe(
     )
 
 
-def _probed(model: PreTrainedModel) -> Probe:
-    """How a step of `model` calls its attention; nothing where no copy of it can be made."""
+@functools.lru_cache(maxsize=256)
+def _probed(asked: Asked, cls: type[PreTrainedModel]) -> Probe:
+    """How a step of such models calls its attention; nothing where none can be made."""
     try:
-        return probe(meta_model(model.config, type(model)))
+        return probe(meta_model(asked.config, cls))
     except JackfieldError:
         return Probe()
 
