@@ -17,7 +17,8 @@ demo: $(RUNTIME) ## answer a question with the model inside the package
 	$(VENV)/bin/jackfield generate --chat "$(QUESTION)"
 
 # Two files at a time, each on one thread: threads of torch that share a core wait for each other.
-IN_PAIRS := -q -n 2 --dist loadfile --benchmark-disable
+# In the order of the folders: files of one long test (a tutorial) last would leave a core idle.
+IN_PAIRS := -q -n 2 --dist loadfile --no-loadscope-reorder --benchmark-disable
 test test-oldest: export OMP_NUM_THREADS := 1
 
 test: $(DEV) ## run the tests
