@@ -3,7 +3,8 @@
 `python prefill.py MODEL DTYPE TOKENS…` runs engine, `generate` and the products in turn, in one
 process, and prints a row of a table for each length: medians of milliseconds until the first token,
 ratios, and how far that token was from the best one in float32, in logits. `--parts` prints what of
-the engine's time is spent where. DTYPE is float32, bfloat16, int4-cpu or Q4_0 (a GGUF file).
+the engine's time is spent where. DTYPE is float32, bfloat16, int4-cpu or Q4_0 (a GGUF file), and
+may be followed by kernels for the engine: float32+onednn-linear.
 
 `JACKFIELD_BENCH_CLOCK=processor OMP_NUM_THREADS=1` counts one thread's processor time.
 """
@@ -27,7 +28,7 @@ from workload import CLOCK, Load, half_billion, regret
 
 import jackfield
 
-ROUNDS = 5
+ROUNDS, APART = 5, 2
 
 
 def small() -> PreTrainedModel:
@@ -53,9 +54,11 @@ def prompt(tokens: int, vocab_size: int) -> list[int]:
 
 def engine_of(name: str, dtype: str, places: int) -> jackfield.Engine:
     """An engine with room for the longest prompt, in which no prefix is found again."""
+    dtype, _, kernels = dtype.partition("+")
     given: dict[str, Any] = {
         "cache_implementation": f"paged?prefix_sharing=false&num_tokens={places}",
         "max_batch_size": 1,
+        "kernels": kernels or "auto",
     }
     if dtype not in QUANTIZED:
         torch_dtype = getattr(torch, dtype)
@@ -171,7 +174,8 @@ def ratio(others: list[float], mine: list[float]) -> str:
 
 def compare(name: str, dtype: str, tokens: int, engine: jackfield.Engine) -> None:
     exact = MODELS[name]().float()
-    plain_dtype = torch.bfloat16 if dtype in QUANTIZED else getattr(torch, dtype)
+    base = dtype.partition("+")[0]
+    plain_dtype = torch.bfloat16 if base in QUANTIZED else getattr(torch, base)
     plain = MODELS[name]().to(plain_dtype)
     ids = prompt(tokens, exact.config.vocab_size)
     products = Products(engine.model, tokens, 2048)
@@ -201,11 +205,11 @@ def take_apart(name: str, dtype: str, tokens: int, engine: jackfield.Engine) -> 
     spent: Counter[str] = Counter()
     with parts(engine.model, spent):
         whole = sum(
-            took(lambda: engine.generate([ids], max_new_tokens=1)) / 1000 for _ in range(ROUNDS)
+            took(lambda: engine.generate([ids], max_new_tokens=1)) / 1000 for _ in range(APART)
         )
     spent["beside the model"] = whole - spent.total()
     told = ", ".join(f"{part} {seconds / whole:.1%}" for part, seconds in spent.most_common())
-    print(f"{name} {dtype} {tokens}: {whole / ROUNDS * 1000:.0f} ms: {told}", flush=True)  # noqa: T201
+    print(f"{name} {dtype} {tokens}: {whole / APART * 1000:.0f} ms: {told}", flush=True)  # noqa: T201
 
 
 def main(name: str, dtype: str, lengths: list[int], *, apart: bool) -> None:

@@ -261,8 +261,7 @@ class Prompts {
             score<broad>(queries, desk.keys + k, sum);
             each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
             if (k < clear || k + TALL > upto)
-                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position,
-                            start + begin - task.position, start + end - task.position);
+                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position);
             const int64_t rows = std::min<int64_t>(TALL, high - k);
             C* to = desk.scores + k * broad * lanes;
             each<TALL>([&](auto r) ALWAYS_INLINE {
@@ -313,17 +312,16 @@ class Prompts {
             });
     }
 
-    // Scores of keys that a lane does not see, or nobody, become -infinity. Positions are counted from
-    // the task's first: `own` of the first key, `at` of the lanes; nobody sees what is not in the range.
+    // Scores of keys that a lane does not see become -infinity. Positions are counted from the task's
+    // first: `own` of the first key, `at` of the lanes.
     template <int broad>
-    void hide(Vec<C>* sum, const C* at, int64_t own, int64_t begin, int64_t end) const {
+    void hide(Vec<C>* sum, const C* at, int64_t own) const {
         const Vec<C> none = Vec<C>{} - std::numeric_limits<C>::infinity();
         each<broad>([&](auto v) ALWAYS_INLINE {
             const Vec<C> lane = load(at + v * lanes);
             each<TALL>([&](auto r) ALWAYS_INLINE {
                 const int64_t key = own + r;
                 Vec<C>& one = sum[r * broad + v];
-                if (key < begin || key >= end) one = none;
                 one = lane < Vec<C>{} + C(key) ? none : one;
                 if (call.window) one = lane >= Vec<C>{} + C(key + call.window) ? none : one;
             });
