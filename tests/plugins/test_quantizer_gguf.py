@@ -186,6 +186,10 @@ def test_refusals(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     choice, needs = plan["quantizer"], replace(plan.requirements, device="cuda")
     (reason,) = choice.registered.backend.refuse(needs, choice.options)
     assert reason == "keeps blocks on the CPU, not on cuda"
+    (reason,) = choice.registered.backend.refuse(
+        replace(plan.requirements, adapter="LORA"), choice.options
+    )
+    assert reason == "takes no LORA adapter on top (adapters)"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "needs a C++ compiler" in refusal(demo, quantization="gguf?kernel=native")
 
