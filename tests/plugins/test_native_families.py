@@ -69,6 +69,8 @@ REFUSED = {
 WAYS: tuple[Callable[..., Said], ...] = (joins, evictions, drafts, beams, structures, adapters)
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # what PEFT does about Conv1D
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # and experts
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_tokens_are_those_of_uncompiled_steps(family: str) -> None:
