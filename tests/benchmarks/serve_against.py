@@ -1,13 +1,16 @@
-"""jackfield serve against `transformers serve --continuous-batching`, one set of weights, in turn.
+"""jackfield serve against another server on one set of weights, in turn.
 
-    python tests/benchmarks/serve_against_transformers.py [--model demo | half-billion]
+    python tests/benchmarks/serve_against.py [--model demo | half-billion]
         [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
-        [--serve="--compile native"]
+        [--serve="--compile native"] [--llama-server PROGRAM]
+
+The other is `transformers serve --continuous-batching`, or, where it is given, llama.cpp's, with as
+many slots as there are clients at most; both then read one GGUF file, in Q4_0.
 
 Starts one server, asks it with `jackfield bench serve`, ends it, starts the other, and so on: never
 two at a time. `half-billion` has Qwen2.5-0.5B's shape, random weights in bfloat16, and a tokenizer
 of bytes. Prints for each number of clients the median over the rounds of both and of the ratio, and
-how many of four greedy answers are the same text. OMP_NUM_THREADS counts for both.
+how many of four greedy answers are the same text. OMP_NUM_THREADS counts for all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -32,7 +36,7 @@ from jackfield.client.prompts import Beginnings
 from jackfield.demo import MODEL_PATH
 
 READY_WITHIN = 600.0  # seconds: transformers imports for long where the machine is busy
-READY = {"jackfield": "/health/ready", "transformers": "/health"}
+READY = {"jackfield": "/health/ready", "transformers": "/health", "llama.cpp": "/health"}
 Load = dict[str, Any]
 
 
@@ -48,42 +52,60 @@ def save(model: str, folder: Path) -> None:
     byte_tokenizer(made.config.vocab_size).save_pretrained(folder)
 
 
+def save_gguf(folder: Path, file: Path) -> None:
+    """The model of `folder` as llama.cpp's tools would quantize it to Q4_0, without mixing."""
+    import torch
+    from gguf_files import Type, export
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    export(model, file, Type.Q4_0, AutoTokenizer.from_pretrained(folder))
+
+
 def byte_tokenizer(size: int) -> Any:
-    """One token a byte; the ids above are words that no text is cut into."""
+    """One token a byte, and a pair; the ids above are words that no text is cut into."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {letter: number for number, letter in enumerate(letters)}
-    words |= {f"Ġw{number}": number for number in range(len(letters), size)}
-    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    words |= {f"Ġw{number}": number for number in range(len(letters), size - 1)} | {"er": size - 1}
+    made = Tokenizer(models.BPE(vocab=words, merges=[("e", "r")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=f"Ġw{size - 2}")
 
 
-def command(server: str, folder: Path, port: int, options: list[str]) -> list[str]:
+def command(server: str, place: Path, port: int, given: argparse.Namespace) -> list[str]:
     if server == "jackfield":
-        ours = [sys.executable, "-m", "jackfield", "serve", str(folder), "--port", str(port)]
-        return [*ours, *options]
+        ours = [sys.executable, "-m", "jackfield", "serve", str(place), "--port", str(port)]
+        return [*ours, *given.serve.split()]
+    if server == "llama.cpp":
+        slots = max(map(int, given.clients.split(",")))
+        room = slots * ((given.prompt_tokens or 512) + given.max_tokens)
+        threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+        return [
+            given.llama_server, "--model", str(place), "--port", str(port), "--parallel",
+            str(slots), "--ctx-size", str(room), "--threads", threads, "--no-webui",
+        ]  # fmt: skip
     program = Path(sys.executable).with_name("transformers")
     started = [str(program)] if program.exists() else [
         sys.executable, "-c", "from transformers.cli.transformers import main; main()",
     ]  # fmt: skip
     return [
-        *started, "serve", str(folder), "--continuous-batching", "--port", str(port),
+        *started, "serve", str(place), "--continuous-batching", "--port", str(port),
         "--host", "127.0.0.1",
     ]  # fmt: skip
 
 
 @contextlib.contextmanager
-def running(server: str, folder: Path, log: Path, options: list[str]) -> Iterator[str]:
+def running(server: str, place: Path, log: Path, given: argparse.Namespace) -> Iterator[str]:
     """A server process until the block is left; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("ab") as out:
-        process = subprocess.Popen(command(server, folder, port, options), stdout=out, stderr=out)
+        process = subprocess.Popen(command(server, place, port, given), stdout=out, stderr=out)
     try:
         until = time.monotonic() + READY_WITHIN
         while not answers(f"{url}{READY[server]}"):
@@ -106,8 +128,8 @@ def answers(url: str) -> bool:
     return False
 
 
-def texts(url: str, folder: Path) -> list[str]:
-    asked = {"model": str(folder), "max_tokens": 24, "temperature": 0}
+def texts(url: str, place: Path) -> list[str]:
+    asked = {"model": str(place), "max_tokens": 24, "temperature": 0}
     found = []
     for number in range(4):
         body = {**asked, "prompt": Beginnings(7)(number)}
@@ -117,9 +139,9 @@ def texts(url: str, folder: Path) -> list[str]:
     return found
 
 
-def measured(url: str, folder: Path, given: argparse.Namespace, seed: int) -> dict[int, Load]:
+def measured(url: str, place: Path, given: argparse.Namespace, seed: int) -> dict[int, Load]:
     words = [
-        "bench", "serve", "--url", url, "--model", str(folder), "--endpoint", "completions",
+        "bench", "serve", "--url", url, "--model", str(place), "--endpoint", "completions",
         "--concurrency", given.clients, "--max-tokens", str(given.max_tokens), "--json",
         "--seed", str(seed),
     ]  # fmt: skip
@@ -141,12 +163,12 @@ FIGURES = {
 }
 
 
-def show(ours: list[dict[int, Load]], theirs: list[dict[int, Load]]) -> None:
+def show(other_server: str, ours: list[dict[int, Load]], theirs: list[dict[int, Load]]) -> None:
     for clients in ours[0]:
         pairs = [(a[clients], b[clients]) for a, b in zip(ours, theirs, strict=True)]
         failed = [sum(load["failed"] for load in side) for side in zip(*pairs, strict=True)]
         print(f"\n{clients} clients (failed: {failed[0]} and {failed[1]})")
-        print(f"{'':22}{'jackfield':>12}{'transformers':>14}{'ratio':>8}")
+        print(f"{'':22}{'jackfield':>12}{other_server:>14}{'ratio':>8}")
         for name, of in FIGURES.items():
             mine, other = ([of(load) for load in side] for side in zip(*pairs, strict=True))
             better = [
@@ -167,23 +189,28 @@ def main() -> None:
     asked.add_argument("--max-tokens", type=int, default=64)
     asked.add_argument("--prompt-tokens", type=int)
     asked.add_argument("--serve", default="", help="options of jackfield serve, in one argument")
+    asked.add_argument("--llama-server", help="the program of llama.cpp")
     given = asked.parse_args()
-    found: dict[str, list[dict[int, Load]]] = {"jackfield": [], "transformers": []}
+    other = "llama.cpp" if given.llama_server else "transformers"
+    found: dict[str, list[dict[int, Load]]] = {"jackfield": [], other: []}
     said: dict[str, list[str]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / given.model
-        save(given.model, folder)
+    with tempfile.TemporaryDirectory() as home:
+        place = Path(home) / given.model
+        save(given.model, place)
+        if given.llama_server:
+            save_gguf(place, place.with_suffix(".gguf"))
+            place = place.with_suffix(".gguf")
         for turn in range(given.rounds):
             for server, loads in found.items():
-                log = Path(place) / f"{server}.log"
-                with running(server, folder, log, given.serve.split()) as url:
-                    said[server] = texts(url, folder)
-                    loads.append(measured(url, folder, given, turn))
+                log = Path(home) / f"{server}.log"
+                with running(server, place, log, given) as url:
+                    said[server] = texts(url, place)
+                    loads.append(measured(url, place, given, turn))
                 rates = [f"{n}: {one['requests_per_second']:.3g}" for n, one in loads[-1].items()]
                 print(f"{server}, round {turn}: requests/s {', '.join(rates)}", flush=True)
-    same = sum(a == b for a, b in zip(said["jackfield"], said["transformers"], strict=True))
+    same = sum(a == b for a, b in zip(said["jackfield"], said[other], strict=True))
     print(f"{given.model}: {same} of {len(said['jackfield'])} greedy answers are the same text")
-    show(found["jackfield"], found["transformers"])
+    show(other, found["jackfield"], found[other])
 
 
 if __name__ == "__main__":
