@@ -13,12 +13,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_calls import stretch_of
 from samples import sampled
 
 from jackfield.errors import ExecutionError
+from jackfield_plugins.compiler.native.calls import Done
+from jackfield_plugins.compiler.native.siblings import joined
 from jackfield_plugins.native import compiling
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
-from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL, Matrix, linear, pack, rows
+from jackfield_plugins.quantizer.gguf.native import (
+    BLOCKS,
+    KERNEL,
+    Matrix,
+    linear,
+    native_linear,
+    pack,
+    rows,
+)
 
 pytest.importorskip("gguf", reason="needs jackfield[gguf]")
 from gguf_files import Type, random_blocks, weights
@@ -232,3 +243,25 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
     done = forks.python("-c", program, *folders, env=environ)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8, 49])
+def test_products_run_together_give_the_same_bits(dtype: torch.dtype, count: int) -> None:
+    """Of several kinds, with minima and without, of one value and of another one."""
+    torch.set_num_threads(2)
+    kinds = [*BLOCKS, "Q4_K", "Q6_K"]
+    inputs = [torch.randn(count, 512).to(dtype) for _ in range(2)]
+    calls, outs, dues = [], [], []
+    for at, kind in enumerate(kinds):
+        packed, matrix, _ = matrix_of(kind, 70 + 300 * (at % 3), 512, seed=at)
+        hidden = inputs[at >= len(BLOCKS)]
+        dues.append(linear(hidden, packed, None, matrix))
+        outs.append(torch.full_like(dues[-1], 77))
+        call = native_linear(outs[-1], hidden, packed, None, *matrix)
+        assert call is not None
+        calls.append(Done(kind, call, sibling=at > 0))
+    (whole,) = joined(calls)
+    assert isinstance(whole, Done)
+    stretch_of([(whole.name, whole.call)])()
+    assert all(map(torch.equal, outs, dues))

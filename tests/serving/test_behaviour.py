@@ -245,6 +245,7 @@ def test_a_step_that_raises_is_told_to_all_and_is_over(faults: Faults) -> None:
         found: list[httpx.Response] = []
         asker = threading.Thread(target=lambda: found.append(ask(served)))
         with open_streams(served, 2) as streams:
+            until(lambda: served.engine.statistics().running == 2)  # and none of them waits
             with paused(served):
                 asker.start()
                 until(lambda: served.engine.statistics().waiting == 1)

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "threads.h"
+#include "together.h"
 #include "vectors.h"
 
 constexpr int LANES = 16;  // outputs of a block
@@ -13,7 +13,6 @@ constexpr int OUTPUTS = UNIT * LANES;
 constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
 constexpr int PARTS = LANES / WIDE;         // vectors of a block
 constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's weights they fit into a cache
-constexpr int64_t WORTH = 1 << 17;          // multiplications that pay for waking a further thread
 constexpr int FEW = 8;                      // rows, up to which memory is waited for
 constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
 

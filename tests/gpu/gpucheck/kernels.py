@@ -183,6 +183,8 @@ def norm_error(bench: Bench, name: str, rows: int, size: int, dtype: str) -> dic
     )
     kind = getattr(torch, dtype)
     norm = LlamaRMSNorm(size).to(bench.device.name, kind)
+    if not choice.registered.backend.fits(norm, choice.options):
+        raise SkippedError("it is for other layers")
     norm.weight.data = torch.randn_like(norm.weight)
     given = torch.randn(1, rows, size, device=bench.device.name).to(kind)
     found = choice.registered.bind(context).make(norm)(given)

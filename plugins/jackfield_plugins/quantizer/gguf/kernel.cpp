@@ -154,48 +154,50 @@ inline ALWAYS_INLINE Vec<float> minimum_of(const uint8_t* record, const uint8_t*
         return halves(group + 2 * (OUTPUTS + output));
 }
 
+// The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
+struct Summed : LinearCall {
+    const float* sums;
+};
+
+constexpr int SUMMED = 32;  // inputs of a group, wherever there are minima
+
+template <class T>
+void sum_groups(const LinearCall& call, float* sums) {
+    const T* from = static_cast<const T*>(call.input);
+    for (int64_t i = 0; i < call.rows * call.in_features / SUMMED; i++, from += SUMMED) {
+        Vec<float> sum{};
+        for (int j = 0; j < SUMMED; j += WIDE) sum += load(from + j);
+        float total = 0;
+        for (int j = 0; j < WIDE; j++) total += sum[j];
+        sums[i] = total;
+    }
+}
+
 template <Type type, class T>
 class Linear {
     using F = Format<type>;
+    static_assert(!F::minimum || F::group == SUMMED);
     const LinearCall& call;
     const T* const input;
     const int64_t units, chunks, records;
-    const float* sums_of_inputs = nullptr;  // [rows, groups of a row], where there are minima
+    const float* const sums_of_inputs;
 
    public:
-    explicit Linear(const LinearCall& call)
-        : call(call), input(static_cast<const T*>(call.input)),
+    explicit Linear(const Summed& summed)
+        : call(summed), input(static_cast<const T*>(call.input)),
           units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
-          records(call.in_features / F::inputs) {}
+          records(call.in_features / F::inputs), sums_of_inputs(summed.sums) {}
 
-    void run() {
-        static thread_local std::vector<float> sums;
-        if constexpr (F::minimum) {
-            sums.resize(call.rows * records * F::groups);
-            for (size_t i = 0; i < sums.size(); i++) sums[i] = sum_of_group(input + i * F::group);
-            sums_of_inputs = sums.data();
-        }
-        int64_t products = call.rows * call.in_features * call.out_features;
-        int64_t threads = std::min(call.threads, products / WORTH + 1);
-        Tasks(units * chunks, threads, [this](int64_t task) { work(task); });
-    }
+    int64_t tasks() const { return units * chunks; }
 
-   private:
-    static float sum_of_group(const T* from) {
-        Vec<float> sum{};
-        for (int i = 0; i < F::group; i += WIDE) sum += load(from + i);
-        float total = 0;
-        for (int i = 0; i < WIDE; i++) total += sum[i];
-        return total;
-    }
-
-    void work(int64_t task) const {
-        int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+    void task(int64_t at) const {
+        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
         in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
-            by_rows<MOST<T>>(rows, task / chunks, first);
+            by_rows<MOST<T>>(rows, at / chunks, first);
         });
     }
 
+   private:
     // With the fewest rows that are compiled and not less than there are.
     template <int most>
     void by_rows(int64_t rows, int64_t unit, int64_t from) const {
@@ -318,16 +320,73 @@ bool pack(const PackCall& call) {
     return finite;
 }
 
+struct Product {
+    const Summed& summed;
+
+    explicit Product(const Summed& summed) : summed(summed) {}
+    int64_t tasks() const {
+        int64_t count = 0;
+        as([&](auto linear) { count = linear.tasks(); });
+        return count;
+    }
+    void task(int64_t at) const {
+        as([at](auto linear) { linear.task(at); });
+    }
+
+   private:
+    template <class What>
+    void as(What what) const {
+        with_type(summed.type, [&](auto type) {
+            if (summed.floats) what(Linear<type, float>(summed));
+            else what(Linear<type, bfloat16>(summed));
+        });
+    }
+};
+
+bool has_minimum(const LinearCall& call) {
+    bool found = false;
+    with_type(call.type, [&](auto type) { found = Format<type>::minimum; });
+    return found;
+}
+
+// Calls with one input share its sums.
+void sum_inputs(std::vector<Summed>& all, std::vector<float>& sums) {
+    int64_t room = 0;
+    for (auto& one : all) room += one.rows * one.in_features / SUMMED;
+    sums.resize(std::max<size_t>(sums.size(), room));
+    float* next = sums.data();
+    for (auto& one : all) {
+        if (!has_minimum(one)) continue;
+        for (auto& other : all)
+            if (other.sums && other.input == one.input && other.rows == one.rows &&
+                other.in_features == one.in_features)
+                one.sums = other.sums;
+        if (one.sums) continue;
+        if (one.floats) sum_groups<float>(one, next);
+        else sum_groups<bfloat16>(one, next);
+        one.sums = next;
+        next += one.rows * one.in_features / SUMMED;
+    }
+}
+
 }  // namespace
 
 extern "C" {
 // Each returns whether it can: it knows the type, there are the rows, all scales are finite.
-bool gguf_linear(const LinearCall* call) {
-    return with_type(call->type, [&](auto type) {
-        if (call->floats) Linear<type, float>(*call).run();
-        else Linear<type, bfloat16>(*call).run();
-    });
+bool gguf_linears(const LinearCall* const* calls, int64_t count) {
+    static thread_local std::vector<Summed> all;
+    static thread_local std::vector<const Summed*> each;
+    static thread_local std::vector<float> sums;
+    all.clear(), each.clear();
+    for (int64_t i = 0; i < count; i++) {
+        if (!with_type(calls[i]->type, [](auto) {})) return false;
+        all.push_back({*calls[i], nullptr});
+    }
+    for (auto& one : all) each.push_back(&one);
+    sum_inputs(all, sums);
+    return together<Product>(each.data(), count), true;
 }
+bool gguf_linear(const LinearCall* call) { return gguf_linears(&call, 1); }
 bool gguf_rows(const RowsCall* call) {
     for (int64_t row = 0; row < call->rows; row++)
         if (call->index[row] < 0 || call->index[row] >= call->out_features) return false;

@@ -122,7 +122,8 @@ def native_linear(
     if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
         return None
     arguments = _of_linear(hidden, packed, bias, Matrix(*matrix), out)
-    return NativeCall(_address("gguf_linear"), arguments, (hidden, packed, bias, out))
+    keeps = (hidden, packed, bias, out)
+    return NativeCall(_address("gguf_linear"), arguments, keeps, _address("gguf_linears"))
 
 
 def _of_linear(

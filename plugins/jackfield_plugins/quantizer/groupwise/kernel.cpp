@@ -109,13 +109,12 @@ class Linear {
           chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
           groups(call.in_features / call.group_size) {}
 
-    void run() const {
-        int64_t products = call.rows * call.in_features * call.out_features;
-        Tasks(units * chunks, std::min(call.threads, products / WORTH + 1), [this](int64_t task) {
-            int64_t from = task % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
-            in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
-                by_rows<MOST<T>>(rows, task / chunks, first);
-            });
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        in_tiles<T>(from, count, call.rows, [&](int64_t rows, int64_t first) {
+            by_rows<MOST<T>>(rows, at / chunks, first);
         });
     }
 
@@ -165,13 +164,37 @@ class Linear {
     }
 };
 
+// Of 4 bits there are no products with float32.
+bool is_known(const Call& call) { return call.bits == 8 || !call.floats; }
+
+struct Product {
+    const Call& call;
+
+    explicit Product(const Call& call) : call(call) {}
+    int64_t tasks() const {
+        return as([](auto linear) { return linear.tasks(); });
+    }
+    void task(int64_t at) const {
+        as([at](auto linear) { return linear.task(at), 0; });
+    }
+
+   private:
+    template <class What>
+    int64_t as(What what) const {
+        if (call.bits == 4) return what(Linear<4, bfloat16>(call));
+        if (call.floats) return what(Linear<8, float>(call));
+        return what(Linear<8, bfloat16>(call));
+    }
+};
+
 }  // namespace
 
-// Returns whether it can: of 4 bits there are no products with float32.
-extern "C" bool groupwise_linear(const Call* call) {
-    if (call->bits == 8 && call->floats) Linear<8, float>(*call).run();
-    else if (call->bits == 8) Linear<8, bfloat16>(*call).run();
-    else if (!call->floats) Linear<4, bfloat16>(*call).run();
-    else return false;
-    return true;
+extern "C" {
+// Each returns whether it can.
+bool groupwise_linears(const Call* const* calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!is_known(*calls[i])) return false;
+    return together<Product>(calls, count), true;
+}
+bool groupwise_linear(const Call* call) { return groupwise_linears(&call, 1); }
 }

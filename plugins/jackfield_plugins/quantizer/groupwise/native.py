@@ -43,6 +43,7 @@ class NativeProduct:
     def __init__(self) -> None:
         self._linear = KERNEL.function("groupwise_linear")
         self._address = KERNEL.address("groupwise_linear")
+        self._several = KERNEL.address("groupwise_linears")
         self._bytes: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # by sizes
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -87,7 +88,8 @@ class NativeProduct:
         if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
             return None
         arguments = self._arguments(hidden, packed, bias, sizes, out)
-        return NativeCall(self._address, arguments, (hidden, *packed, bias, out))
+        keeps = (hidden, *packed, bias, out)
+        return NativeCall(self._address, arguments, keeps, self._several)
 
     def _arguments(
         self,
