@@ -80,6 +80,9 @@ class Compilation(ABC):
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
         num_bytes: What recordings take on the device.
+        anew: A request came since this was last False: what somebody changes of a model before asking
+            is there from now on. Set by the engine; whoever holds what it was compiled from looks
+            at the whole model then, and unsets it.
         native_operators: Operators in the step that backends of the plan offer as functions in C;
             set before `compile`.
         native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
@@ -94,6 +97,7 @@ class Compilation(ABC):
     source: str | None = None
     graphs: int = 0
     seconds: float = 0.0
+    anew: bool = True
     native_operators: NativeOperators = MappingProxyType({})
     native_attention: Callable[..., Seq[NativeCall] | None] = staticmethod(_not_native)
     native_attended: Callable[[Seq[int]], None] = staticmethod(_nobody_counts)

@@ -98,9 +98,11 @@ class BoundModel:
         return logits
 
     def check_unchanged(self) -> None:
-        """Raise ExecutionError where the model or its config is not what was planned by now."""
+        """A request comes. ExecutionError: the model or its config is not what was planned."""
         self.unchanged.check_weights()
         self.unchanged.check_config()
+        if self.compiled is not None:
+            self.compiled.compilation.anew = True
 
     def context(self, kind: str, choice: Choice | None = None) -> BindContext:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""

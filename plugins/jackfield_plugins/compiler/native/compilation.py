@@ -29,8 +29,8 @@ class NativeCompilation(Compilation):
     """One program for each size of a step, filled up as `fill` says.
 
     A graph is traced, or read from disk, when a size first comes; the program that it is laid out
-    to reads weights where they lie. Both are looked at in each step, and made again where they no
-    longer hold.
+    to reads weights where they lie. Both are looked at when a request comes, and in parts in each
+    step, and made again where they no longer hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +83,10 @@ class NativeCompilation(Compilation):
 
     def _look(self) -> None:
         """Forget what does not hold any more."""
-        held = self._held
+        held, anew = self._held, self.anew
+        self.anew = False  # before it is looked at: what comes meanwhile is looked at again
+        if held is not None and not anew and held.next_is_same():
+            return
         if held is not None and held.is_structure():
             if held.is_place():
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from operator import getitem, is_
 from typing import Any
 
@@ -15,6 +16,7 @@ from jackfield_plugins.compiler.native.told import functions_of, is_torch
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+_STEPS = 16  # in which all of a model is looked at, if no request comes
 
 
 class Held:
@@ -22,10 +24,66 @@ class Held:
 
     Its structure are modules, their code, hooks and adapters, of which a graph was traced; its
     place is where its weights lie, which a program reads. Numbers may change in place.
+
+    To look at all of it takes as long as some layers do, since weights have pushed it out of the
+    caches. So all of it is looked at when a request comes, and a part in every step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
+        classes = dict.fromkeys(map(type, modules))
+        self._parts = [_Modules(modules[at::_STEPS]) for at in range(min(_STEPS, len(modules)))]
+        self._code = _Code(list(classes))
+        self._next = 0
+        self._threads = torch.get_num_threads()
+
+    def next_is_same(self) -> bool:
+        """Whether the next part is the same, and torch has as many threads."""
+        self._next = (self._next + 1) % len(self._parts)
+        part = self._parts[self._next]
+        return torch.get_num_threads() == self._threads and part.is_structure() and part.is_place()
+
+    def is_structure(self) -> bool:
+        """Whether modules, their code, hooks and adapters are the same."""
+        return self._code.is_same() and all(part.is_structure() for part in self._parts)
+
+    def is_place(self) -> bool:
+        """Whether weights lie where they lay, and torch has as many threads."""
+        same = torch.get_num_threads() == self._threads
+        return same and all(part.is_place() for part in self._parts)
+
+
+class _Code:
+    """What is called for all modules of a class, of a file or at all."""
+
+    def __init__(self, classes: Sequence[Any]) -> None:
+        self._classes = classes
+        self._methods = self._of_classes()
+        self._functions = [
+            (vars(sys.modules[file]), key, function)
+            for file in dict.fromkeys(cls.__module__ for cls in classes)
+            for key, function in (functions_of(file).items() if not is_torch(file) else ())
+        ]
+        self._hooked = self._hooking()
+
+    def _of_classes(self) -> list[Any]:
+        return [cls.forward for cls in self._classes]
+
+    def _hooking(self) -> list[tuple[int, ...]]:
+        return [tuple(hooks) for hooks in EVERYWHERE]
+
+    def is_same(self) -> bool:
+        return (
+            all(map(is_, self._of_classes(), self._methods))
+            and all(home.get(key) is function for home, key, function in self._functions)
+            and self._hooking() == self._hooked
+        )
+
+
+class _Modules:
+    """Some modules, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._homes: list[Any] = []
         self._names: list[str] = []
         self._found: list[Any] = []
@@ -42,28 +100,16 @@ class Held:
         self._square = [t for t in self._tensors if t.dim() == 2 and t.shape[0] == t.shape[1]]
         self._addresses = self._now()
         self._modules, self._types = modules, list(map(type, modules))
-        self._classes: list[Any] = list(dict.fromkeys(self._types))
-        self._methods = self._of_classes()
-        for file in dict.fromkeys(cls.__module__ for cls in self._classes):
-            for key, function in functions_of(file).items() if not is_torch(file) else ():
-                self._homes.append(vars(sys.modules[file]))
-                self._names.append(key)
-                self._found.append(function)
         self._hooks = [vars(module)[name] for module in modules for name in _HOOKS]
-        self._hooks += EVERYWHERE
         self._hooked = self._hooking()
         self._own = [vars(module) for module in modules]
         self._forwards = self._patched()
         self._adapters = [(vars(m), name) for m in modules for name in _ADAPTERS if name in vars(m)]
         self._adapted = self._adapting()
-        self.threads = torch.get_num_threads()
 
     def _now(self) -> list[int]:
         where = [tensor.data_ptr() for tensor in self._tensors]
         return where + [tensor.stride(0) for tensor in self._square]
-
-    def _of_classes(self) -> list[Any]:
-        return [cls.forward for cls in self._classes]
 
     def _hooking(self) -> list[tuple[int, ...]]:
         """torch numbers hooks, and gives no number twice."""
@@ -77,7 +123,6 @@ class Held:
         return [repr(home[name]) for home, name in self._adapters]
 
     def is_structure(self) -> bool:
-        """Whether modules, their code, hooks and adapters are the same."""
         try:
             same = all(map(is_, map(getitem, self._homes, self._names), self._found))
         except KeyError:
@@ -85,12 +130,10 @@ class Held:
         return (
             same
             and all(map(is_, map(type, self._modules), self._types))
-            and all(map(is_, self._of_classes(), self._methods))
             and self._hooking() == self._hooked
             and all(map(is_, self._patched(), self._forwards))
             and self._adapting() == self._adapted
         )
 
     def is_place(self) -> bool:
-        """Whether weights lie where they lay, and torch has as many threads."""
-        return self._now() == self._addresses and torch.get_num_threads() == self.threads
+        return self._now() == self._addresses
