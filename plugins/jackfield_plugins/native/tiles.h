@@ -14,6 +14,7 @@ constexpr int WIDE = Vector<float>::lanes;  // outputs of a vector
 constexpr int PARTS = LANES / WIDE;         // vectors of a block
 constexpr int64_t CHUNK = 48;               // rows of a task: with a unit's weights they fit into a cache
 constexpr int FEW = 8;                      // rows, up to which memory is waited for
+constexpr int ONE_TILE = 4;                 // rows, up to which weights are read once
 constexpr int AHEAD = 6144;                 // bytes of weights that are asked for before they are needed
 
 // How many rows are worked on together, and how many blocks; their sums have to fit into the registers.
@@ -30,7 +31,7 @@ constexpr int blocks_for(int) { return 1; }
 // weights; `all` are the rows of the whole call.
 template <class T, class What>
 inline void in_tiles(int64_t from, int64_t count, int64_t all, What what) {
-    const int64_t most = all <= FEW ? 4 : MOST<T>;
+    const int64_t most = all <= FEW ? ONE_TILE : MOST<T>;
     for (int64_t tiles = (count + most - 1) / most; tiles; tiles--) {
         int64_t rows = (count + tiles - 1) / tiles;
         what(rows, from);

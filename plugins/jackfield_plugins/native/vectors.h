@@ -106,6 +106,13 @@ inline void store(Vec<float> v, float16* to) {
     store(half | sign, static_cast<void*>(to));
 }
 
+// Asks for memory before its turn. What is read `once` is kept out of the caches: weights would
+// push out all else that a step needs, which costs it a tenth of its time.
+inline ALWAYS_INLINE void ask_for(const void* from, bool once) {
+    if (once) __builtin_prefetch(from, 0, 0);
+    else __builtin_prefetch(from);
+}
+
 // Calls what(0) to what(count - 1), with constants: arrays so indexed stay in registers.
 template <int... i, class What>
 inline ALWAYS_INLINE void each(std::integer_sequence<int, i...>, What what) {

@@ -181,12 +181,14 @@ class Linear {
     const T* const input;
     const int64_t units, chunks, records;
     const float* const sums_of_inputs;
+    const bool once;
 
    public:
     explicit Linear(const Summed& summed)
         : call(summed), input(static_cast<const T*>(call.input)),
           units((call.out_features + OUTPUTS - 1) / OUTPUTS), chunks((call.rows + CHUNK - 1) / CHUNK),
-          records(call.in_features / F::inputs), sums_of_inputs(summed.sums) {}
+          records(call.in_features / F::inputs), sums_of_inputs(summed.sums),
+          once(call.rows <= ONE_TILE) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -226,7 +228,7 @@ class Linear {
         for (int64_t at = 0; at < groups; at++) {
             const int g = at % F::groups;
             const uint8_t* group = record + F::head + g * F::part;
-            for (int line = 0; line < F::factors; line += 64) __builtin_prefetch(group + line + AHEAD);
+            for (int line = 0; line < F::factors; line += 64) ask_for(group + line + AHEAD, once);
             Vec<float> sums[rows * parts];
             each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
             add_group<rows, parts>(group + F::factors, block * PARTS, row, at * F::group, sums);
@@ -259,7 +261,7 @@ class Linear {
         each<parts>([&](auto part) ALWAYS_INLINE {
             const uint8_t* rest = low + F::low + (first + part) * WIDTH;
             if constexpr (above > 0) {
-                __builtin_prefetch(rest + AHEAD);
+                ask_for(rest + AHEAD, once);
                 high[part] = read<Bits>(rest);
             }
         });
@@ -268,8 +270,8 @@ class Linear {
             each<4>([&](auto turn) ALWAYS_INLINE {
                 each<parts>([&](auto part) ALWAYS_INLINE {
                     const uint8_t* own = low + part * wide;
-                    if (F::bits == 8) __builtin_prefetch(own + turn * UNIT * 2 * LANES + AHEAD);
-                    else if (turn == 0) __builtin_prefetch(own + AHEAD);
+                    if (F::bits == 8) ask_for(own + turn * UNIT * 2 * LANES + AHEAD, once);
+                    else if (turn == 0) ask_for(own + AHEAD, once);
                     Pair weight = numbers<type, turn>(own, high[part]);
                     each<rows>([&](auto r) ALWAYS_INLINE {
                         add(sums[r * parts + part], weight, row[r] + i + 2 * turn);

@@ -77,11 +77,11 @@ inline ALWAYS_INLINE Two numbers(Words packed, const float*) { return two<bits, 
 // sums += the products of one group: of each row with each part of a block.
 template <int bits, int rows, int parts, class T>
 inline ALWAYS_INLINE void add_group(const uint8_t* weight, const T* input, int64_t stride, int64_t steps,
-                                    Vec<float>* sums) {
+                                    bool once, Vec<float>* sums) {
     for (int64_t step = 0; step < steps; step++) {
         Words packed[parts];
         each<parts>([&](auto part) ALWAYS_INLINE {
-            __builtin_prefetch(weight + part * WIDTH + AHEAD);
+            ask_for(weight + part * WIDTH + AHEAD, once);
             packed[part] = read<Words>(weight + part * WIDTH);
         });
         each<inputs_of(bits) / 2>([&](auto turn) ALWAYS_INLINE {
@@ -102,12 +102,13 @@ template <int bits, class T>
 class Linear {
     const Call& call;
     const int64_t units, chunks, steps, groups;  // steps are those of a group
+    const bool once;
 
    public:
     explicit Linear(const Call& call)
         : call(call), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
           chunks((call.rows + CHUNK - 1) / CHUNK), steps(call.group_size / inputs_of(bits)),
-          groups(call.in_features / call.group_size) {}
+          groups(call.in_features / call.group_size), once(call.rows <= ONE_TILE) {}
 
     int64_t tasks() const { return units * chunks; }
 
@@ -141,10 +142,10 @@ class Linear {
         each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
         for (int64_t group = 0; group < groups; group++) {
             for (int line = 0; line < OUTPUTS * 2; line += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line);
+                ask_for(reinterpret_cast<const char*>(scale) + AHEAD / 6 + line, once);
             Vec<float> sums[rows * parts];
             each<rows * parts>([&](auto i) ALWAYS_INLINE { sums[i] = Vec<float>{}; });
-            add_group<bits, rows, parts>(weight, input, call.in_features, steps, sums);
+            add_group<bits, rows, parts>(weight, input, call.in_features, steps, once, sums);
             each<parts>([&](auto part) ALWAYS_INLINE {
                 Vec<float> factor = load(scale + part * WIDE);
                 each<rows>([&](auto r) ALWAYS_INLINE {
