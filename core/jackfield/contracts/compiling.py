@@ -80,9 +80,9 @@ class Compilation(ABC):
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
         num_bytes: What recordings take on the device.
-        anew: A request came since this was last False: what somebody changes of a model before asking
-            is there from now on. Set by the engine; whoever holds what it was compiled from looks
-            at the whole model then, and unsets it.
+        anew: A request came, and whoever made it may have changed the model before. Set by the
+            engine; a backend that holds what it was compiled from looks at the whole model then,
+            and unsets it.
         native_operators: Operators in the step that backends of the plan offer as functions in C;
             set before `compile`.
         native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
