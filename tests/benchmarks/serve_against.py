@@ -1,7 +1,7 @@
 """jackfield serve against another server on one set of weights, in turn.
 
-    python tests/benchmarks/serve_against.py [--model demo | half-billion]
-        [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
+    PYTHONPATH=tests/conformance python tests/benchmarks/serve_against.py
+        [--model demo | half-billion] [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
         [--serve="--compile native"] [--llama-server PROGRAM]
 
 The other is `transformers serve --continuous-batching`, or, where it is given, llama.cpp's, with as
@@ -56,10 +56,13 @@ def save_gguf(folder: Path, file: Path) -> None:
     """The model of `folder` as llama.cpp's tools would quantize it to Q4_0, without mixing."""
     import torch
     from gguf_files import Type, export
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    export(model, file, Type.Q4_0, AutoTokenizer.from_pretrained(folder))
+    tokenizer, keys = PreTrainedTokenizerFast.from_pretrained(folder), {}
+    if tokenizer.eos_token_id is None:  # else llama.cpp takes a letter for the end
+        keys["tokenizer.ggml.eos_token_id"] = model.config.vocab_size - 2
+    export(model, file, Type.Q4_0, tokenizer, **keys)
 
 
 def byte_tokenizer(size: int) -> Any:
@@ -73,7 +76,7 @@ def byte_tokenizer(size: int) -> Any:
     made = Tokenizer(models.BPE(vocab=words, merges=[("e", "r")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=f"Ġw{size - 2}")
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def command(server: str, place: Path, port: int, given: argparse.Namespace) -> list[str]:
