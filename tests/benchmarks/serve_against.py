@@ -1,7 +1,8 @@
 """jackfield serve against another server on one set of weights, in turn.
 
     PYTHONPATH=tests/conformance python tests/benchmarks/serve_against.py
-        [--model demo | half-billion] [--clients 1,8,32] [--rounds 2] [--requests N] [--max-tokens 64] [--prompt-tokens N]
+        [--model demo | half-billion] [--clients 1,8,32] [--rounds 2] [--requests N]
+        [--max-tokens 64] [--prompt-tokens N]
         [--serve="--compile native"] [--llama-server PROGRAM]
 
 The other is `transformers serve --continuous-batching`, or, where it is given, llama.cpp's, with as
