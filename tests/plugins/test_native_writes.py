@@ -10,7 +10,7 @@ import torch
 
 from jackfield.contracts import PackedLayer
 from jackfield_plugins.cache.paged.pools import NO_TABLES
-from jackfield_plugins.cache.paged.storing import KERNEL, StoredStates
+from jackfield_plugins.cache.paged.storing import KERNEL, StepSlots, StoredStates
 
 pytestmark = pytest.mark.skipif(
     bool(KERNEL.cannot_build()), reason="needs a C++ compiler, on Linux"
@@ -32,7 +32,9 @@ def states(dtype: torch.dtype, size: int, order: str) -> torch.Tensor:
 
 
 def stored(layer: PackedLayer, slots: torch.Tensor, keys: torch.Tensor, values: Any) -> Any:
-    return StoredStates(layer, keys, values).call(slots)
+    step = StepSlots()
+    step.put(slots)
+    return StoredStates(layer, keys, values, step).call
 
 
 def run(call: Any) -> bool:
@@ -52,6 +54,17 @@ def test_it_stores_what_write_stores(dtype: torch.dtype, order: str) -> None:
     due.flat_values.index_copy_(0, slots, values)
     assert torch.equal(found.keys, due.keys)
     assert torch.equal(found.values, due.values)
+
+
+def test_its_calls_take_the_slots_of_the_next_step() -> None:
+    found, step = layer(), StepSlots()
+    keys, values = torch.ones(2, 2, 6), torch.ones(2, 2, 4)
+    call = StoredStates(found, keys, values, step).call
+    for slots in ([1, 5], [8], []):
+        step.put(torch.tensor(slots, dtype=torch.int64))
+        found.keys.zero_()
+        assert run(call)
+        assert found.flat_keys.any((1, 2)).nonzero()[:, 0].tolist() == slots
 
 
 @pytest.mark.parametrize("slot", [15, -1, 10**12])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -15,9 +16,19 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from wrong import Wrong
 
 from jackfield.contracts import Attention, AttentionCapabilities, BoundAttention
+from jackfield_plugins.attention.cpu_decode import CpuDecodeAttention
 
 PLAIN = frozenset({"grouped_query", "sliding_window"})
 NARROW = frozenset({"float32"})
+
+
+class StaleTables(CpuDecodeAttention):
+    """Its calls go on with the tables of the step that they were made in."""
+
+    name = "wrong"
+
+    def bind(self, context: Any) -> Any:
+        return dataclasses.replace(super().bind(context), native_again=lambda tables: True)
 
 
 def of(
@@ -731,6 +742,7 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("bits by the batch", packs(_by_batch, batch_invariant=True), "other bits"),
     Wrong("bits by the largest", packs(_by_shared_maximum, batch_invariant=True),
           "other bits|off by"),
+    Wrong("calls of a step before", StaleTables, "native_again says that it reads other tables"),
     Wrong("recordable and waits", packs(_waits, recordable=True), "waits for the device"),
     Wrong("recordable by the host's numbers", packs(right.packed, recordable=True),
           "recordable|on the device|raised"),

@@ -12,14 +12,14 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
+from jackfield.bridge.native_attention import NativeAttention
 from jackfield.bridge.probe import FEATURE_KWARGS
 from jackfield.bridge.requirements import attention_modules
 from jackfield.bridge.tally import Tally
@@ -33,9 +33,6 @@ from jackfield.contracts import (
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
-
-if TYPE_CHECKING:
-    from jackfield.contracts.native import NativeCall
 
 #: Keyword arguments that say nothing which the mask and the tensors do not say already.
 PLAIN_KWARGS = frozenset(
@@ -83,8 +80,7 @@ class AttentionBinding:
         self.tally = Tally()
         self.source: str | None = None
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
-        self.native: Callable[..., Seq[NativeCall] | None] | None = None
-        self._lengths: tuple[int, ...] = ()  # of queries, of the last step that ran natively
+        self.native: NativeAttention | None = None
         self.tap: Tap | None = None
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
@@ -240,49 +236,18 @@ class AttentionBinding:
 
         return forward
 
-    def _native(
-        self, bound: BoundAttention, pages: PackedKVCache | None
-    ) -> Callable[..., Seq[NativeCall] | None] | None:
-        """What gives the calls in place of `_packed`, for a layer of one step; None: nothing."""
-        inner, understood = bound.native, self._understood()
-        if inner is None or pages is None:
+    def _native(self, bound: BoundAttention, pages: PackedKVCache | None) -> NativeAttention | None:
+        """What gives the calls in place of `_packed`; None: nothing."""
+        if bound.native is None or pages is None:
             return None
-        guard, write = guarded(pages, "native_write"), pages.native_write
-        seen: dict[int, tuple[Any, ...]] = {}  # by layer: the last step's tensors, and rows of them
-
-        def native(
-            number: int,
-            width: int,
-            query: Any,
-            key: Any,
-            value: Any,
-            output: Any,
-            kwargs: dict[str, Any],
-        ) -> Seq[NativeCall] | None:
-            if self.tap is not None or not kwargs.keys() <= understood:
-                return None
-            last = seen.get(number)
-            if last is None or last[0] is not query or last[1] is not output or last[2] != width:
-                rows = (states[0, :, :width].transpose(0, 1) for states in (query, key, value))
-                last = seen[number] = (query, output, width, *rows, output[0, :width])
-            *_, queries, keys, values, outputs = last
-            guard.layer, guard.who, guard.what = number, pages, "native_write"
-            with guard:
-                written = write(number, keys, values)
-                if written is None:
-                    return None
-                layer, stored = written
-                guard.who, guard.what = self.registered, "native"
-                call = inner(queries, layer, outputs, **kwargs)
-            self._lengths = layer.step.query_lengths
-            return None if call is None else (stored, call)
-
-        return native
+        tapped = lambda: self.tap is not None  # noqa: E731 - it comes and goes
+        return NativeAttention(self.registered, bound, pages, self._understood(), tapped)
 
     def attended(self, layers: Iterable[int]) -> None:
         """The calls of `native` for each of `layers` were run."""
+        assert self.native is not None
         for layer in layers:
-            for length in self._lengths:
+            for length in self.native.lengths:
                 self.tally.count(layer, length)
         self._called.extend(layers)
 

@@ -20,6 +20,7 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.opaque import (
     Comparison,
     OpaqueStep,
+    native_again,
     native_attention,
     tracing,
     within,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.bridge.attention import AttentionBinding
-    from jackfield.bridge.opaque import Attend, NativeAttend
+    from jackfield.bridge.native_attention import NativeAttention
+    from jackfield.bridge.opaque import Attend
     from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
     from jackfield.contracts.native import NativeOperators
     from jackfield.registry.backends import Registered
@@ -48,7 +50,7 @@ class CompiledForward:
     """
 
     attend: Attend
-    native: NativeAttend | None = None
+    native: NativeAttention | None = None
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class CompiledForward:
         self._step = step = _step_of(model, "logits_to_keep" in parameters)
         compilation.native_operators = operators
         compilation.native_attention = native_attention
+        compilation.native_again = native_again
         with guarded(registered, "compile"), tracing():
             self._compiled = compilation.compile(step)
         if self._compiled is step or not callable(self._compiled):

@@ -21,6 +21,7 @@ from torch import nn
 from jackfield.errors import ExecutionError
 
 if TYPE_CHECKING:
+    from jackfield.bridge.native_attention import NativeAttention
     from jackfield.contracts.native import NativeCall
 
 #: The keyword arguments that travel with the call, as torch's schemas write their types.
@@ -35,7 +36,6 @@ _TRAVEL = {
 _STAY = frozenset({"cache_position", "dropout", "position_ids", "use_cache"})
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
-NativeAttend = Callable[..., "Seq[NativeCall] | None"]
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class OpaqueStep:
     width: int
     past: Any = None
     masks: Mapping[int, torch.Tensor | None] | None = None
-    native: NativeAttend | None = None
+    native: NativeAttention | None = None
 
     def native_calls(
         self,
@@ -67,7 +67,7 @@ class OpaqueStep:
         """What does natively what calling this does, in the packed layout; None: nothing does."""
         if self.native is None:
             return None
-        return self.native(layer, self.width, query, key, value, output, kwargs)
+        return self.native.calls(layer, self.width, query, key, value, output, kwargs)
 
     def __call__(
         self,
@@ -209,6 +209,12 @@ def native_attention(
 ) -> Seq[NativeCall] | None:
     """See `Compilation.native_attention`."""
     return _this_step().native_calls(output, query, key, value, layer, _travelled(rest))
+
+
+def native_again(outputs: Mapping[int, torch.Tensor]) -> bool:
+    """See `Compilation.native_again`."""
+    step = _this_step()
+    return step.native is not None and step.native.again(step.width, outputs)
 
 
 def _this_step() -> OpaqueStep:

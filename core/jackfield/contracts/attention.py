@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.native import NativeCall
+from jackfield.contracts.packed import PageTables
 from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS, Requirements
 
 
@@ -150,6 +151,10 @@ class BoundAttention:
             or None where it cannot be native. Asked for each layer in each step that a compiler
             runs natively, before any of them runs: keys and values of the step are not there yet.
             None: no step is native as a whole.
+        native_again: `native_again(tables)` has every call that `native` gave for layers with the
+            window of `tables` (`PageTables`) read these, with the same query and output, and
+            returns whether it does; otherwise `native` is asked for each layer. Called for each
+            window once, in a step of as many tokens as the last. None: always ask.
 
     Raises:
         TypeError: `forward` or `mask` is no function.
@@ -162,6 +167,7 @@ class BoundAttention:
     warm: Callable[[int], None] | None = None
     close: Callable[[], None] | None = None
     native: Callable[..., NativeCall | None] | None = None
+    native_again: Callable[[PageTables], bool] | None = None
 
     def __post_init__(self) -> None:
         for part in ("forward", "mask"):

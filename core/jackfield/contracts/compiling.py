@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -31,6 +31,10 @@ _NOT_COMPILED = {
 
 def _not_native(*_: Any) -> None:
     return None
+
+
+def _never(_: Mapping[int, Any]) -> bool:
+    return False
 
 
 def _nobody_counts(_: Seq[int]) -> None:
@@ -90,6 +94,8 @@ class Compilation(ABC):
             into `output`; None: call the operator. Asked anew for each layer in each step, before
             any of it runs. Whoever then runs the calls calls `native_attended(layers)` as well, as
             nobody counts them otherwise. Set before the first step.
+        native_again: `native_again(outputs)` says whether the calls that were given last for these
+            `outputs`, by layer, do in this step what they are for; they need not be asked for then.
         native_attended: As above.
     """
 
@@ -100,6 +106,7 @@ class Compilation(ABC):
     anew: bool = True
     native_operators: NativeOperators = MappingProxyType({})
     native_attention: Callable[..., Seq[NativeCall] | None] = staticmethod(_not_native)
+    native_again: Callable[[Mapping[int, Any]], bool] = staticmethod(_never)
     native_attended: Callable[[Seq[int]], None] = staticmethod(_nobody_counts)
 
     @property

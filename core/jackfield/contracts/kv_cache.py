@@ -342,6 +342,21 @@ class PackedKVCache(KVCache):
         del layer, keys, values
         return None
 
+    def native_again(self, tokens: int) -> bool:
+        """Have every call that `native_write` gave store the keys and values of this step.
+
+        They lie where they lay. Called after `prepare` and before `native_write`, where the pages
+        that it returned still have their pools.
+
+        Args:
+            tokens: How many keys there are.
+
+        Returns:
+            Whether it is so; otherwise `native_write` is asked for each layer.
+        """
+        del tokens
+        return False
+
 
 @dataclass(frozen=True)
 class PaddedCache:

@@ -138,6 +138,11 @@ class CheckedPackedCache(CheckedCache, GuardedPackedCache):
             self._hold(layer, written[0], keys)
         return written
 
+    def native_again(self, tokens: int) -> bool:
+        """Never: what each layer returns is looked at in each step."""
+        del tokens
+        return False
+
     def _hold(self, layer: int, found: PackedLayer, keys: torch.Tensor) -> None:
         """Hold what `write` returned to the step."""
         if not isinstance(found, PackedLayer):

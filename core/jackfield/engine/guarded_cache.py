@@ -112,3 +112,6 @@ class GuardedPackedCache(GuardedCache, PackedKVCache):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[PackedLayer, NativeCall] | None:
         return self._pages.native_write(layer, keys, values)
+
+    def native_again(self, tokens: int) -> bool:
+        return self._pages.native_again(tokens)

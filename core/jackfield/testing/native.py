@@ -29,9 +29,7 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
     if not isinstance(call, NativeCall):
         raise WrongError(f"{what} must return a NativeCall or None, got {type(call).__name__}")
     for again in range(2):  # a step runs it any number of times
-        if not run(call):
-            raise WrongError(f"the call of {what} says that it cannot be done")
-        _compare(f"{what}{', run again' if again else ''}", out, due)
+        repeats(f"{what}{', run again' if again else ''}", call, out, due)
     if call.together:
         others = [torch.full_like(out, float("nan")) for _ in range(3)]
         calls = [native(other, *arguments, **given) for other in others]
@@ -40,6 +38,13 @@ def agrees(what: str, native: Native, due: torch.Tensor, *arguments: Any, **give
         for other in others:
             _compare(f"{what}, run together with others,", other, due)
     return True
+
+
+def repeats(what: str, call: NativeCall, out: torch.Tensor, due: torch.Tensor) -> None:
+    """Hold `call`, which writes `out`, to `due`. Raises WrongError."""
+    if not run(call):
+        raise WrongError(f"the call of {what} says that it cannot be done")
+    _compare(what, out, due)
 
 
 class Heard(TorchDispatchMode):

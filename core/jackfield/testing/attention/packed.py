@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
 from jackfield.testing.attention.truth import Piece
 from jackfield.testing.checks import Check, WrongError
-from jackfield.testing.native import agrees
+from jackfield.testing.native import agrees, repeats
 from jackfield.testing.subject import Subject
 from jackfield.testing.watching import Snapshot
 
@@ -114,6 +115,7 @@ def called(
         lent.check()
         lent.check_own(output)
         _hold_native(job, query, layer, output, given)
+        _hold_again(job, query, layer, output, given)
         lent.check()
         return list(output.split([span.query_len for span in layer.step.spans]))
 
@@ -130,6 +132,36 @@ def _hold_native(
         return offered(query, layer, out, **given)
 
     agrees("native", native, output)
+
+
+def _hold_again(
+    job: Job, query: torch.Tensor, layer: PackedLayer, output: torch.Tensor, given: dict[str, Any]
+) -> None:
+    """A call of one step, run in one with other tables. Raises WrongError."""
+    native, again, packed = job.bound.native, job.bound.native_again, job.bound.packed
+    if native is None or again is None or packed is None:
+        return
+    out = torch.full_like(output, float("nan"))
+    call = native(query, layer, out, **given)
+    if call is None:
+        return
+    moved = _moved(layer)
+    due = packed(job.module, query, moved, **given)
+    if again(moved.tables):
+        repeats("native, where native_again says that it reads other tables,", call, out, due)
+
+
+def _moved(layer: PackedLayer) -> PackedLayer:
+    """The same pools, where every sequence has the pages that another page number stands for."""
+    tables = layer.tables
+    used = sorted({page for pages in tables.tables for page in pages})
+    other = dict(zip(used, used[1:] + used[:1], strict=True))
+    block = tables.block_table.clone()
+    moved = [[other[page] for page in pages] for pages in tables.tables]
+    for row, pages in zip(block, moved, strict=True):
+        row[: len(pages)] = torch.tensor(pages, dtype=block.dtype)
+    found = dataclasses.replace(tables, block_table=block, tables=moved, in_a_row=(), runs=())
+    return PackedLayer(layer.keys, layer.values, found)
 
 
 def keywords(job: Job, piece: Piece, case: Case, declared: frozenset[str]) -> dict[str, Any]:

@@ -83,7 +83,14 @@ class CpuDecodeAttention(Attention):
             return output
 
         source = KERNEL.built_with()
-        return BoundAttention(forward, sdpa.mask, packed, source=source, native=kernel.native)
+        return BoundAttention(
+            forward,
+            sdpa.mask,
+            packed,
+            source=source,
+            native=kernel.native,
+            native_again=kernel.native_again,
+        )
 
 
 @hookimpl

@@ -32,7 +32,7 @@ from jackfield_plugins.native.arguments import unreadable
 
 SHORT = 16  # queries of a sequence that are done one by one: a token and its drafts
 _PACK = struct.Struct("@10qd8q3q10q").pack  # `struct Call` in kernel.cpp
-_TABLES_AT = struct.calcsize("@10qd8q3q")
+_STEP = struct.Struct("@8q")  # `struct Step`
 _MOST = 4096  # calls whose arguments are remembered
 _NO_MASK = (0, 0)
 _NO_TABLE = (0,) * 10
@@ -57,8 +57,29 @@ def unrolled(tables: PageTables) -> Rows:
     return Rows(tables.block_table[of], tables.first[of], *small)
 
 
+class StepRows:
+    """The rows of a step, at one place in memory for the calls of all layers with one window."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(_STEP.size)
+        self._held: tuple[PageTables, Rows] | None = None  # what `memory` has the addresses of
+
+    def put(self, tables: PageTables, rows: Rows) -> None:
+        """Have the calls read these."""
+        table, first, lengths, starts = rows
+        _STEP.pack_into(
+            self.memory, 0, len(lengths), torch.get_num_threads(),
+            table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr(),
+            table.stride(0), table.shape[1],
+        )  # fmt: skip
+        self._held = tables, rows
+
+    def has(self, tables: PageTables) -> bool:
+        return self._held is not None and self._held[0] is tables
+
+
 class Laid:
-    """The arguments of a call whose tensors lie where they lay, but for those of the step."""
+    """The call of a layer whose tensors lie where they lay, whatever the step."""
 
     def __init__(
         self,
@@ -66,12 +87,11 @@ class Laid:
         layer: PackedLayer,
         out: torch.Tensor,
         scaling: float | None,
-        whole: bytes,
+        call: NativeCall,
     ) -> None:
         self._tensors = [weakref.ref(one) for one in (query, out, layer.keys, layer.values)]
-        self._told = scaling, torch.get_num_threads()
-        self._begin, self._middle = whole[:32], whole[40:_TABLES_AT]
-        self._tokens, self._pages = whole[-24:-16], whole[-8:]
+        self._told = scaling, layer.window, layer.page_size
+        self.call = call
 
     def holds(
         self, query: torch.Tensor, layer: PackedLayer, out: torch.Tensor, scaling: float | None
@@ -83,21 +103,8 @@ class Laid:
             and queries() is query
             and keys() is layer.keys
             and values() is layer.values
-            and self._told == (scaling, torch.get_num_threads())
+            and self._told == (scaling, layer.window, layer.page_size)
         )
-
-    def joined(self, count: bytes, tables: bytes, columns: bytes) -> bytes:
-        """The whole, for a step of so many rows with these tables of so many columns."""
-        parts = (self._begin, count, self._middle, tables, self._tokens, columns, self._pages)
-        return b"".join(parts)
-
-
-def _packed(rows: Rows, tables: PageTables) -> tuple[bytes, bytes, bytes]:
-    """What `struct Call` has of a step: how many rows, where its tables lie, their columns."""
-    table, first, lengths, starts = rows
-    held = (table.data_ptr(), first.data_ptr(), lengths.data_ptr(), starts.data_ptr())
-    where = struct.pack("@7q", *held, table.stride(0), tables.page_size, tables.window or 0)
-    return struct.pack("@q", len(lengths)), where, struct.pack("@q", table.shape[1])
 
 
 class Kernel:
@@ -111,9 +118,10 @@ class Kernel:
             function = library[f"decode_{str(dtype).removeprefix('torch.')}"]
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_bool
             self._decode[dtype] = function
-            self._addresses[dtype] = ctypes.cast(function, ctypes.c_void_p).value or 0
+            of_step = library[f"decode_step_{str(dtype).removeprefix('torch.')}"]
+            self._addresses[dtype] = ctypes.cast(of_step, ctypes.c_void_p).value or 0
         self._laid: dict[int, Laid] = {}  # by output, which they do not keep alive
-        self._packed_rows: dict[int | None, tuple[PageTables, bytes, bytes, bytes]] = {}
+        self._steps: dict[int | None, StepRows] = {}  # by window
         self._rows: dict[int | None, tuple[PageTables, Rows]] = {}  # by window, of the last step
         self._readable: dict[int | None, Rows] = {}  # those that were looked at last, by window
 
@@ -214,27 +222,43 @@ class Kernel:
         scaling: float | None = None,
         **_: Any,
     ) -> NativeCall | None:
-        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`.
-
-        Asked for each layer in each step: what lies at one place in all of them is packed once.
-        """
-        tables = layer.tables
-        if tables.step.max_seqlen_q > SHORT:
+        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`."""
+        if not self.native_again(layer.tables):
             return None
         laid = self._laid.get(id(out))
         if laid is None or not laid.holds(query, layer, out, scaling):
             if query.stride(-1) != 1 or not out.is_contiguous():
                 return None
-            whole = self._arguments(query, layer, scaling, out)
-            self._function(query, layer.keys, layer.values)
             if len(self._laid) >= _MOST:  # of programs that are gone
                 self._laid.clear()
-            laid = self._laid[id(out)] = Laid(query, layer, out, scaling, whole)
-        rows = self._packed_rows.get(tables.window)
-        if rows is None or rows[0] is not tables:
-            found = self._rows_of(tables)
-            rows = self._packed_rows[tables.window] = (tables, *_packed(found, tables))
-        return NativeCall(self._addresses[query.dtype], laid.joined(*rows[1:]))
+            call = self._call(query, layer, scaling, out)
+            laid = self._laid[id(out)] = Laid(query, layer, out, scaling, call)
+        return laid.call
+
+    def native_again(self, tables: PageTables) -> bool:
+        """Have the calls of layers with this window read `tables`, if `native` can."""
+        if tables.step.max_seqlen_q > SHORT:
+            return False
+        step = self._step_rows(tables.window)
+        if not step.has(tables):
+            step.put(tables, self._rows_of(tables))
+        return True
+
+    def _step_rows(self, window: int | None) -> StepRows:
+        found = self._steps.get(window)
+        if found is None:
+            found = self._steps[window] = StepRows()
+        return found
+
+    def _call(
+        self, query: torch.Tensor, layer: PackedLayer, scaling: float | None, out: torch.Tensor
+    ) -> NativeCall:
+        """The call for these tensors. Raises ExecutionError."""
+        self._function(query, layer.keys, layer.values)
+        step = self._step_rows(layer.window).memory
+        where = struct.pack("@q", ctypes.addressof(step))
+        arguments = where + self._arguments(query, layer, scaling, out)
+        return NativeCall(self._addresses[query.dtype], arguments, (step,))
 
     def _arguments(
         self, query: torch.Tensor, layer: PackedLayer, scaling: float | None, out: torch.Tensor

@@ -40,6 +40,19 @@ struct Call {
     int64_t tokens, columns, pages;  // queries, columns of the table, pages of a pool
 };
 
+// The rows of a step, which all its layers have in common: at one place in memory, written anew for
+// each step. The other arguments of a call are the same in every step.
+struct Step {
+    int64_t rows, threads;
+    const int32_t *table, *first, *lengths, *starts;
+    int64_t table_row, columns;
+};
+
+struct StepCall {
+    const Step* step;
+    Call call;  // but for what the step has
+};
+
 // The keys that a sequence sees, the token of its query, and the tasks before its own.
 struct Row {
     int64_t begin, end, token, tasks;
@@ -376,6 +389,21 @@ class Decode {
 template <class T>
 bool decode(const Call* call) { return Decode<T>(*call).run(); }
 
+template <class T>
+bool decode_step(const StepCall* of) {
+    const Step& step = *of->step;
+    Call call = of->call;
+    call.rows = step.rows;
+    call.threads = step.threads;
+    call.table = step.table;
+    call.first = step.first;
+    call.lengths = step.lengths;
+    call.starts = step.starts;
+    call.table_row = step.table_row;
+    call.columns = step.columns;
+    return decode<T>(&call);
+}
+
 }  // namespace
 
 extern "C" {
@@ -383,6 +411,10 @@ bool decode_float32(const Call* call) { return decode<float>(call); }
 bool decode_float64(const Call* call) { return decode<double>(call); }
 bool decode_bfloat16(const Call* call) { return decode<bfloat16>(call); }
 bool decode_float16(const Call* call) { return decode<float16>(call); }
+bool decode_step_float32(const StepCall* call) { return decode_step<float>(call); }
+bool decode_step_float64(const StepCall* call) { return decode_step<double>(call); }
+bool decode_step_bfloat16(const StepCall* call) { return decode_step<bfloat16>(call); }
+bool decode_step_float16(const StepCall* call) { return decode_step<float16>(call); }
 bool prompts_float32(const PromptsCall* call) { return prompts<float>(call); }
 bool prompts_float64(const PromptsCall* call) { return prompts<double>(call); }
 bool prompts_bfloat16(const PromptsCall* call) { return prompts<bfloat16>(call); }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, StepBlock
 from jackfield_plugins.cache.paged.pages import PageAllocator
 from jackfield_plugins.cache.paged.pools import NO_TABLES, Pools
-from jackfield_plugins.cache.paged.storing import StoredStates
+from jackfield_plugins.cache.paged.storing import StepSlots, StoredStates
 from jackfield_plugins.cache.paged.swapping import HostPages, PageSwap, swap_on
 from jackfield_plugins.cache.paged.tables import CachedTable, CachedTensor, Table
 
@@ -51,6 +51,7 @@ class LayerGroup:
         self.targets: torch.Tensor  # the slots of this step's tokens, [tokens]
         self.forget_tables()
         self._stored: dict[int, StoredStates] = {}  # by layer, of the last step that was native
+        self._step_slots = StepSlots()
         self._swap: PageSwap | None = None  # made when a first sequence is swapped
 
     def places_for(self, tokens: int, prompt: int, chunk: int | None) -> int:
@@ -276,9 +277,13 @@ class LayerGroup:
         layer = self.pools.layer(index, self.capacity, self.now, keys, values)
         known = self._stored.get(index)
         if known is None or not known.holds(layer, keys, values):
-            known = self._stored[index] = StoredStates(layer, keys, values)
-        call = known.call(self.targets)
-        return None if call is None else (layer, call)
+            known = self._stored[index] = StoredStates(layer, keys, values, self._step_slots)
+        self.aim()
+        return None if known.call is None else (layer, known.call)
+
+    def aim(self) -> None:
+        """Have the calls of `native_write` store the tokens of this step."""
+        self._step_slots.put(self.targets)
 
     def close(self) -> None:
         """Let go of all tensors, whoever still has the layers."""
@@ -288,6 +293,7 @@ class LayerGroup:
         self._stored.clear()
         self._swap = None
         self.targets = NO_TABLES.first
+        self.aim()
 
     def forget_tables(self) -> None:
         """Keep no tensor of the last step: the next one's are made anew."""

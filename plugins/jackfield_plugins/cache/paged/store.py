@@ -220,6 +220,13 @@ class PagedKVCache(PackedKVCache):
             return None  # which `write` refuses
         return self._group_of[layer].native_write(layer, keys, values)
 
+    def native_again(self, tokens: int) -> bool:
+        if tokens != self._expected:
+            return False  # which `write` refuses
+        for group in self.groups.values():
+            group.aim()
+        return True
+
     def commit(self, step: Step, kept: Seq[int]) -> None:
         self._expected = 0
         self._room.recount()

@@ -13,6 +13,8 @@ from jackfield.errors import ExecutionError
 if TYPE_CHECKING:
     import torch
 
+    from jackfield.contracts import Compilation
+
 _INSTRUCTION = struct.Struct("@2q")  # `struct Instruction` in kernel.cpp
 _ROOM = 1024  # bytes of arguments that a call of a step may bring
 
@@ -130,16 +132,21 @@ class Sequential:
 
 
 class Whole(Sequential):
-    """The same with attentions as native calls, which are asked for in each step.
+    """The same with attentions as native calls, which are asked for where those of before are over.
 
-    `ask` is `Compilation.native_attention`; `attended` is told the layers after each run.
+    `offered` has `native_attention` and `native_again`, and `native_attended`, which is told the
+    layers after each run.
     """
 
-    def __init__(self, calls: Sequence[Call], run: Run, ask: Any, attended: Any) -> None:
-        self._ask, self._attended = ask, attended
+    def __init__(self, calls: Sequence[Call], run: Run, offered: Compilation) -> None:
+        self._ask, self._again = offered.native_attention, offered.native_again
+        self._attended = offered.native_attended
         self._attends: list[tuple[Attend, Stretch, tuple[tuple[int, int], ...]]] = []
         super().__init__(calls, run)
         self._layers = [call.layer for call, *_ in self._attends]
+        self._outputs = {call.layer: call.output for call, *_ in self._attends}
+        self._once = len(self._outputs) == len(self._layers)  # no layer attends twice
+        self._ready = False  # the calls that were given last are in their places
 
     def _add(self, call: Call) -> None:
         if isinstance(call, Attend):
@@ -151,13 +158,20 @@ class Whole(Sequential):
 
     def __call__(self) -> bool:
         """Whether it ran; if not, some attention has no native calls now, and nothing ran."""
-        ask = self._ask
+        if not ((self._ready and self._again(self._outputs)) or self._asked()):
+            return False
+        super().__call__()
+        self._attended(self._layers)
+        return True
+
+    def _asked(self) -> bool:
+        """Put the calls of this step in their places; whether there are any."""
+        self._ready, ask = False, self._ask
         for call, stretch, places in self._attends:
             native = ask(call.output, *call.arguments)
             if native is None:
                 return False
             for place, one in zip(places, native, strict=True):
                 stretch.put(place, one)
-        super().__call__()
-        self._attended(self._layers)
+        self._ready = self._once
         return True

@@ -67,7 +67,7 @@ class Program:
         run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
         calls = joined(self._calls)
         self.num_calls = len(calls)
-        self._whole = Whole(calls, run, offered.native_attention, offered.native_attended)
+        self._whole = Whole(calls, run, offered)
         self._parts = Sequential(calls, run)
 
     @property

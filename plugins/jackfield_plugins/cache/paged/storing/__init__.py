@@ -18,19 +18,43 @@ if TYPE_CHECKING:
     from jackfield.contracts import PackedLayer
 
 KERNEL = NativeKernel("paged", Path(__file__).parent, instead="compile='none'")
-_TOKENS = struct.Struct("@3q").pack  # `struct Call` in kernel.cpp: its beginning
-_STATES = struct.Struct("@12q").pack  # and its end
+_SLOTS = struct.Struct("@2q")  # `struct Slots` in kernel.cpp
+_CALL = struct.Struct("@14q").pack  # `struct Call`
 _function: list[int] = []  # the address of `store`, once it is known; 0: there is none
+
+
+class StepSlots:
+    """Where the tokens of a step go, at one place in memory for the calls of all layers."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(_SLOTS.size)
+        self._slots: torch.Tensor | None = None
+
+    def put(self, slots: torch.Tensor) -> None:
+        """Have the calls take `slots`, int64 `[tokens]`."""
+        if slots is not self._slots:
+            self._slots = slots
+            _SLOTS.pack_into(self.memory, 0, slots.data_ptr(), slots.numel())
 
 
 class StoredStates:
     """Keys and values that lie at one place in every step, on their way to the pools of a layer."""
 
-    def __init__(self, layer: PackedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(
+        self, layer: PackedLayer, keys: torch.Tensor, values: torch.Tensor, step: StepSlots
+    ) -> None:
+        """The call copies `[tokens, kv_heads, head_dim]` to the slots of `step`.
+
+        There is none where they are not on the CPU, of another dtype or size than the pools, or
+        strided within heads, and on a machine that cannot compile it.
+        """
         self._tensors = [weakref.ref(one) for one in (layer.keys, layer.values, keys, values)]
-        self._places = layer.keys.shape[0] * layer.keys.shape[1]
-        self._states = _described((layer.keys, layer.values), (keys, values))
-        self._address = _address() if self._states else 0
+        self.call: NativeCall | None = None
+        if states := _described((layer.keys, layer.values), (keys, values)):
+            places = layer.keys.shape[0] * layer.keys.shape[1]
+            arguments = _CALL(ctypes.addressof(step.memory), places, *states)
+            if address := _address():
+                self.call = NativeCall(address, arguments, (step.memory,))
 
     def holds(self, layer: PackedLayer, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether it is about these very tensors."""
@@ -39,23 +63,10 @@ class StoredStates:
             new() is keys and newer() is values and pool() is layer.keys and other() is layer.values
         )
 
-    def call(self, slots: torch.Tensor) -> NativeCall | None:
-        """The call that copies `[tokens, kv_heads, head_dim]` to the `slots`, int64 `[tokens]`.
 
-        None where they are not on the CPU, of another dtype or size than the pools, or strided
-        within heads, and on a machine that cannot compile it.
-        """
-        if not self._address:
-            return None
-        count = slots.numel()
-        return NativeCall(
-            self._address, _TOKENS(slots.data_ptr(), count, self._places) + self._states
-        )
-
-
-def _described(pools: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> bytes:
+def _described(pools: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> list[int]:
     """Where keys and values lie, and where they go; nothing where they cannot be copied so."""
-    found = []
+    found: list[int] = []
     for pool, one in zip(pools, states, strict=True):
         token, head, dense = one.stride()
         if (
@@ -64,11 +75,11 @@ def _described(pools: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) ->
             or one.shape[1:] != pool.shape[2:]
             or not (one.is_cpu and pool.is_cpu and pool.is_contiguous())
         ):
-            return b""
+            return []
         size = one.itemsize
         heads, width = one.shape[1:]
         found += [one.data_ptr(), pool.data_ptr(), heads, width * size, token * size, head * size]
-    return _STATES(*found)
+    return found
 
 
 def _address() -> int:

@@ -11,20 +11,27 @@ struct States {
     int64_t heads, bytes, token, head;
 };
 
-struct Call {
+// Where a step's tokens go: one for all layers of a group, written anew for each step.
+struct Slots {
     const int64_t* slots;
-    int64_t tokens, places;
+    int64_t tokens;
+};
+
+struct Call {
+    const Slots* step;
+    int64_t places;
     States states[2];
 };
 
 }  // namespace
 
 extern "C" bool store(const Call* call) {
-    for (int64_t i = 0; i < call->tokens; i++)
-        if (call->slots[i] < 0 || call->slots[i] >= call->places) return false;
+    const auto [slots, tokens] = *call->step;
+    for (int64_t i = 0; i < tokens; i++)
+        if (slots[i] < 0 || slots[i] >= call->places) return false;
     for (const States& s : call->states)
-        for (int64_t i = 0; i < call->tokens; i++) {
-            char* to = s.pool + call->slots[i] * s.heads * s.bytes;
+        for (int64_t i = 0; i < tokens; i++) {
+            char* to = s.pool + slots[i] * s.heads * s.bytes;
             const char* from = s.from + i * s.token;
             if (s.head == s.bytes) std::memcpy(to, from, s.heads * s.bytes);
             else
