@@ -9,6 +9,7 @@ from typing import Any
 import extras
 import pytest
 import torch
+from families import build
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -230,3 +231,15 @@ def test_a_quantizer_whose_layer_is_spoilt_does_not_load(
     monkeypatch.setattr(reading, "load_model", spoilt)
     with pytest.raises(JackfieldError, match=f"'{name}' of .* did not store {LAYER}"):
         jackfield.load(folder, quantization=name)
+
+
+@pytest.mark.parametrize("family", ["llama4"])  # its router is a linear that chooses experts, too
+def test_a_models_own_kind_of_linear_is_asked_for_its_product(family: str, tmp_path: Path) -> None:
+    extras.needs("torchao")
+    build(family, torch.float32).save_pretrained(tmp_path)
+    with jackfield.load(
+        tmp_path, quantization="torchao", cache_implementation="dynamic", dtype="float32"
+    ) as engine:
+        module = layer(engine.model, "model.layers.0.feed_forward.router")
+        assert type(module.weight).__module__.startswith("torchao")
+        assert len(engine.generate([5, 6, 7], max_new_tokens=3)[0].token_ids) == 3

@@ -161,7 +161,7 @@ class _Reader(ExitStack):
         given = torch.cat([probes, -probes]).to(device, self._dtype)
         try:
             with torch.no_grad():
-                out = module(given)
+                out = self._product(module, given)
         except Exception as error:
             said = f"it raised {type(error).__name__}: {shown(str(error))}"
             if self.needs.stored is None:
@@ -178,6 +178,13 @@ class _Reader(ExitStack):
         elif (some := self._some_rows(weight, rows)) is not None:
             self._compare(path, (out[:PROBES] - out[PROBES:])[:, : len(some)].cpu().float() / 2,
                           probes.to(self._dtype).float() @ some.T)  # fmt: skip
+
+    def _product(self, module: nn.Module, given: torch.Tensor) -> Any:
+        """What a layer makes of its matrix; a model's own kind of linear (a router) does more."""
+        own = type(module).__module__ == type(self.model).__module__
+        if own and isinstance(module, nn.Linear):
+            return nn.Linear.forward(module, given)
+        return module(given)
 
     def _linear(self, path: str, module: Any) -> Weight | None:
         """The matrix that a layer stands for: as it was planned, or as the layer itself says."""
