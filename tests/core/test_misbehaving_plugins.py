@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,7 @@ print(json.dumps({
 #: the host's other thread acts while the module is imported
 MEETS = """
 import sys
+import time
 host = sys.modules["__main__"]
 if hasattr(host, "begun"):
     host.begun.set()
@@ -336,3 +338,36 @@ def test_what_threads_of_the_host_do_meanwhile_stays(site: Site, tmp_path: Path,
         "it closed or replaced file descriptor 0: it was put back",
         f"it changed {parts} while it loaded, which was put back",
     ])  # fmt: skip
+
+
+def test_ctrl_c_waits_for_no_trial_and_blames_nobody(tmp_path: Path, new_site: type[Site]) -> None:
+    site = new_site(tmp_path / "site")
+    for name in ("bad", "worse"):
+        site.add(name, f"import time; time.sleep(60)\n{site.attention(name)}")
+    environment = {
+        **os.environ, "PYTHONPATH": str(site.folder), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "JACKFIELD_LOAD_TIMEOUT": "30", "JACKFIELD_DISABLE": "jackfield",
+    }  # fmt: skip
+    command = [sys.executable, "-c", WAITS_AND_IS_STOPPED]
+    begun = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert time.monotonic() - begun < 25
+    assert done.stdout == "stopped\n", done
+    assert not [*(tmp_path / "cache").rglob("*.json")]
+
+
+WAITS_AND_IS_STOPPED = """
+import os, signal, threading, time
+from jackfield.registry import trial_process
+from jackfield.registry.discovery import registry
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have none
+def stop():
+    while len(trial_process._running) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=stop, daemon=True).start()
+try:
+    registry()
+except KeyboardInterrupt:
+    print("stopped")
+"""

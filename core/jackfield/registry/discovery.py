@@ -21,7 +21,7 @@ from jackfield.errors import PluginError, error_text
 from jackfield.registry.backends import PluginRecord, Registered, Registry
 from jackfield.registry.kept_streams import is_loading
 from jackfield.registry.loading import DISTRIBUTION as DISTRIBUTION
-from jackfield.registry.loading import Offer, Source, load
+from jackfield.registry.loading import Offer, Source, load, trials
 
 logger = logging.getLogger("jackfield")
 
@@ -85,6 +85,7 @@ def discover(
         key=lambda s: (canonicalize_name(s.distribution), s.entry_point.name, s.entry_point.value),
     )
     gate = _Gate(environ, sources)
+    results = iter(trials([s for s in sources if not gate.closed(s)], gate.timeout))
     claims = []
     for source in sources:
         entry_point = source.entry_point
@@ -96,7 +97,7 @@ def discover(
             record = replace(record, state="disabled", cause=reason)
         else:
             try:
-                offers, problems = load(source, gate.timeout)
+                offers, problems = load(source, gate.timeout, next(results))
                 record = replace(record, problems=tuple(problems))
             except PluginError as error:
                 logger.debug("plugin %s failed to load", entry_point.name, exc_info=True)

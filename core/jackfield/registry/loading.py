@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +25,12 @@ from jackfield.errors import PluginError, error_text, quoted
 from jackfield.hookspecs import HOOKS
 from jackfield.registry.contained import Seen, contained
 from jackfield.registry.kept_streams import loads
-from jackfield.registry.trial_process import tried
+from jackfield.registry.trial_process import end_all, tried
 from jackfield.registry.trial_results import TrialResult, path_of, recall, remember
 from jackfield.spelling import nearest
 
 DISTRIBUTION = "jackfield"
+SIDE_BY_SIDE = 4  # plugins that are tried at once; most of their time goes by on one core each
 
 
 class Offer(NamedTuple):
@@ -64,21 +66,50 @@ class Source:
         return cls(entry_point, "unknown", "unknown", flaw=flaw)
 
 
-def load(source: Source, timeout: float) -> tuple[list[Offer], list[str]]:
+def trials(sources: Sequence[Source], timeout: float) -> list[TrialResult | None]:
+    """What each plugin does to a process; None: nobody asks, or no other process can be had.
+
+    Those that are not of jackfield's own distribution are tried in processes of their own, side by
+    side: a start of Python each, once, as long as what came out can be remembered.
+    """
+
+    def trial(source: Source) -> TrialResult | None:
+        if _is_ours(source):
+            return None
+        try:
+            check_readable(source)
+        except PluginError:  # which `load` raises, too
+            return None
+        result = recall(source.entry_point, timeout)
+        if result is None and (result := tried(source.entry_point, timeout)) is not None:
+            remember(source.entry_point, result)
+        return result
+
+    pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+    try:
+        return list(pool.map(trial, sources))
+    except BaseException:  # Ctrl-C waits for nobody
+        pool.shutdown(wait=False, cancel_futures=True)
+        end_all()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _is_ours(source: Source) -> bool:
+    return canonicalize_name(source.distribution) == DISTRIBUTION
+
+
+def load(
+    source: Source, timeout: float, result: TrialResult | None = None
+) -> tuple[list[Offer], list[str]]:
     """Everything that a plugin offers, and what it did besides that was put right.
 
-    Raises PluginError, whatever the plugin does. One that is not of jackfield's own distribution
-    is tried in a process of its own first; that costs a start of Python, once, as long as what
-    came out can be remembered.
+    `result` is that of its trial. Raises PluginError, whatever the plugin does.
     """
-    if source.flaw:
-        raise PluginError(source.flaw)
-    check_version_contract(source)
-    if canonicalize_name(source.distribution) == DISTRIBUTION:
+    check_readable(source)
+    if _is_ours(source):
         return within(timeout, source), []
-    result = recall(source.entry_point, timeout)
-    if result is None and (result := tried(source.entry_point, timeout)) is not None:
-        remember(source.entry_point, result)
     if result is not None and result.refused:
         raise PluginError(f"{result.refused}, in a process of its own{_again(source)}")
     try:
@@ -104,9 +135,16 @@ class _HangError(PluginError):
     """It did not come back in time."""
 
 
+def check_readable(source: Source) -> None:
+    """Refuse a plugin of which too little is known, or that needs another jackfield."""
+    if source.flaw:
+        raise PluginError(source.flaw)
+    check_version_contract(source)
+
+
 def check_version_contract(source: Source) -> None:
     """Refuse a plugin that needs another jackfield, before any of its code runs."""
-    if canonicalize_name(source.distribution) == DISTRIBUTION:
+    if _is_ours(source):
         return
     here = importlib.metadata.version(DISTRIBUTION)
     for text in source.requires:

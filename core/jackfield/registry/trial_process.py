@@ -23,6 +23,8 @@ from jackfield.registry.trial_results import TrialResult
 #: The other process needs this long to start and to end, however busy the machine is.
 _SLACK = 60.0
 
+_running: set[subprocess.Popen[bytes]] = set()
+
 _START = """
 import json, sys
 sys.path[:] = json.load(open(sys.argv[1] + "/request.json"))["path"]
@@ -71,8 +73,12 @@ def _run(folder: Path, seconds: float) -> int | None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+    _running.add(process)
     try:
-        return process.wait(min(2 * seconds + _SLACK, 1e6))
+        code = process.wait(min(2 * seconds + _SLACK, 1e6))
+        if process not in _running:
+            raise InterruptedError("it was ended, and says nothing of the plugin")
+        return code
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -80,6 +86,15 @@ def _run(folder: Path, seconds: float) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
+        _running.discard(process)
+
+
+def end_all() -> None:
+    """Wait for no trial any more; nothing is known of what was tried."""
+    running = list(_running)
+    _running.clear()
+    for process in running:
+        process.kill()
 
 
 def _reason(code: int | None, written: int | None, output: bytes, hung: float | None) -> str | None:
