@@ -27,6 +27,7 @@ EXTRAS = {
     "opentelemetry": "otel",
     "optimum": "quanto",
     "peft": "peft",
+    "pyarrow": "parquet",
     "prometheus_client": "serve",
     "pydantic": "serve",
     "pydantic_ai": "dev",

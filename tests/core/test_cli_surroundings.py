@@ -16,6 +16,7 @@ from jackfield.cli.app import COMMANDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and POSIX shells")
 
+BATCH = str(Path(__file__).parents[2] / "docs/snippets/batch.jsonl")
 #: command -> (arguments, standard input)
 LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "help": (("--help",), ""),
@@ -35,6 +36,7 @@ LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "lock": (("lock", "--json"), ""),
     "warm": (("warm", "--rows", "1"), ""),
     "serve": (("serve", "--new-key", "ann"), ""),
+    "batch": (("batch", BATCH, "out.jsonl", "--json"), ""),
     "mistake": (("generate", "hi", "--attention", "nope…"), ""),
 }
 

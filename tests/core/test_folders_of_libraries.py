@@ -29,6 +29,7 @@ KERNEL = "hub?repo=kernels-community/flash-attn2&revision=v1"
 INT4 = "int4-cpu?head=8"
 NEW = None if extras.missing("copier") is None else "jackfield[new]"
 SERVE = None if extras.missing("fastapi") is None else "pip install jackfield[serve]"
+BATCH = str(Path(__file__).parents[2] / "docs/snippets/batch.jsonl")
 #: command -> (arguments, standard input, what the one line of an error says)
 LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "version": (("--version",), "", None),
@@ -49,6 +50,7 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "check": (("check", "fifo", "--only", "schedule.again"), "", None),
     "lock": (("lock", "--json"), "", None),
     "serve": (("serve", "--new-key", "ann"), "", SERVE),
+    "batch": (("batch", BATCH, "out.jsonl", "--json"), "", SERVE),
 }
 #: What is compiled has to be kept, so these name the variable where it cannot be.
 KEEPING: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from served import Served, serving
 
 from jackfield.serving.errors import ApiError
-from jackfield.serving.json_bodies import check_json
+from jackfield.serving.json_bodies import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +95,7 @@ def test_all_other_json_is_read(value: Any) -> None:
         except ValueError:
             assert infinite
             return
-        check_json(text.encode(), 64)
+        read_json(text.encode(), 64)
 
 
 @given(st.text(st.sampled_from('[]{}",:\\ a1'), max_size=30).map(str.encode))
@@ -103,10 +103,10 @@ def test_the_check_refuses_what_json_refuses(body: bytes) -> None:
     with contextlib.suppress(ValueError):
         json.loads(body)
         with contextlib.suppress(ApiError):
-            check_json(body, 64)
+            read_json(body, 64)
         return
     with pytest.raises(ApiError):
-        check_json(body, 64)
+        read_json(body, 64)
 
 
 @pytest.mark.parametrize(

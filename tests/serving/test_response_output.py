@@ -62,7 +62,7 @@ def text_of(item: dict[str, Any]) -> tuple[str, str]:
 
 @given(st.lists(SAID, max_size=6), st.sampled_from(["completed", "incomplete"]))
 def test_events_add_up_to_the_items(said: list[list[Any]], status: str) -> None:
-    output, pieces = Output(), choices(said)
+    output, pieces = Output("an answer"), choices(said)
     events = [{"type": "response.created", "response": response()}]
     events += [event for choice in pieces for event in output.take(choice)]
     events += output.close(status)
@@ -91,7 +91,7 @@ def test_events_add_up_to_the_items(said: list[list[Any]], status: str) -> None:
 
 @given(st.lists(SAID, max_size=6))
 def test_items_say_what_the_chat_says(said: list[list[Any]]) -> None:
-    output, pieces = Output(), choices(said)
+    output, pieces = Output("an answer"), choices(said)
     for choice in pieces:
         for _ in output.take(choice):
             pass
@@ -119,7 +119,7 @@ def test_items_say_what_the_chat_says(said: list[list[Any]]) -> None:
 
 def test_a_turn_of_thought_text_and_calls_is_one_message() -> None:
     said = [[{"reasoning_content": "hm"}], [{"content": "Let me"}], ["call", "{}"], ["call", "[]"]]
-    output = Output()
+    output = Output("an answer")
     for choice in choices(said):
         list(output.take(choice))
     list(output.close("completed"))
@@ -144,7 +144,7 @@ def test_a_turn_of_thought_text_and_calls_is_one_message() -> None:
 
 
 def test_what_is_cut_short_is_incomplete() -> None:
-    output = Output()
+    output = Output("an answer")
     assert output.cut() == []
     for choice in choices([[{"content": "ab"}]]):
         list(output.take(choice))

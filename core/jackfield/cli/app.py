@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from jackfield.cli import bench
+from jackfield.cli.batch import batch
 from jackfield.cli.chat import chat
 from jackfield.cli.check import check
 from jackfield.cli.doctor import doctor
@@ -79,6 +80,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "batch": batch,
     "eval": evaluate,
     "plugins": plugins,
     "explain": explain,

@@ -11,7 +11,7 @@ import typer
 from jackfield.cli.compare import baseline, compare, perplexity_of
 from jackfield.cli.generate import decoded, read_file
 from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, flag, load
-from jackfield.cli.output import console, note, print_json, ran, table
+from jackfield.cli.output import console, note, print_json, progress, ran, table
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,24 +93,19 @@ def evaluate(
 
 def _evaluate(engine: Engine, count: int, seed: int) -> Evaluation:
     """Evaluate, on a terminal with a progress bar on standard error."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     from jackfield.demo.tasks import TASKS
     from jackfield.estimates.evaluation import evaluate
 
-    errors = console(stderr=True)
-    if not errors.is_terminal:
-        return evaluate(engine, count, seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
-        task = bar.add_task("items", total=len(TASKS) * count)
-        return evaluate(engine, count, seed, progress=lambda done: bar.advance(task, done))
+    done, total = 0, len(TASKS) * count
+    with progress("items") as moved:
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            moved(done, total)
+
+        moved(done, total)
+        return evaluate(engine, count, seed, progress=advance)
 
 
 def _print(result: Evaluation) -> None:

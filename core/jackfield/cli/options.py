@@ -89,6 +89,9 @@ class Backends:
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
     ] = False
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits, whatever else runs; slower.")
+    ] = False
     locked: Annotated[
         str | None, flag("--locked", "FILE", "Run what `jackfield lock` wrote there, or nothing.")
     ] = None
@@ -151,6 +154,36 @@ class Batches:
 
     def arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What requests in OpenAI's protocol are answered with where they leave it open."""
+
+    max_completion_tokens: Annotated[
+        int | None,
+        flag("--max-completion-tokens", "N", "How long an answer may be where nobody says."),
+    ] = None
+    default_seed: Annotated[
+        int | None, flag("--default-seed", "N", "The seed of requests that have none.")
+    ] = None
+    reasoning: Annotated[
+        str | None, flag("--reasoning", "MODE", "auto, on or off, for templates that know it.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None, flag("--chat-template-kwargs", "JSON", "What chat templates are given.")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Settings of a server. Raises UsageError for what is no JSON."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {name: value for name, value in found.items() if value is not None}
+        if text := found.get("chat_template_kwargs"):
+            try:
+                found["chat_template_kwargs"] = json.loads(text)
+            except ValueError:
+                raise UsageError(f"--chat-template-kwargs {text!r} is not JSON") from None
+        return found
 
 
 def load(model: str, backends: Backends, batches: Batches) -> Engine:

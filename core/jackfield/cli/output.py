@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -135,6 +135,36 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _longest_note(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> int:
     return max((len(text) for _, notes in rows for text in notes[:1]), default=0)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error while the block runs, with an estimate of its end; nothing where that
+    is no terminal. The block is handed what moves it: how much is done, of how much. What is done
+    at the first call took no time.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    errors = console(stderr=True)
+    if not errors.is_terminal:
+        yield lambda done, of: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
+
+        def moved(done: int, of: int) -> None:
+            if bar.task_ids:
+                bar.update(bar.task_ids[0], completed=done, total=of)
+            else:
+                bar.add_task(what, completed=done, total=of)
+
+        yield moved
 
 
 def note(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jackfield.cli.options import Backends, Batches, flag
+from jackfield.cli.options import Answers, Backends, Batches, flag
 from jackfield.cli.output import say
 from jackfield.errors import UsageError
 
@@ -57,38 +57,20 @@ class Serving:
         float | None,
         flag("--model-timeout", "SECONDS", "When one of several models is unloaded that idles."),
     ] = None
-    max_completion_tokens: Annotated[
-        int | None,
-        flag("--max-completion-tokens", "N", "How long an answer may be where nobody says."),
-    ] = None
-    default_seed: Annotated[
-        int | None, flag("--default-seed", "N", "The seed of requests that have none.")
-    ] = None
-    reasoning: Annotated[
-        str | None, flag("--reasoning", "MODE", "auto, on or off, for templates that know it.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        str | None, flag("--chat-template-kwargs", "JSON", "What chat templates are given.")
-    ] = None
     log_texts: Annotated[
         bool | None, typer.Option("--log-texts", help="Write prompts and answers into the log.")
     ] = None
 
     def given(self) -> dict[str, Any]:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
-        found = {name: value for name, value in found.items() if value not in (None, [])}
-        if text := found.get("chat_template_kwargs"):
-            try:
-                found["chat_template_kwargs"] = json.loads(text)
-            except ValueError:
-                raise UsageError(f"--chat-template-kwargs {text!r} is not JSON") from None
-        return found
+        return {name: value for name, value in found.items() if value not in (None, [])}
 
 
 def serve(
     backends: Backends,
     batches: Batches,
     serving: Serving,
+    answers: Answers,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -120,7 +102,8 @@ def serve(
     if new_key is not None:
         _print_key(new_key, *keys.new_key())
         return
-    found = _settings(model, backends, batches, serving, config)
+    given = {**serving.given(), **answers.given()}
+    found = _settings(model, backends, batches, given, config)
     with _logged():
         running.serve(found, lambda text: print(text, file=sys.stderr, flush=True))
 
@@ -145,20 +128,17 @@ def _settings(
     model: str | None,
     backends: Backends,
     batches: Batches,
-    serving: Serving,
+    given: dict[str, Any],
     config: Path | None,
 ) -> ServerSettings:
-    from jackfield.serving.settings import settings
+    from jackfield.serving.settings import name_of, settings
 
-    given = serving.given()
     arguments = {**backends.arguments(), **batches.arguments()}
     defaults = {**Backends().arguments(), **Batches().arguments()}
     own = {name: value for name, value in arguments.items() if value != defaults[name]}
     if model is not None or (own and config is None):
         name = model or "demo"
-        folder = Path(name)
-        shown = folder.resolve().name if folder.is_dir() else name
-        given["models"] = {shown: {"model": name, **own}}
+        given["models"] = {name_of(name): {"model": name, **own}}
     elif own:
         raise UsageError(
             f"{', '.join(sorted(own))} of which model? Write it into {config}, or name one MODEL"

@@ -47,11 +47,13 @@ class Lock:
         backends: What runs as ("attention", "decoding sample", "draft model's cache", …) -> its
             row, as `lock_of` writes it.
         libraries: Distribution -> version; "python" too.
+        remedy: What to do, other than to install what was locked; for messages.
     """
 
     file: str
     backends: Mapping[str, Mapping[str, Any]]
     libraries: Mapping[str, str]
+    remedy: str = "write the lock anew with `jackfield lock`"
 
 
 def lock_of(plan: Plan) -> dict[str, Any]:
@@ -188,7 +190,8 @@ def read_lock(file: str | Path) -> Lock:
             f"the lock {path} is of version {found['version']}, and this jackfield reads "
             f"{VERSION}; write it anew with `jackfield lock`"
         )
-    return Lock(str(path), found["backends"], found["libraries"])
+    remedy = {"remedy": shown(found["remedy"])} if "remedy" in found else {}
+    return Lock(str(path), found["backends"], found["libraries"], **remedy)
 
 
 def _is_lock(found: Any) -> bool:
@@ -279,8 +282,8 @@ def check(plan: Plan, lock: Lock) -> None:
     ]
     if apart:
         raise PlanError(
-            f"not what {lock.file} locks: {'; '.join(apart)}; install what was locked, or write "
-            "the lock anew with `jackfield lock`"
+            f"not what {lock.file} locks: {'; '.join(apart)}; install what was locked, or "
+            f"{lock.remedy}"
         )
 
 

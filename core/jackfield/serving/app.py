@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,19 +15,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import jackfield.api
+from jackfield.serving.answering import Answering, Exchange
 from jackfield.serving.asking import Asking
-from jackfield.serving.chat import Chat
-from jackfield.serving.completions import TextCompletion
 from jackfield.serving.errors import ApiError, of_validation, refused
-from jackfield.serving.events import Events, Wire, stream, typed_stream, unless_gone
+from jackfield.serving.events import Events, unless_gone
 from jackfield.serving.guards import Guard
 from jackfield.serving.keys import Keys
 from jackfield.serving.metrics import CONTENT_TYPE, Engines, Metrics
 from jackfield.serving.page import add_page
 from jackfield.serving.pool import Load, Pool
-from jackfield.serving.responses import Conversation, Responding, listed, retrieved
-from jackfield.serving.runs import Run
+from jackfield.serving.responses import listed, retrieved
 from jackfield.serving.schema.chat import ChatRequest
+from jackfield.serving.schema.common import Sampling
 from jackfield.serving.schema.completions import CompletionRequest
 from jackfield.serving.schema.responses import (
     ItemsQuery,
@@ -57,7 +55,8 @@ def create_app(
 
     Its lifespan opens the pool, and closes every engine at its end.
     """
-    pool, metrics, provider = Pool(settings, load), Metrics(), tracing()
+    made, provider = Answering(settings, load), tracing()
+    pool, metrics = made.pool, made.metrics
     metrics.registry.register(Engines(pool))
 
     @contextlib.asynccontextmanager
@@ -75,7 +74,7 @@ def create_app(
     app.state.pool, app.state.metrics, app.state.settings = pool, metrics, settings
     _add_health(app, pool, metrics)
     _add_models(app, pool)
-    _add_completions(app, pool, metrics, settings)
+    _add_completions(app, made)
     if settings.page:
         add_page(app)
     _add_errors(app)
@@ -153,53 +152,37 @@ def _add_models(app: FastAPI, pool: Pool) -> None:
         }  # fmt: skip
 
 
-def _add_completions(app: FastAPI, pool: Pool, metrics: Metrics, settings: ServerSettings) -> None:
-    store = Store(settings.stored_responses, settings.stored_bytes)
-
-    async def answered(
-        request: Request, body: Any, kind: Any, prompt: str, wire: Wire = stream
-    ) -> Response:
-        said = request.state.said = {"model": body.model, "user": body.user}
-        if settings.log_texts:
-            said[prompt] = body.model_dump(mode="json")[prompt]
-        served = pool[body.model]
-        said["model"] = served.name  # which may have been asked for by its source
-        run = Run(served, metrics, body, prompt, said, settings)
-
-        async def start() -> Any:
-            engine = await run.open()
-            answer = kind(body, Asking(settings, request.state.owner), engine)
-            await run.start(engine, answer.prompts, answer.asked(), settings.max_samples)
-            return answer
-
+def _add_completions(app: FastAPI, made: Answering) -> None:
+    async def answered(request: Request, body: Sampling) -> Response:
+        said = request.state.said = {}
+        asking = Asking(made.settings, request.state.owner, request.state.id)
+        exchange = Exchange(request.scope["route"].path, body, asking, said, made)
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(run.close)
-            if (answer := await unless_gone(request, start())) is None:
+            stack.push_async_callback(exchange.close)
+            if (answer := await unless_gone(request, exchange.start())) is None:
                 return GONE
             if body.stream:
                 stack.pop_all()  # which closes it itself
-                return Events(run, wire(answer.chunks(run)))
-            found = await unless_gone(request, answer.whole(run))
+                return Events(exchange.run, exchange.events(answer))
+            found = await unless_gone(request, answer.whole(exchange.run))
             return GONE if found is None else JSONResponse(found)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Go on with a conversation."""
-        return await answered(request, body, Chat, "messages")
+        return await answered(request, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Go on with a text."""
-        return await answered(request, body, TextCompletion, "prompt")
+        return await answered(request, body)
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """Go on with a conversation, told as items."""
-        conversation = Conversation(body, store, request.state.owner)
-        kind = functools.partial(Responding, conversation=conversation, store=store)
-        return await answered(request, body, kind, "input", typed_stream)
+        return await answered(request, body)
 
-    _add_stored(app, store)
+    _add_stored(app, made.store)
 
 
 def _add_stored(app: FastAPI, store: Store) -> None:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from jackfield.engine.engine import Engine
 from jackfield.serving.settings import ServerSettings
 
 
+def _name() -> str:
+    return uuid.uuid4().hex
+
+
+def _now() -> int:
+    return int(time.time())
+
+
 @dataclass(frozen=True)
 class Asking:
-    """Who asks, and the server's settings that bear on it."""
+    """Who asks, and the server's settings that bear on it.
+
+    All ids in the answer are made of `id`, and all times in it are told by `now`, in whole seconds
+    since 1970.
+    """
 
     settings: ServerSettings
     owner: str
+    id: str = field(default_factory=_name)
+    now: Callable[[], int] = _now
 
     def completed(self, asked: dict[str, Any]) -> dict[str, Any]:
         """`asked` with the server's defaults; what others have cached is not found by it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,8 +23,8 @@ class Chat:
     def __init__(self, body: ChatRequest, asking: Asking, engine: Engine) -> None:
         self.body = body
         self._engine = engine
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._id = f"chatcmpl-{asking.id}"
+        self._created = asking.now()
         self._turn = turn_for(body, asking, engine)
         self.include_usage = body.include_usage
         self.reasoning_tokens = 0
@@ -57,7 +55,7 @@ class Chat:
 
     async def choices(self, run: Run) -> AsyncIterator[dict[str, Any]]:
         """What the chunks have of each text; `reasoning_tokens` counts those of thoughts."""
-        parsers = [self._turn.parser() for _ in range(self.body.samples)]
+        parsers = [self._turn.parser(number) for number in range(self.body.samples)]
         run.merges = parsers[0].plain  # else which tokens are thoughts depends on the pieces
         unsaid = [0] * self.body.samples  # tokens whose text is held back
         async for index, delta in run:

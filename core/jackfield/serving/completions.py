@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,8 +21,8 @@ class TextCompletion:
     def __init__(self, body: CompletionRequest, asking: Asking, engine: Engine) -> None:
         self.body = body
         self._engine = engine
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._id = f"cmpl-{asking.id}"
+        self._created = asking.now()
         self._asked = asking.completed(body.asked())
         self.include_usage = body.include_usage
         self._offsets: dict[int, int] = {}

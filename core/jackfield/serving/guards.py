@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from jackfield.serving.errors import ApiError, refused, told
-from jackfield.serving.json_bodies import check_json
+from jackfield.serving.json_bodies import read_json
 from jackfield.serving.keys import Keys
 from jackfield.serving.metrics import Metrics
 from jackfield.serving.settings import ServerSettings
@@ -142,7 +142,7 @@ class Guard:
         except TimeoutError:
             seconds = self._settings.receive_timeout
             raise ApiError(408, f"the body did not come within {seconds:g} s") from None
-        check_json(body, self._settings.max_depth)
+        read_json(body, self._settings.max_depth)
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:

@@ -15,9 +15,10 @@ _BRACKETS = re.compile(rb"[\[{]|[\]}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def check_json(body: bytes, max_depth: int) -> None:
-    """Raise ApiError (400) unless `body` is JSON in UTF-8 that everybody reads alike: no name
-    twice, no number without a value, no half of a character, `max_depth` levels at most.
+def read_json(body: bytes, max_depth: int) -> Any:
+    """The value of `body`. Raises ApiError (400) unless it is JSON in UTF-8 that everybody reads
+    alike: no name twice, no number without a value, no half of a character, `max_depth` levels at
+    most.
     """
     if (depth := depth_of(body)) > max_depth:
         raise refused(f"the body is nested {depth} deep; at most {max_depth} are read", None)
@@ -34,6 +35,7 @@ def check_json(body: bytes, max_depth: int) -> None:
         where = ".".join(path)
         raise refused(f"{where or 'the body'} has half of a character (a lone surrogate)",
                       where or None)  # fmt: skip
+    return value
 
 
 def depth_of(body: bytes) -> int:

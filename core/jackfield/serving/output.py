@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jackfield.serving.schema.items import Json, new_id
+from jackfield.serving.schema.items import Json, id_of_output
 
 
 class Output:
     """Makes items of the pieces of a chat's stream: a message, a thought, or calls of functions.
 
     Events are without their `sequence_number`. Log-probabilities go with the text that they are of;
-    those of thoughts and calls are not told.
+    those of thoughts and calls are not told. The ids of items are made of `answer`, that of the
+    answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
         self.items: list[Json] = []
         self._open: _Texts | _Call | None = None
         self._logprobs: list[Json] = []
@@ -66,6 +68,7 @@ class Output:
 
     def _begin(self, item: _Texts | _Call) -> Iterator[Json]:
         self._open = item
+        item.item["id"] = id_of_output(item.item["type"], self._answer, len(self.items))
         self.items.append(item.item)
         yield from item.begin()
 
@@ -80,7 +83,7 @@ class _Item:
     """One item; `item` is itself, finished by `end`."""
 
     def __init__(self, index: int, item: Json) -> None:
-        self.item = {"id": new_id(item["type"]), **item, "status": "in_progress"}
+        self.item = {"id": "", **item, "status": "in_progress"}
         self._index = index
 
     def event(self, kind: str, **more: Any) -> Json:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -96,9 +94,9 @@ class Responding:
             self._chat = Chat(body.chat(said), asking, engine)
         except ApiError as error:
             raise in_fields_of_responses(error) from None
-        self._output = Output()
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._output = Output(asking.id)
+        self._id = f"resp_{asking.id}"
+        self._now, self._created = asking.now, asking.now()
 
     @property
     def prompts(self) -> list[Any]:
@@ -167,7 +165,7 @@ class Responding:
             status,
             output=self._output.items,
             incomplete_details=why,
-            completed_at=int(time.time()) if status == "completed" else None,
+            completed_at=self._now() if status == "completed" else None,
             usage=self._usage(run),
             **more,
         )

@@ -169,6 +169,16 @@ class ServerSettings(BaseSettings):
         )
 
 
+class _Given(ServerSettings):
+    """Of which only what is given counts."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, *others: Any, **named: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
 _OF_FILE = "_of_file"
 _KEY = "JACKFIELD_API_KEY"
 #: Variables that others of jackfield's parts read.
@@ -197,6 +207,20 @@ def settings(file: Path | None = None, **flags: Any) -> ServerSettings:
         raise UsageError(f"{where}: {'; '.join(map(_line, error.errors()))}") from None
     except ValueError as error:  # of the environment: no JSON where there should be
         raise UsageError(f"the server's settings in the environment: {shown(error)}") from None
+
+
+def given_settings(**given: Any) -> ServerSettings:
+    """Settings for answers without a server: the environment does not count. Raises UsageError."""
+    try:
+        return _Given(**given)
+    except ValidationError as error:
+        raise UsageError("; ".join(map(_line, error.errors()))) from None
+
+
+def name_of(model: str) -> str:
+    """What a model is called in requests that is named on a command line."""
+    folder = Path(model)
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def _check_key(key: str) -> None:

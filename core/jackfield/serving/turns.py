@@ -101,6 +101,7 @@ class Turn:
         self._format: Format | None = None
         self._how: dict[str, Any] = {}
         self._opened = False
+        self._id = asking.id
         if getattr(tokenizer, "chat_template", None):
             form = format_for(engine)
             asked["sanitize_control_tokens"] = asking.settings.sanitize_control_tokens
@@ -146,11 +147,13 @@ class Turn:
         asked.update(needed)
         return self._format.messages(messages)
 
-    def parser(self) -> Said:
-        """What reads one text of the turn."""
+    def parser(self, number: int) -> Said:
+        """What reads the text of this number."""
         if self._format is None:
             return Said()
-        return Said(self._format.parser(**self._how, starts_in_reasoning=self._opened))
+        parser = self._format.parser(**self._how, starts_in_reasoning=self._opened)
+        parser.name = f"{self._id}/{number}"
+        return Said(parser)
 
 
 def _structure_in(asked: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import string
 from collections.abc import Mapping
@@ -20,25 +21,34 @@ from jackfield.serving.parsing.tools import Tool
 _LETTERS = string.ascii_letters + string.digits
 
 
+def id_of_call(text: str, index: int) -> str:
+    """The id of the call at `index` in the text of the name `text`.
+
+    Nine letters and digits, as templates of Mistral take no other.
+    """
+    number = int.from_bytes(hashlib.sha256(f"{text}/{index}".encode()).digest())
+    return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
+
+
 class Calling(Incremental):
     """A parser that can tell of calls: of `tools`, one at most where they are not `parallel`.
 
-    `done`: the one call is over, and whatever else the model says is not read.
+    `done`: the one call is over, and whatever else the model says is not read. Ids of calls are
+    made of `name`, which no other text of a conversation may have.
     """
 
     def __init__(self, tools: Mapping[str, Tool], *, parallel: bool) -> None:
         super().__init__()
         self.tools = tools
         self.done = False
+        self.name = secrets.token_hex(16)
         self._parallel = parallel
         self._calls = 0  # that are over
         self._open = False  # a call has begun and is not over
         self._given = 0  # the text before is told
 
     def begin(self, name: str) -> None:
-        # nine letters and digits: templates of Mistral take no other id
-        number = "".join(secrets.choice(_LETTERS) for _ in range(9))
-        self._say(CallBegun(self._calls, number, name))
+        self._say(CallBegun(self._calls, id_of_call(self.name, self._calls), name))
         self._open = True
 
     def arguments(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -148,6 +149,12 @@ _PREFIXES = {
 def new_id(kind: str) -> str:
     """An id of an item of this type."""
     return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+
+
+def id_of_output(kind: str, answer: str, index: int) -> str:
+    """The id of the item of this type at `index` of what the answer of the id `answer` has."""
+    digest = hashlib.sha256(f"{answer}/{index}".encode()).hexdigest()
+    return f"{_PREFIXES[kind]}_{digest[:32]}"
 
 
 def user_message(text: str) -> InputMessage:

@@ -1,0 +1,1 @@
+"""Batch jobs: files of requests in OpenAI's format, answered as the server answers them."""

@@ -1,0 +1,284 @@
+"""A job at work: a window of lines in flight, each written as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from jackfield.batch import parquet
+from jackfield.batch.job import JobFile, content_of_model
+from jackfield.batch.lines import (
+    Json,
+    Line,
+    answered,
+    custom_id_of,
+    failed,
+    key_of,
+    may_succeed,
+    read_line,
+)
+from jackfield.batch.results import Results
+from jackfield.batch.sources import Source, open_source
+from jackfield.engine.engine import Engine
+from jackfield.engine.report import Report
+from jackfield.errors import ExecutionError, UsageError, quoted
+from jackfield.planning.planning import Plan
+from jackfield.serving.answering import ENDPOINTS, Answering, Exchange
+from jackfield.serving.asking import Asking
+from jackfield.serving.errors import ApiError, of_validation, refused, told
+from jackfield.serving.settings import ServerSettings, given_settings, name_of
+
+MOST_SAMPLES = 16  # texts of one line
+_PLACES = 4  # lines in flight for each that runs in a step, so that a step is never short of them
+_STOPS = (429, 503)  # there is no engine: neither this line's fault nor that of the next
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    `arguments` are those of `jackfield.load`, `answers` settings of a server that bear on answers.
+    Files are written beside `output`: see docs/batch.md.
+    """
+
+    source: Path
+    output: Path
+    model: str
+    arguments: Mapping[str, Any]
+    answers: Mapping[str, Any]
+
+    def beside(self, ending: str) -> Path:
+        return self.output.with_name(self.output.name + ending)
+
+    @property
+    def lines(self) -> Path:
+        """Where answers are appended."""
+        return self.beside(".lines.jsonl") if parquet.is_parquet(self.output) else self.output
+
+    @property
+    def errors(self) -> Path:
+        return self.beside(".errors.jsonl")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: `total` lines, of which `before` were done when it began.
+
+    `first_failure` is what is said of the first of those that `failed`.
+    """
+
+    total: int
+    before: int
+    answered: int
+    failed: int
+    first_failure: str | None
+    plan: Plan
+    report: Report
+
+
+def run(job: Job, progress: Progress) -> Outcome:
+    """Answer what is not answered yet; `progress` is told how many lines are done, of how many.
+
+    Raises UsageError, before weights are read, for files that are not of this job; ExecutionError
+    where it cannot go on. Whatever ends it, what is answered stays, and another call goes on.
+    """
+    job = replace(job, source=job.source.absolute(), output=job.output.resolve())
+    if parquet.is_parquet(job.output):
+        parquet.library()
+    if job.output == job.source.resolve():
+        raise UsageError(f"{job.output} is the input, too; give another file for the output")
+    with JobFile(job.beside(".job")) as file:
+        if not file.has_begun:
+            _check_free(job)
+        # what was left open when it began is what was chosen then
+        locked = {"locked": str(file.path)} if file.has_begun else {}
+        places = _PLACES * job.arguments["max_batch_size"]
+        settings = given_settings(
+            models={name_of(job.model): {"model": job.model, **job.arguments, **locked}},
+            stored_responses=0,  # a response that is stored is gone when the process ends
+            restarts=0, max_waiting=places * MOST_SAMPLES, max_samples=MOST_SAMPLES, **job.answers,
+        )  # fmt: skip
+        source = open_source(job.source, settings.max_body, settings.max_depth)
+        asked = _asked(job, source.digest)
+        file.check(asked)
+        return asyncio.run(_Work(job, settings, source, file, asked, progress).run(places))
+
+
+def _check_free(job: Job) -> None:
+    """Raise UsageError where something stands in the place of what the job will write."""
+    for path in (job.output, job.lines, job.errors):
+        if path.exists():
+            raise UsageError(f"{path} is there, and is of no job; remove it, or give another file")
+
+
+def _asked(job: Job, digest: str) -> dict[str, Any]:
+    """All that answers depend on, of what was asked for."""
+    # how much a step does at once is no part of an answer: a job may go on with less
+    aside = ("max_batch_size", "max_batch_tokens", "verify")
+    given = {name: value for name, value in job.arguments.items() if name not in aside}
+    helpers = {name: given[name] for name in ("assistant_model", "adapter") if given.get(name)}
+    contents = {f"files of {model}": content_of_model(model) for model in helpers.values()}
+    return {
+        "input": f"sha256:{digest}", "model": job.model,
+        "files of the model": content_of_model(job.model), **contents, **given, **job.answers,
+    }  # fmt: skip
+
+
+def _ran(engine: Engine, *, deterministic: bool) -> dict[str, Any]:
+    """What answers depend on beside what a lock has."""
+    needs, config = engine.plan.requirements, engine.model.config
+    # what is the same to the last bit is so for one number of threads
+    threads = {"threads": torch.get_num_threads()} if deterministic else {}
+    return {
+        "dtype": needs.dtype, "device": needs.device,
+        "commit": getattr(config, "_commit_hash", None), **threads,
+    }  # fmt: skip
+
+
+class _Work:
+    def __init__(
+        self,
+        job: Job,
+        settings: ServerSettings,
+        source: Source,
+        file: JobFile,
+        asked: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        self._job, self._settings, self._source = job, settings, source
+        self._file, self._asked, self._progress = file, asked, progress
+        said = json.dumps(asked, sort_keys=True, default=str)
+        self._name = hashlib.sha256(said.encode()).hexdigest()
+        self._answers: Results[bytes] = Results(job.lines, lambda r: key_of(r["custom_id"]))
+        self._errors: Results[int] = Results(
+            job.errors, lambda r: None if may_succeed(r) else int(r["error"]["line"])
+        )
+        self._before = self._done
+        self._order: dict[bytes, None] = {}  # keys of the lines that were read
+
+    @property
+    def _done(self) -> int:
+        return len(self._answers) + len(self._errors)
+
+    async def run(self, places: int) -> Outcome:
+        made = Answering(self._settings)
+        async with made.pool:
+            (served,) = made.pool.models.values()
+            engine = await served.preload()
+            ran = _ran(engine, deterministic=bool(self._asked.get("deterministic")))
+            self._file.begin(self._asked, engine.plan, ran, int(time.time()))
+            self._progress(self._before, self._source.total)
+            try:
+                await self._answer_all(made, places)
+                self._arrange()
+            finally:
+                self._answers.close()
+                self._errors.close()
+            if parquet.is_parquet(self._job.output):
+                parquet.write_table(self._job.lines, self._job.output)
+            return Outcome(
+                self._done, self._before, len(self._answers), len(self._errors),
+                self._first_failure(), engine.plan, engine.report(),
+            )  # fmt: skip
+
+    def _first_failure(self) -> str | None:
+        if not len(self._errors):
+            return None
+        with self._job.errors.open(encoding="utf-8") as lines:
+            return str(json.loads(next(lines))["error"]["message"])
+
+    async def _answer_all(self, made: Answering, places: int) -> None:
+        room = asyncio.Semaphore(places)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, value in self._source:
+                    if (line := self._to_do(number, value)) is None:
+                        continue
+                    await room.acquire()
+                    one = group.create_task(self._answer(made, number, line))
+                    one.add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _to_do(self, number: int, value: Any) -> Line | None:
+        """What line `number` asks; None: that is done, or it is refused here."""
+        custom_id = None
+        try:
+            if isinstance(value, ApiError):
+                raise value
+            custom_id = custom_id_of(value)
+            if (key := key_of(custom_id)) in self._order:
+                raise refused(f"custom_id: an earlier line has {quoted(custom_id)}", "custom_id")
+            self._order[key] = None
+            return None if key in self._answers or number in self._errors else read_line(value)
+        except ApiError as error:
+            if number not in self._errors:
+                self._fail(number, custom_id, error, asked=False)
+            return None
+
+    async def _answer(self, made: Answering, number: int, line: Line) -> None:
+        name = self._name_of(number)
+        asking = Asking(self._settings, "", name, lambda: self._file.began)
+        try:
+            body = await _answer_to(line, asking, made)
+        except ApiError as error:
+            if error.status in _STOPS:
+                raise ExecutionError(
+                    f"line {number}: {error.message}; what is answered stays there: mend it, and "
+                    "run the same command again"
+                ) from None
+            self._fail(number, line.custom_id, error, asked=True)
+            return
+        self._answers.append(key_of(line.custom_id), answered(name, line.custom_id, body))
+        self._progress(self._done, self._source.total)
+
+    def _fail(self, number: int, custom_id: str | None, error: ApiError, *, asked: bool) -> None:
+        record = failed(self._name_of(number), custom_id, number, error, asked=asked)
+        self._errors.append(number, record)
+        self._progress(self._done, self._source.total)
+
+    def _name_of(self, number: int) -> str:
+        """The id of a request: the same whenever it is answered, and of no other line or job."""
+        return hashlib.sha256(f"{self._name}/{number}".encode()).hexdigest()[:32]
+
+    def _arrange(self) -> None:
+        """Put the lines into the order of the input. Raises UsageError where some are not of it."""
+        keys = [key for key in self._order if key in self._answers]
+        if len(keys) < len(self._answers):
+            raise UsageError(
+                f"{self._job.lines} has lines of which {self._job.source} has no custom_id; take "
+                "them out, or give another file for the output"
+            )
+        if not keys:
+            self._job.lines.touch()
+        self._answers.arrange(keys)
+        self._errors.arrange(sorted(self._errors))
+
+
+async def _answer_to(line: Line, asking: Asking, made: Answering) -> Json:
+    """The body of the answer. Raises ApiError."""
+    try:
+        body = ENDPOINTS[line.url].schema.model_validate(line.body)
+        if body.stream:
+            raise refused("stream: a batch has no streams; leave it out", "stream")
+        exchange = Exchange(line.url, body, asking, {}, made)
+        try:
+            answer = await exchange.start()
+            return await answer.whole(exchange.run)
+        finally:
+            await exchange.close()
+    except ValidationError as error:
+        raise of_validation(error.errors()) from None
+    except Exception as error:
+        raise told(error) from error

@@ -1,0 +1,127 @@
+"""Parquet files ask and answer what lines of JSON do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import extras
+import pytest
+from jobs import asks, done, errors_of, read, sorting, write
+
+from jackfield.batch import parquet
+from jackfield.errors import UsageError
+
+if extras.here("pyarrow"):
+    import pyarrow
+    import pyarrow.parquet
+
+needed = extras.marked("pyarrow")
+
+LINES: list[Any] = [
+    *sorting(6), asks("bad", temperature=9), asks("line 0"), {**asks("get"), "method": "GET"},
+]  # fmt: skip
+
+
+def table(path: Path, rows: list[Any], **more: Any) -> Path:
+    texts = [{**row, "body": json.dumps(row["body"]), **more} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(texts), path)
+    return path
+
+
+@needed
+def test_rows_are_answered_as_lines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROWS", 4)  # in several pieces
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    done(write(tmp_path / "in.jsonl", LINES), one, deterministic=True)
+    done(table(tmp_path / "in.parquet", LINES), other, deterministic=True)
+
+    def said(path: Path) -> list[Any]:
+        return [
+            (line["custom_id"], line["response"]["body"]["choices"], line["error"])
+            for line in read(path)
+        ]
+
+    assert said(one) == said(other)
+    assert len(said(one)) == 6
+    assert [e["error"] for e in errors_of(one).values()] == [
+        e["error"] for e in errors_of(other).values()
+    ]
+    assert list(errors_of(other)) == [7, 8, 9]
+
+
+@needed
+def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.parquet"
+    assert done(source, output).answered == 6
+    lines = read(tmp_path / "out.parquet.lines.jsonl")
+    found = pyarrow.parquet.read_table(output).to_pylist()
+    assert [row["custom_id"] for row in found] == [f"line {at}" for at in range(6)]
+    for row, line in zip(found, lines, strict=True):
+        response = line["response"]
+        assert (row["id"], row["custom_id"]) == (line["id"], line["custom_id"])
+        assert (row["status_code"], row["request_id"]) == (200, response["request_id"])
+        assert json.loads(row["body"]) == response["body"]
+    output.unlink()  # as where the process was killed while it was written
+    (tmp_path / "out.parquet.writing").write_bytes(b"PAR1")
+    assert done(source, output).before == 9
+    assert pyarrow.parquet.read_table(output).to_pylist() == found
+    assert not (tmp_path / "out.parquet.writing").exists()
+
+
+@needed
+def test_bad_bodies_are_told_by_their_row(tmp_path: Path) -> None:
+    rows = [
+        {"custom_id": f"r{at}", "method": "POST", "url": "/v1/completions", "body": body}
+        for at, body in enumerate(['{"a"', None, "[]", '{"model": "demo", "prompt": "Once"}'])
+    ]
+    source, output = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    done(source, output)
+    assert [line["custom_id"] for line in read(output)] == ["r3"]
+    found = errors_of(output)
+    assert [found[n]["custom_id"] for n in (1, 2, 3)] == ["r0", "r1", "r2"]
+    assert "line 1: the body is not JSON" in found[1]["error"]["message"]
+    assert "line 2: there is no body" in found[2]["error"]["message"]
+    assert "line 3: the body: Input should be a valid dict" in found[3]["error"]["message"]
+
+
+def other_type(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([asks("a")]), path)
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no table": (lambda path: path.write_bytes(b"PAR1"), "is no Parquet file: "),
+    "more": (lambda path: table(path, LINES, note="x"), "has the columns .*note; a batch is read"),
+    "less": (
+        lambda path: table(path, [{"custom_id": "a", "body": {}}]),
+        "has the columns custom_id, body; a batch is read from custom_id, method, url, body",
+    ),
+    "a struct": (other_type, "the column body is struct<.*, and must be a text with JSON"),
+}
+
+
+@needed
+@pytest.mark.parametrize("name", WRONG)
+def test_another_table_is_refused(tmp_path: Path, name: str) -> None:
+    make, said = WRONG[name]
+    source = tmp_path / "in.parquet"
+    make(source)
+    with pytest.raises(UsageError, match=said):
+        done(source, tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_without_the_library_one_line_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    source = write(tmp_path / "in.jsonl", [asks("a")])
+    same = write(tmp_path / "in.parquet", [asks("a")])
+    for given, output in ((source, tmp_path / "o.parquet"), (same, tmp_path / "o.jsonl")):
+        with pytest.raises(UsageError, match=r"need pyarrow; pip install jackfield\[parquet\]"):
+            done(given, output)
+    assert sorted(tmp_path.iterdir()) == [source, same]
