@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,34 @@ def test_without_an_engine_the_job_ends_and_goes_on_later(tmp_path: Path, loads:
     outcome = done(source, output)
     assert (outcome.before, outcome.answered) == (outcome.before, 12)
     assert outcome.before >= 5
+
+
+def test_a_step_that_hangs_ends_the_job_with_its_cause(tmp_path: Path, loads: Any) -> None:
+    held, steps = threading.Event(), 0
+
+    def hang(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 12:
+            held.wait(60)
+
+    def load(*given: Any, **arguments: Any) -> jackfield.Engine:
+        engine = jackfield.load(*given, **arguments)
+        engine.model.register_forward_pre_hook(hang)
+        return engine
+
+    loads(load)
+    source, output = write(tmp_path / "in.jsonl", sorting(12)), tmp_path / "out.jsonl"
+    try:
+        with pytest.raises(ExecutionError, match=r"line \d+: demo: a step hangs in the model's"):
+            done(source, output, max_batch_size=2, stall_after=0.3)
+    finally:
+        held.set()
+    assert errors_of(output) == {}
+    before = len(read(output))
+    assert 0 < before < 12
+    loads(jackfield.load)
+    assert done(source, output, stall_after=0.3).before == before
 
 
 def test_a_server_s_variables_are_none_of_a_job(

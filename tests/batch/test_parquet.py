@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from jobs import asks, done, errors_of, read, sorting, write
 
 from jackfield.batch import parquet
-from jackfield.errors import UsageError
+from jackfield.errors import ExecutionError, UsageError
 
 if extras.here("pyarrow"):
     import pyarrow
@@ -54,7 +55,7 @@ def test_rows_are_answered_as_lines_are(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @needed
-def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path) -> None:
+def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path, bounded: Any) -> None:
     source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.parquet"
     assert done(source, output).answered == 6
     lines = read(tmp_path / "out.parquet.lines.jsonl")
@@ -65,7 +66,13 @@ def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path) -> None:
         assert (row["id"], row["custom_id"]) == (line["id"], line["custom_id"])
         assert (row["status_code"], row["request_id"]) == (200, response["request_id"])
         assert json.loads(row["body"]) == response["body"]
-    output.unlink()  # as where the process was killed while it was written
+    output.unlink()
+    bounded(100)
+    with pytest.raises(ExecutionError, match=r"out.parquet cannot be written: .*File too large"):
+        done(source, output)
+    bounded(resource.RLIM_INFINITY)
+    assert not output.exists()
+    # as where the process was killed while it was written
     (tmp_path / "out.parquet.writing").write_bytes(b"PAR1")
     assert done(source, output).before == 9
     assert pyarrow.parquet.read_table(output).to_pylist() == found
@@ -87,6 +94,16 @@ def test_bad_bodies_are_told_by_their_row(tmp_path: Path) -> None:
     assert "line 1: the body is not JSON" in found[1]["error"]["message"]
     assert "line 2: there is no body" in found[2]["error"]["message"]
     assert "line 3: the body: Input should be a valid dict" in found[3]["error"]["message"]
+
+
+@needed
+def test_a_table_that_is_damaged_ends_the_job_where_it_is(tmp_path: Path) -> None:
+    source, output = table(tmp_path / "in.parquet", LINES), tmp_path / "out.jsonl"
+    data = bytearray(source.read_bytes())
+    data[4:200] = bytes(196)
+    source.write_bytes(data)
+    with pytest.raises(ExecutionError, match=r"in.parquet cannot be read beyond row 0: "):
+        done(source, output)
 
 
 def other_type(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +101,6 @@ def test_what_no_job_writes_is_refused_and_left(whole: Path, line: str, said: st
     with pytest.raises(UsageError, match=said):
         of(whole)
     assert whole.read_bytes() == data
-
-
-@pytest.fixture
-def bounded() -> Iterator[Any]:
-    """What sets how large a file may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_does_not_fit_leaves_what_is_there(whole: Path, tmp_path: Path, bounded: Any) -> None:

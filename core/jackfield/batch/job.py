@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jackfield.bridge.source import packaged
-from jackfield.errors import UsageError, shown
+from jackfield.errors import ExecutionError, UsageError, shown
 from jackfield.planning.locking import lock_of
 from jackfield.planning.planning import Plan
 
@@ -79,7 +79,9 @@ class JobFile:
             self._compare(self._content["batch"]["asked"], asked)
 
     def begin(self, asked: Mapping[str, Any], plan: Plan, ran: Mapping[str, Any], now: int) -> None:
-        """Write down what the job is, or raise UsageError where it went otherwise before."""
+        """Write down what the job is. Raises UsageError where it went otherwise before, and
+        ExecutionError where it cannot be written.
+        """
         if self._content is not None:
             self._compare(self._content["batch"]["ran"], ran)
             return
@@ -94,7 +96,7 @@ class JobFile:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(0)
-            raise UsageError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise ExecutionError(f"{self.path} cannot be written: {error.strerror}") from None
         self._content = json.loads(text)
 
     def _compare(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ def _is_there(file: IO[bytes], path: Path) -> bool:
 def content_of_model(model: str) -> str | None:
     """What stands for the content of a model's files: names, sizes, and both ends of each.
 
-    None for a model of the hub, which has a commit.
+    None for a model of the hub, which has a commit. Raises UsageError for what cannot be read.
     """
     place = Path(packaged(model))
     if place.is_file():
@@ -155,10 +157,17 @@ def content_of_model(model: str) -> str | None:
         return None
     whole = hashlib.sha256()
     for file in files:
-        size = file.stat().st_size
-        whole.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
-        with file.open("rb") as content:
-            whole.update(content.read(_ENDS))
-            content.seek(max(0, size - _ENDS))
-            whole.update(content.read(_ENDS))
+        try:
+            whole.update(_ends_of(file))
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {error.strerror}") from None
     return f"sha256:{whole.hexdigest()}"
+
+
+def _ends_of(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        begins = content.read(_ENDS)
+        content.seek(max(0, size - _ENDS))
+        ends = content.read(_ENDS)
+    return f"{file.name}\0{size}\0".encode(errors="surrogateescape") + begins + ends

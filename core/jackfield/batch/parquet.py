@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jackfield.errors import UsageError, error_text
+from jackfield.errors import ExecutionError, UsageError, error_text
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.json_bodies import read_json
 from jackfield.serving.schema.common import as_json
@@ -65,10 +65,15 @@ class Rows:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         number = 0
-        for rows in self._file.iter_batches(ROWS):
-            for row in rows.to_pylist():
-                number += 1
-                yield number, {**row, "body": self._body(row["body"])}
+        try:
+            for rows in self._file.iter_batches(ROWS):
+                for row in rows.to_pylist():
+                    number += 1
+                    yield number, {**row, "body": self._body(row["body"])}
+        except (OSError, ValueError) as error:  # pyarrow's own are such
+            raise ExecutionError(
+                f"{self._path} cannot be read beyond row {number}: {error_text(error)}"
+            ) from None
 
     def _body(self, text: str | None) -> Any:
         """Its value, or the ApiError that says why it has none."""
@@ -84,7 +89,8 @@ class Rows:
 def write_table(lines: Path, table: Path) -> None:
     """Write the lines of the output `lines` as `table`, in one step.
 
-    Columns: id, custom_id, status_code, request_id, body (the answer, as JSON). Raises OSError.
+    Columns: id, custom_id, status_code, request_id, body (the answer, as JSON). Raises
+    ExecutionError where it cannot be written.
     """
     arrow, parquet = library()
     texts = {name: arrow.string() for name in ("id", "custom_id", "request_id", "body")}
@@ -95,6 +101,11 @@ def write_table(lines: Path, table: Path) -> None:
             while rows := [_row(line) for line, _ in zip(file, range(ROWS), strict=False)]:
                 writer.write_table(arrow.Table.from_pylist(rows, schema))
         fresh.replace(table)
+    except OSError as error:
+        raise ExecutionError(
+            f"{table} cannot be written: {error_text(error)}; the answers are in {lines}: mend it, "
+            "and run the same command again"
+        ) from None
     finally:
         fresh.unlink(missing_ok=True)
 

@@ -147,6 +147,8 @@ def _ran(engine: Engine, *, deterministic: bool) -> dict[str, Any]:
 
 
 class _Work:
+    """A job that goes on: `run` it once, in the event loop that it then has to itself."""
+
     def __init__(
         self,
         job: Job,
