@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jobs import CHAT, TEXT, asks, done, errors_of, job, read, sorting, write
 import jackfield
 from jackfield.batch import running
 from jackfield.batch.lines import Line
+from jackfield.batch.sources import open_source
 from jackfield.errors import ExecutionError, UsageError
 from jackfield.serving.answering import ENDPOINTS, Answering
 
@@ -166,6 +167,30 @@ def test_lines_stand_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert seen == [(at, 32) for at in range(33)]
     assert (outcome.total, outcome.before, outcome.failed) == (32, 0, 2)
     assert outcome.report["attention"].calls > 0
+
+
+def test_lines_are_read_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_ahead, ended = [0], 0
+
+    class Watched:
+        def __init__(self, *given: Any) -> None:
+            self._source = open_source(*given)
+            self.total, self.digest = self._source.total, self._source.digest
+
+        def __iter__(self) -> Iterator[tuple[int, Any]]:
+            for number, value in self._source:
+                read_ahead.append(number - ended)
+                yield number, value
+
+    def moved(count: int, of: int) -> None:
+        nonlocal ended
+        ended = count
+
+    monkeypatch.setattr(running, "open_source", Watched)
+    source = write(tmp_path / "in.jsonl", sorting(60))
+    running.run(job(source, tmp_path / "out.jsonl", max_batch_size=2), moved)
+    assert ended == 60
+    assert max(read_ahead) == 4 * 2 + 1  # the last of them waits for room
 
 
 def test_an_empty_input_has_an_empty_output(tmp_path: Path) -> None:
