@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,6 +292,31 @@ def test_a_step_that_hangs_ends_the_job_with_its_cause(tmp_path: Path, loads: An
     assert 0 < before < 12
     loads(jackfield.load)
     assert done(source, output, stall_after=0.3).before == before
+
+
+def test_a_full_disk_ends_the_job_where_it_is(tmp_path: Path, bounded: Any) -> None:
+    source, output = write(tmp_path / "in.jsonl", sorting(20)), tmp_path / "out.jsonl"
+    bounded(5000)
+    with pytest.raises(ExecutionError, match=r"out.jsonl cannot be written: File too large; what"):
+        done(source, output)
+    bounded(resource.RLIM_INFINITY)
+    before = read(output)
+    assert 5 < len(before) < 20
+    assert output.read_bytes().endswith(b"}\n")
+    outcome = done(source, output)
+    assert (outcome.before, outcome.answered) == (len(before), 20)
+    assert [line["custom_id"] for line in read(output)] == [f"line {at}" for at in range(20)]
+    assert all(line in read(output) for line in before)
+
+
+def test_a_job_that_cannot_begin_is_told(tmp_path: Path, bounded: Any) -> None:
+    source, output = write(tmp_path / "in.jsonl", sorting(1)), tmp_path / "out.jsonl"
+    bounded(100)
+    with pytest.raises(ExecutionError, match=r"out.jsonl.job cannot be written: File too large"):
+        done(source, output)
+    bounded(resource.RLIM_INFINITY)
+    assert list(tmp_path.iterdir()) == [source]
+    assert done(source, output).answered == 1
 
 
 def test_a_server_s_variables_are_none_of_a_job(

@@ -8,9 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from jackfield.batch.results import write_whole
 from jackfield.bridge.source import packaged
 from jackfield.errors import ExecutionError, UsageError, shown
 from jackfield.planning.locking import lock_of
@@ -32,7 +34,7 @@ class JobFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - closed by `close`
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - `__exit__` closes it
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}") from None
         with contextlib.ExitStack() as stack:
@@ -90,12 +92,9 @@ class JobFile:
         text = json.dumps(content, indent=2, default=str) + "\n"
         try:
             self._file.truncate(0)
-            self._file.write(text.encode())
-            self._file.flush()
+            write_whole(self._file, text.encode(), 0)
             os.fsync(self._file.fileno())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(0)
             raise ExecutionError(f"{self.path} cannot be written: {error.strerror}") from None
         self._content = json.loads(text)
 
@@ -118,7 +117,7 @@ def _is_torn(text: bytes) -> bool:
     return not text.endswith(_TAIL) and text[: len(_HEAD)] == _HEAD[: len(text)]
 
 
-def _hold(file: IO[bytes]) -> bool:
+def _hold(file: FileIO) -> bool:
     """Whether this process alone has the file now; the system gives it back, whatever happens."""
     try:
         if sys.platform == "win32":
@@ -135,7 +134,7 @@ def _hold(file: IO[bytes]) -> bool:
     return True
 
 
-def _is_there(file: IO[bytes], path: Path) -> bool:
+def _is_there(file: FileIO, path: Path) -> bool:
     """Whether it is still what stands at `path`: who had it may have taken it away."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

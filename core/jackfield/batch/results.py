@@ -16,6 +16,17 @@ from jackfield.serving.schema.common import as_json
 K = TypeVar("K", bound=Hashable)
 
 
+def write_whole(file: FileIO, data: bytes, end: int) -> None:
+    """Write `data` at the end of a file of `end` bytes, or leave it as it is. Raises OSError."""
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except BaseException:
+        file.truncate(end)
+        raise
+
+
 class Results(Generic[K]):
     """A file of lines, each of which has a key.
 
@@ -74,17 +85,11 @@ class Results(Generic[K]):
 
     def append(self, key: K, record: Any) -> None:
         """Write one line; whatever ends the process after this, the line is there."""
-        data = memoryview(as_json(record).encode() + b"\n")
+        data = as_json(record).encode() + b"\n"
         with self._told():
             if self._file is None:
                 self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - `close` does
-            try:
-                rest = data
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-            except BaseException:
-                self._file.truncate(self._end)
-                raise
+            write_whole(self._file, data, self._end)
         self._places[key] = self._end
         self._end += len(data)
 
