@@ -51,6 +51,14 @@ def test_wherever_it_is_cut_it_goes_on_to_the_same_file(whole: Path, tmp_path: P
         assert path.read_bytes() == data
 
 
+def test_zeros_that_a_lost_machine_leaves_are_cut_off(whole: Path) -> None:
+    data = whole.read_bytes()
+    with whole.open("ab") as file:
+        file.write(bytes(5000))
+    assert len(of(whole)) == 5
+    assert whole.read_bytes() == data
+
+
 def test_lines_are_put_in_order(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     results = of(path)
