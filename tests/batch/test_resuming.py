@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from jobs import Json, asks, done, job, read, write
 
+from jackfield.batch import job as batch_job
 from jackfield.batch.job import JobFile
 from jackfield.batch.running import Outcome, run
 from jackfield.cli.options import Backends
@@ -167,13 +167,15 @@ def test_two_at_once_are_refused(source: Path, output: Path) -> None:
     assert done(source, output, **ASKED).answered == 3
 
 
-def test_a_job_whose_file_was_taken_away_meanwhile_is_another_s(tmp_path: Path) -> None:
+def test_a_file_that_another_takes_away_meanwhile_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose job did not begin does, after this one has opened the file."""
     path = tmp_path / "out.jsonl.job"
-    one = JobFile(path)
-    os.unlink(path)
-    with JobFile(path) as other:
-        assert not other.has_begun
-    one._file.close()
+    for meanwhile in (path.unlink, lambda: (path.unlink(), path.touch())):
+        monkeypatch.setattr(batch_job, "_hold", lambda _, act=meanwhile: act() is None or True)
+        with pytest.raises(UsageError, match="another process works on this job"):
+            JobFile(path)
 
 
 def test_files_of_no_job_are_refused_and_left(source: Path, tmp_path: Path) -> None:
