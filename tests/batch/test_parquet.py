@@ -71,6 +71,7 @@ def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path, bounded: Any
     with pytest.raises(ExecutionError, match=r"out.parquet cannot be written: .*File too large"):
         done(source, output)
     bounded(resource.RLIM_INFINITY)
+    assert not list(tmp_path.glob("out.parquet*ing"))
     assert not output.exists()
     # as where the process was killed while it was written
     (tmp_path / "out.parquet.writing").write_bytes(b"PAR1")
