@@ -82,19 +82,24 @@ def test_a_table_of_answers_has_what_the_lines_have(tmp_path: Path, bounded: Any
 
 @needed
 def test_bad_bodies_are_told_by_their_row(tmp_path: Path) -> None:
+    bad: dict[str | None, str] = {
+        '{"a"': "the body is not JSON",
+        None: "there is no body",
+        "[]": "the body: Input should be a valid dict",
+        f'{{"prompt": "{"x" * 5_000_000}"}}': "the body has more than 4194304 bytes",
+    }
     rows = [
         {"custom_id": f"r{at}", "method": "POST", "url": "/v1/completions", "body": body}
-        for at, body in enumerate(['{"a"', None, "[]", '{"model": "demo", "prompt": "Once"}'])
+        for at, body in enumerate([*bad, '{"model": "demo", "prompt": "Once"}'], 1)
     ]
     source, output = tmp_path / "in.parquet", tmp_path / "out.jsonl"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
     done(source, output)
-    assert [line["custom_id"] for line in read(output)] == ["r3"]
+    assert [line["custom_id"] for line in read(output)] == ["r5"]
     found = errors_of(output)
-    assert [found[n]["custom_id"] for n in (1, 2, 3)] == ["r0", "r1", "r2"]
-    assert "line 1: the body is not JSON" in found[1]["error"]["message"]
-    assert "line 2: there is no body" in found[2]["error"]["message"]
-    assert "line 3: the body: Input should be a valid dict" in found[3]["error"]["message"]
+    assert [(n, found[n]["custom_id"]) for n in found] == [(n, f"r{n}") for n in (1, 2, 3, 4)]
+    for number, said in enumerate(bad.values(), 1):
+        assert found[number]["error"]["message"].startswith(f"line {number}: {said}")
 
 
 @needed
