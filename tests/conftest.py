@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -34,6 +35,10 @@ settings.register_profile("many", deadline=None, max_examples=400)
 settings.load_profile("some")
 
 draft_timing.CLOCK = lambda: 0.0  # which drafts there are hangs on no clock where no test sets one
+
+# pytest listens to all that does not propagate, and torch, once it is heard, describes each graph
+# that it traces: a third of the time of a test that does.
+logging.getLogger("torch.__trace").propagate = True
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which transformers does.
