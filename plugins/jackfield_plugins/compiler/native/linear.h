@@ -93,12 +93,14 @@ class Product {
         const int64_t first = at * lanes;
         int64_t row = 0;
         for (; row + 8 <= call.rows; row += 8) block<8, 2>(first, row);
-        if (call.rows - row >= 4) block<4, 4>(first, row), row += 4;
-        if (call.rows - row >= 2) block<2, 4>(first, row), row += 2;
-        if (call.rows - row >= 1) block<1, 4>(first, row);
+        if (call.rows - row >= 4) block<4, four>(first, row), row += 4;
+        if (call.rows - row >= 2) block<2, four>(first, row), row += 2;
+        if (call.rows - row >= 1) block<1, four>(first, row);
     }
 
    private:
+    static constexpr int four = std::min(4, lanes);  // a vector of 16 bytes has two doubles
+
     const T* weight(int64_t output) const {  // what is behind the last is not written
         const int64_t at = std::min(output, call.out_features - 1);
         return reinterpret_cast<const T*>(call.weight) + at * call.weight_row;
@@ -110,6 +112,7 @@ class Product {
     // Inputs are taken in pieces, of which all rows stay in the nearest cache for all outputs.
     template <int rows, int side>
     void block(int64_t first, int64_t row) const {
+        static_assert(lanes % side == 0);
         constexpr int64_t piece = NEAREST / (rows * int64_t(sizeof(T))) / step * step;
         Vec<C> found[rows][lanes] = {};
         for (int64_t from = 0; from < call.in_features; from += piece)
