@@ -155,6 +155,23 @@ def test_infinity_and_not_a_number_stay_what_they_are(kernel: Kernel, dtype: tor
     assert bad_query.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("size", [8, 72])
+def test_what_is_hidden_may_be_anything(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
+    """E.g. what a draft left behind that was not accepted; in each chunk, and in a whole one."""
+    batch, keys = 2, 900
+    query = draw(batch, 6, 1, size, dtype, "by token")
+    key, value = (draw(batch, 2, keys, size, dtype, "plain", seed) for seed in (1, 2))
+    seen = masked("holes", batch, keys)
+    assert seen is not None
+    seen[:, :, :, 200:600] = False
+    expected = exactly(query, key, value, seen)
+    for number in ("inf", "nan"):
+        key, value = (states.masked_fill(~seen.mT, float(number)) for states in (key, value))
+        found = kernel.padded(query, key, value, seen)
+        torch.testing.assert_close(found.double(), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
 def test_large_scores_do_not_overflow(kernel: Kernel) -> None:
     query = torch.full((1, 2, 1, 64), 30.0)
     key = draw(1, 1, 900, 64, torch.float32, "plain") * 30

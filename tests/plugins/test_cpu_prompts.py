@@ -147,6 +147,47 @@ def test_large_scores_and_what_is_no_number(dtype: torch.dtype) -> None:
     assert found[:150].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("first", [1, 2, 127, 131])
+def test_a_table_may_begin_with_any_token(dtype: torch.dtype, first: int) -> None:
+    """Also where no window hides what comes before it."""
+    step = step_of([(40, 200)])
+    layer = layer_of(step, kv_heads=1, head_dim=16, page_size=1, dtype=dtype)
+    whole = layer.tables
+    layer.tables = replace(
+        whole,
+        block_table=whole.block_table[:, first:].contiguous(),
+        first=torch.tensor([first], dtype=torch.int32),
+        tables=[whole.tables[0][first:]],
+        firsts=[first],
+    )
+    query, bound = queries_of(step, 2, layer), BOUND[dtype] / 4
+    expected = reference(query, layer, scaling=0.25)
+    torch.testing.assert_close(
+        attended(query, layer, 0.25).double(), expected, atol=bound, rtol=bound
+    )
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("window", [None, 9, 150])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_reach_those_alone_that_see_them(
+    dtype: torch.dtype, window: int | None, number: float
+) -> None:
+    """A weight of 0 does not hide them; pages of a prompt's beginning may be another's, too."""
+    count, at = 2 * LANES + 21, 250
+    layer = layer_of(step_of([(count, count)]), kv_heads=2, head_dim=24, dtype=dtype)
+    layer.tables = replace(layer.tables, window=window, runs=())
+    query = queries_of(layer.step, 4, layer)
+    clean = attended(query, layer, 0.2)
+    layer.flat_values[slots(layer, 0)[at], 1, 3] = number
+    found = attended(query, layer, 0.2)
+    changed = torch.zeros_like(found, dtype=torch.bool)
+    changed[at : at + (window or count), 2:, 3] = True
+    assert torch.equal(found[~changed], clean[~changed])
+    assert not found[changed].isfinite().any()
+
+
 def status(field: str) -> int:
     """KiB, of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()

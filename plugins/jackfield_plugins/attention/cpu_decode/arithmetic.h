@@ -42,6 +42,18 @@ inline void widen(const T* from, int64_t count, C* to, int64_t room) {
     std::fill(to + count, to + room, C{});
 }
 
+template <class Bits>
+inline bool none_has(Bits exponent, const void* from, int64_t count) {
+    bool none = true;
+    for (int64_t i = 0; i < count; i++)
+        none &= (read<Bits>(static_cast<const Bits*>(from) + i) & exponent) != exponent;
+    return none;
+}
+inline bool all_finite(const double* from, int64_t count) { return none_has(uint64_t(0x7ff) << 52, from, count); }
+inline bool all_finite(const float* from, int64_t count) { return none_has(uint32_t(0x7f800000), from, count); }
+inline bool all_finite(const bfloat16* from, int64_t count) { return none_has(uint16_t(0x7f80), from, count); }
+inline bool all_finite(const float16* from, int64_t count) { return none_has(uint16_t(0x7c00), from, count); }
+
 template <class C, class T>
 inline void narrow(const C* from, int64_t count, T* to) {
     constexpr int lanes = Vector<C>::lanes;

@@ -148,7 +148,7 @@ inline std::pair<C, C> soften(C* scores, int64_t count) {
     }
     C largest = most[0], total = 0;
     for (int i = 1; i < lanes; i++) largest = std::max(largest, most[i]);
-    C zero = largest == -INFINITY ? 0 : largest;  // where all are hidden
+    C zero = largest == -INFINITY ? 0 : largest;  // where none has a weight
     for (int64_t k = 0; k < count; k += lanes) {
         Vec<C> power = power_of_2(load(scores + k) - zero);
         store(power, scores + k);
@@ -279,19 +279,23 @@ class Decode {
         fetch_query(desk, i, head);
         point(desk.keys, desk.narrow_keys, call.key, i, head, from, count, key_split,
               call.key_row, call.key_head, call.key_token);
-        point(desk.values, desk.narrow_values, call.value, i, head, from, count, value_split,
-              call.value_row, call.value_head, call.value_token);
+        count = point(desk.values, desk.narrow_values, call.value, i, head, from, count,
+                      value_split, call.value_row, call.value_head, call.value_token);
+        C* out = parts + task * part_size();
+        C *most = out + room * value_split.padded, *sum = most + room;
+        std::fill_n(out, room * value_split.padded, C{});
+        if (!count) {  // none is seen
+            std::fill_n(most, group, -INFINITY);
+            std::fill_n(sum, group, C{});
+            return;
+        }
         by_heads<C>(group, [&](int64_t h, auto heads) {
             for (int64_t k = 0; k < count; k += lanes / heads)
                 score<heads>(desk.query + h * key_split.padded, desk.keys + k, key_split,
                              desk.scores + h * CHUNK + k);
         });
-        if (call.mask) hide(desk.scores, call.mask + i * call.mask_row + from, count);
-        C* out = parts + task * part_size();
-        C *most = out + room * value_split.padded, *sum = most + room;
         for (int64_t h = 0; h < group; h++)
             std::tie(most[h], sum[h]) = soften(desk.scores + h * CHUNK, count);
-        std::fill_n(out, room * value_split.padded, C{});
         for (int64_t k = 0; k < count; k += BLOCK)
             by_heads<C>(group, [&](int64_t h, auto heads) {
                 weigh_all<heads>(desk.scores + h * CHUNK + k, desk.values + k,
@@ -322,10 +326,11 @@ class Decode {
         return to;
     }
 
-    // Where the heads of `count` tokens are; the last again up to a full vector of keys.
-    void point(const T** to, T* narrow, const void* base, int64_t i, int64_t head, int64_t from,
-               int64_t count, const Split<C>& split, int64_t row, int64_t of_head,
-               int64_t of_token) const {
+    // Where the heads of those of `count` tokens are that are seen, and how many these are; the last again
+    // up to a full vector of keys. What is hidden may be infinite, which a weight of 0 would not hide.
+    int64_t point(const T** to, T* narrow, const void* base, int64_t i, int64_t head, int64_t from,
+                  int64_t count, const Split<C>& split, int64_t row, int64_t of_head,
+                  int64_t of_token) const {
         const T* start = static_cast<const T*>(base) + head * of_head;
         if (call.table) {
             const int32_t* pages = call.table + i * call.table_row;
@@ -337,18 +342,21 @@ class Decode {
         } else {
             start += i * row + from * of_token;
             for (int64_t k = 0; k < count; k++) to[k] = start + k * of_token;
+            if (call.mask) count = seen(to, call.mask + i * call.mask_row + from, count);
         }
         if (split.narrow())
             for (int64_t k = 0; k < count; k++)
                 to[k] = widened(narrow + k * lanes, to[k], split.size);
         for (int64_t k = count; k % lanes; k++) to[k] = to[count - 1];
+        return count;
     }
 
-    void hide(C* scores, const bool* sees, int64_t count) const {
-        if (!std::memchr(sees, 0, count)) return;
-        for (int64_t h = 0; h < group; h++)
-            for (int64_t k = 0; k < count; k++)
-                if (!sees[k]) scores[h * CHUNK + k] = -INFINITY;
+    static int64_t seen(const T** keys, const bool* sees, int64_t count) {
+        if (!std::memchr(sees, 0, count)) return count;
+        int64_t kept = 0;
+        for (int64_t k = 0; k < count; k++)
+            if (sees[k]) keys[kept++] = keys[k];
+        return kept;
     }
 
     // The chunks of a row and key/value head, each by how large its weights are beside the others'.

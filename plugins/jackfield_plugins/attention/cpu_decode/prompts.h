@@ -165,6 +165,14 @@ class Prompts {
     }
 
     void attend(Desk& desk, const Task& task) const {
+        if (task.count > 1 && !is_finite(task)) {
+            for (int64_t n = 0; n < task.count; n++) {
+                const int64_t position = task.position + n;
+                attend(desk, {task.sequence, task.head, task.token + n, 1, position,
+                              oldest(task.sequence, position), position + 1});
+            }
+            return;
+        }
         const int64_t used = (task.count * group + lanes - 1) / lanes;
         fetch_queries(desk, task);
         std::fill_n(desk.most, used * lanes, std::numeric_limits<C>::lowest());
@@ -178,6 +186,23 @@ class Prompts {
                 });
         }
         for (int64_t lane = 0; lane < task.count * group; lane++) write(desk, task, lane);
+    }
+
+    // Whether the values that some of its queries see and others do not are finite. A weight of 0 hides no
+    // others, so these queries go one by one.
+    bool is_finite(const Task& task) const {
+        return are_finite(task, task.begin, oldest(task.sequence, task.end - 1)) &&
+               are_finite(task, task.position + 1, task.end);
+    }
+
+    bool are_finite(const Task& task, int64_t from, int64_t upto) const {
+        for (const T* rows[KEYS]; from < upto; from += KEYS) {
+            const int64_t count = std::min(upto - from, KEYS);
+            locate(rows, call.value, call.value_page, call.value_head, call.value_slot, task, from, 0, count);
+            for (int64_t k = 0; k < count; k++)
+                if (!all_finite(rows[k], call.value_size)) return false;
+        }
+        return true;
     }
 
     template <int most, class What>
@@ -261,7 +286,8 @@ class Prompts {
             score<broad>(queries, desk.keys + k, sum);
             each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
             if (k < clear || k + TALL > upto)
-                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position);
+                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position,
+                            start + begin - task.position);
             const int64_t rows = std::min<int64_t>(TALL, high - k);
             C* to = desk.scores + k * broad * lanes;
             each<TALL>([&](auto r) ALWAYS_INLINE {
@@ -312,16 +338,18 @@ class Prompts {
             });
     }
 
-    // Scores of keys that a lane does not see become -infinity. Positions are counted from the task's
-    // first: `own` of the first key, `at` of the lanes.
+    // Scores of keys that a lane does not see become -infinity, also of those before `from`, which stand
+    // there to fill a step up. Positions are counted from the task's first: `own` of the first key, `at` of
+    // the lanes.
     template <int broad>
-    void hide(Vec<C>* sum, const C* at, int64_t own) const {
+    void hide(Vec<C>* sum, const C* at, int64_t own, int64_t from) const {
         const Vec<C> none = Vec<C>{} - std::numeric_limits<C>::infinity();
         each<broad>([&](auto v) ALWAYS_INLINE {
             const Vec<C> lane = load(at + v * lanes);
             each<TALL>([&](auto r) ALWAYS_INLINE {
                 const int64_t key = own + r;
                 Vec<C>& one = sum[r * broad + v];
+                if (key < from) one = none;
                 one = lane < Vec<C>{} + C(key) ? none : one;
                 if (call.window) one = lane >= Vec<C>{} + C(key + call.window) ? none : one;
             });
