@@ -186,6 +186,24 @@ def test_an_adapter_that_is_switched() -> None:
     assert said[0] != said[1]
 
 
+def test_an_adapter_whose_scale_is_changed() -> None:
+    peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
+    found = {}
+    for compiler in ("none", "native"):
+        model = copy.deepcopy(build("llama"))
+        torch.manual_seed(0)
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        with load(model, "paged", compiler) as engine:
+            engine.enable_adapter()
+            said = [engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids]
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.set_scale("default", 40.0)
+            said.append(engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids)
+        found[compiler] = said
+    assert found["native"] == found["none"]
+    assert said[0] != said[1]
+
+
 def negated(model: Any) -> None:
     with torch.no_grad():
         model.lm_head.weight.neg_()
@@ -227,7 +245,12 @@ def turned(model: Any) -> None:
         weight.data = weight.data.t()
 
 
-CHANGES = (negated, moved, turned, replaced, another_module, hooked, patched, retyped)
+def rescaled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 1.7
+
+
+CHANGES = (negated, rescaled, moved, turned, replaced, another_module, hooked, patched, retyped)
 
 
 def another_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +324,28 @@ def test_what_python_reads_from_a_tensor_is_in_no_graph() -> None:
     model.model.norm.forward = lambda states: whole(states).clamp(max=model.model.norm.most.item())
     with load(model) as engine, pytest.raises(ExecutionError, match="Python reads what is in a"):
         engine.generate([5, 6, 7], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("offset", [None, 0, 32])
+def test_a_view_by_its_place_in_memory(offset: int | None) -> None:
+    """In a program, values lie in one piece of memory."""
+    model = build("llama").__class__(build("llama").config).double()
+    whole = model.model.norm.forward
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([-whole(states), whole(states)], 1)
+        return both.as_strided(states.shape, both.stride(), offset)
+
+    model.model.norm.forward = forward
+    with load(model, "paged", "none") as engine:
+        expected = engine.generate([5, 6], max_new_tokens=4)
+    with load(model) as engine:
+        if offset:
+            with pytest.raises(ExecutionError, match="reads a tensor from elsewhere in memory"):
+                engine.generate([5, 6], max_new_tokens=4)
+        else:
+            found = engine.generate([5, 6], max_new_tokens=4)
+            assert found[0].token_ids == expected[0].token_ids
 
 
 def test_how_steps_are_filled_up() -> None:

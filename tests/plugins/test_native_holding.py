@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
+import torch
 from families import build
 from torch import nn
 
@@ -31,7 +33,11 @@ def retyped(module: nn.Module) -> None:
     module.__class__ = type("Other", (type(module),), {})
 
 
-CHANGES = (lies_elsewhere, another_weight, hooked, patched, retyped)
+def trained(module: nn.Module) -> None:
+    module.train(not module.training)
+
+
+CHANGES = (lies_elsewhere, another_weight, hooked, patched, retyped, trained)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -46,3 +52,36 @@ def test_a_change_of_any_module_is_seen(change: Callable[[nn.Module], None]) -> 
         assert not all(held.next_is_same() for _ in range(_STEPS))
         assert not (held.is_structure() and held.is_place())
         assert Held(model).is_structure()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0.5, 0.7),
+        (4, 4.0),
+        (True, False),
+        ("silu", "gelu"),
+        (None, 3),
+        (torch.float32, torch.bfloat16),
+        ([1, 2], [1, 3]),
+        ({"default": 0.5}, {"default": 4.0}),
+        (0.5, torch.ones(2)),
+    ],
+    ids=repr,
+)
+def test_a_setting_that_is_changed_is_seen(before: object, after: object) -> None:
+    """A trace holds what an attribute was, e.g. the scale of an adapter."""
+    model = build("llama")
+    for module in model.modules():
+        module.setting = before
+        held = Held(model)
+        module.setting = copy.copy(before)
+        assert held.is_structure()
+        if isinstance(before, dict):
+            module.setting.update(after)
+        else:
+            module.setting = after
+        assert not held.is_structure()
+        assert not all(held.next_is_same() for _ in range(_STEPS))
+        del module.setting
+        assert not held.is_structure()

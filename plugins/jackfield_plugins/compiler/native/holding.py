@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from operator import getitem, is_
@@ -15,14 +16,17 @@ from jackfield_plugins.compiler.native.told import functions_of, is_torch
 #: Hooks that are called for all modules there are.
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+#: What settings are, alone or in a container. A trace holds them as they were.
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_CONTAINERS = frozenset({dict, list, tuple, set})
+_OF_TORCH = nn.Module.__annotations__.keys() - {"training"}
 _STEPS = 16  # in which all of a model is looked at, if no request comes
 
 
 class Held:
     """A model as it is now.
 
-    Its structure are modules, their code, hooks and adapters, of which a graph was traced; its
+    Its structure are modules, their code, hooks and settings, of which a graph was traced; its
     place is where its weights lie, which a program reads. Numbers may change in place.
 
     To look at all of it takes as long as some layers do, since weights have pushed it out of the
@@ -44,7 +48,7 @@ class Held:
         return torch.get_num_threads() == self._threads and part.is_structure() and part.is_place()
 
     def is_structure(self) -> bool:
-        """Whether modules, their code, hooks and adapters are the same."""
+        """Whether modules, their code, hooks and settings are the same."""
         return self._code.is_same() and all(part.is_structure() for part in self._parts)
 
     def is_place(self) -> bool:
@@ -104,8 +108,9 @@ class _Modules:
         self._hooked = self._hooking()
         self._own = [vars(module) for module in modules]
         self._forwards = self._patched()
-        self._adapters = [(vars(m), name) for m in modules for name in _ADAPTERS if name in vars(m)]
-        self._adapted = self._adapting()
+        self._settings = [(own, n) for own in self._own for n in own if _is_setting(n, own[n])]
+        self._set = [copy.copy(own[name]) for own, name in self._settings]
+        self._kinds = list(map(type, self._set))
 
     def _now(self) -> list[int]:
         where = [tensor.data_ptr() for tensor in self._tensors]
@@ -119,8 +124,10 @@ class _Modules:
         """What somebody put in the place of a module's own code."""
         return [own.get("forward") for own in self._own]
 
-    def _adapting(self) -> list[str]:
-        return [repr(home[name]) for home, name in self._adapters]
+    def _is_set(self) -> bool:
+        """Whether settings are the same, e.g. an adapter's scale, or that it is switched on."""
+        now = [own.get(name, ...) for own, name in self._settings]
+        return list(map(type, now)) == self._kinds and now == self._set
 
     def is_structure(self) -> bool:
         try:
@@ -132,8 +139,17 @@ class _Modules:
             and all(map(is_, map(type, self._modules), self._types))
             and self._hooking() == self._hooked
             and all(map(is_, self._patched(), self._forwards))
-            and self._adapting() == self._adapted
+            and self._is_set()
         )
 
     def is_place(self) -> bool:
         return self._now() == self._addresses
+
+
+def _is_setting(name: str, found: Any) -> bool:
+    if name in _OF_TORCH:
+        return False
+    if type(found) in _CONTAINERS:
+        inside = found.values() if type(found) is dict else found
+        return all(type(one) in _PLAIN for one in inside)
+    return type(found) in _PLAIN

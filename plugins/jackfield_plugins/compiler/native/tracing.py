@@ -91,6 +91,8 @@ class _Writer:
             self._values[node] = self._values[node.args[0]]
             return
         self._values[node] = Ref(len(self._graph.inputs) + len(self._graph.nodes))
+        if target == "aten.as_strided.default":
+            node.args = _without_offset(*node.args)
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         args = tuple(self._argument(value) for value in node.args)
         self._graph.nodes.append(Node(target, args, kwargs, _meta(node.meta["val"])))
@@ -103,6 +105,13 @@ class _Writer:
         if isinstance(value, _SYMBOLS):
             raise UntraceableError("sizes depend on what is in the tensors")
         return value
+
+
+def _without_offset(of: Any, size: Any, stride: Any, offset: int | None = None) -> tuple[Any, ...]:
+    """The same view from where a value begins, which in a program lies elsewhere in memory."""
+    if offset is not None and offset != of.meta["val"].storage_offset():
+        raise UntraceableError("it reads a tensor from elsewhere in memory (as_strided)")
+    return of, size, stride
 
 
 def _meta(value: Any) -> Any:
