@@ -66,6 +66,16 @@ def test_what_is_many_rows_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) == 3
 
 
+@torch.no_grad()
+def test_layers_without_inputs_or_outputs() -> None:
+    for inner, outer in ((0, 8), (8, 0), (0, 0)):
+        layer, rows = nn.Linear(1, 1), torch.randn(ROWS, inner)
+        layer.in_features, layer.out_features = inner, outer
+        layer.weight, layer.bias = (nn.Parameter(torch.randn(n)) for n in ((outer, inner), outer))
+        for some in (rows, rows[:0], rows[0]):
+            assert torch.equal(linear_of(layer)(some), layer(some))
+
+
 def test_numbers_of_another_kind_and_gradients_are_torchs() -> None:
     layer = nn.Linear(16, 8)
     rows = torch.randn(64, 16)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from native_calls import FLOATS, run, same, stretch_of
+from native_calls import BOUNDS, FLOATS, blank, run, same, stretch_of
 
 from jackfield.errors import ExecutionError
-from jackfield_plugins.compiler.native.entering import operator
+from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.joining import copies
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
@@ -124,6 +127,9 @@ def test_choices_and_bounds(dtype: torch.dtype) -> None:
     same("aten.clamp.default", x, min=0.1)
     same("aten.clamp_min.default", x, 0.1)
     same("aten.clamp_max.default", x, 0.1)
+    same("aten.clamp.default", x, 0.5, -0.5)
+    for low, high in ((math.nan, 0.5), (0.5, math.nan), (math.nan, math.nan)):
+        assert not holds("aten.clamp.default", x, low, high)
     same("aten.maximum.default", x, -x)
     same("aten.minimum.default", x, -x)
     same("aten.logical_and.default", x > 0, x < 1)
@@ -191,6 +197,91 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
                 torch.set_num_threads(1 + rows % 3)
                 assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
     torch.set_num_threads(usual)
+
+
+def layouts(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors like `x` that lie otherwise, that repeat a number, or that have none."""
+    yield x
+    for dim in range(x.dim()):
+        wide = torch.stack([x, x + 1], dim + 1).flatten(dim, dim + 1)
+        yield wide[(slice(None),) * dim + (slice(None, None, 2),)]  # every second of more
+        yield x.transpose(0, dim).contiguous().transpose(0, dim)
+        yield x.narrow(dim, 0, 1).expand_as(x)  # one for all
+        yield x.narrow(dim, 0, 1)
+        yield x.narrow(dim, 0, 0)
+
+
+def read(dtype: torch.dtype) -> dict[str, list[tuple[Any, ...]]]:
+    """Arguments of the operators that read memory by sizes and strides."""
+    x, w = torch.randn(3, 20).to(dtype), torch.randn(7, 20).to(dtype)
+    row, square, index = torch.randn(7).to(dtype), w[:3, :3].clone(), torch.tensor([2, 0, 1])
+    made: dict[str, list[tuple[Any, ...]]] = {
+        "aten.linear.default": [(x, w), (x, w, row), (x[0], w, row)],
+        "aten.addmm.default": [(row, x, w.t())],
+        "aten.mm.default": [(x, w.t())],
+        "aten.matmul.default": [(x.unflatten(1, (2, 10)), torch.randn(3, 10, 5).to(dtype))],
+        "aten.embedding.default": [(w, torch.tensor([[6, 0], [3, 3]]))],
+        "aten.index_select.default": [(w, 0, index)],
+        "aten.index.Tensor": [(w, [index])],
+        "aten.layer_norm.default": [(x[:, :7], [7], row, row + 1)],
+        "aten.gather.default": [(square, 1, index[:, None])],
+        "aten.scatter.value": [(square, 1, index[:, None], 2.0)],
+        "aten.index_put.default": [(w, [index], x)],
+        "aten.topk.default": [(x, 2)],
+        "aten.cumsum.default": [(index, 0)],
+        "aten.sort.default": [(index, 0), (index, 0, True)],
+        "aten.where.self": [(x > 0, x, x + 1)],
+        "aten.add.Tensor": [(x, x[0])],
+    }
+    for name in ("mean.dim", "sum.dim_IntList", "amax.default"):
+        made[f"aten.{name}"] = [(x, [1], True), (x, [0])]
+    return made
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("target", read(torch.float32))
+def test_tensors_that_lie_in_any_way(target: str, dtype: torch.dtype) -> None:
+    """Each operator with each argument so: what the kernel would read wrongly is torch's."""
+    computed = 0
+    for args in read(dtype)[target]:
+        for at, own in enumerate(args):
+            for one in layouts(own) if isinstance(own, torch.Tensor) else ():
+                changed = (*args[:at], one, *args[at + 1 :])
+                try:
+                    operator(target)(*changed)
+                except (RuntimeError, IndexError):
+                    continue  # not for torch, either
+                computed += holds(target, *changed)
+    assert computed
+
+
+def holds(target: str, *args: Any, **kwargs: Any) -> bool:
+    """Whether the kernel has it; it gives what torch does, and so does what stands in for it."""
+    due = operator(target)(*args, **kwargs)
+    out, other = blank(due), blank(due)
+    calls = native_calls(target, args, kwargs, out)
+    stretch_of([(target, call) for call in calls or ()])()
+    entered(target, args, kwargs, other)()
+    bound = 8 * BOUNDS.get(args[0].dtype, 0)
+    for found in (other,) if calls is None else (out, other):
+        for one, exact in zip(listed(found), listed(due), strict=True):
+            where = target, [(a.shape, a.stride()) for a in args if isinstance(a, torch.Tensor)]
+            assert torch.allclose(one, exact, bound, bound, equal_nan=True), where
+    return calls is not None
+
+
+def listed(made: Any) -> list[torch.Tensor]:
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def test_keywords_are_heeded() -> None:
+    x = torch.randint(-9, 9, (3, 7))
+    assert holds("aten.sort.default", x, descending=False)
+    assert not holds("aten.sort.default", x, descending=True)
+    fine = torch.randn(3, 700) * 5
+    assert not holds("aten.sum.dim_IntList", fine, [-1], dtype=torch.bfloat16)
+    assert not holds("aten.softmax.int", fine, -1, torch.bfloat16)
+    assert holds("aten.softmax.int", fine.bfloat16(), -1, torch.float32)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def linear_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (as torch calls it)
         weight, bias = parameters["weight"], parameters["bias"]
         if (
-            input.numel() < numbers
+            not 0 < numbers <= input.numel()
             or torch.is_grad_enabled()
             or not plain(input)
             or not plain(weight)

@@ -40,7 +40,7 @@ def _linear(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Callable[[], None] | None:
     """As torch does it: one product of all rows, whatever dimensions they have."""
-    if not (x.is_contiguous() and out.is_contiguous() and weight.dim() == 2):
+    if not (x.dim() > 1 and x.is_contiguous() and out.is_contiguous() and weight.dim() == 2):
         return None
     return _product(out.flatten(0, -2), bias, x.flatten(0, -2), weight.t())
 

@@ -135,7 +135,8 @@ class Product {
         const T *w[side], *x[rows];
         each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
         each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
-        const int64_t turn = side * call.weight_row;  // memory is asked for some turns ahead
+        // Memory is asked for some turns ahead. One row that stands for all has no distance to the next.
+        const int64_t turn = std::max<int64_t>(1, side * call.weight_row);
         const int64_t ahead = turn * std::max<int64_t>(1, AHEAD / (turn * int64_t(sizeof(T))));
         int64_t at = from;
         for (; at + step <= to; at += step) {

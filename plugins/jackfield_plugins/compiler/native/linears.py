@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,26 @@ def form(
         and 1 in weight.stride()
         and x.is_contiguous()
         and out.is_contiguous()
-        and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
+        and (bias is None or _is_bias(bias, weight))
     ):
         return None
     order = "linear" if weight.stride(1) == 1 else "turned"
     return f"{order}_{str(x.dtype).removeprefix('torch.')}"
 
 
+def _is_bias(bias: torch.Tensor, weight: torch.Tensor) -> bool:
+    fits = bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
+    return fits and bias.is_contiguous()
+
+
 def linear(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> NativeCall | None:
-    inner, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
+    rows = math.prod(x.shape[:-1])
     name = form(out, x, weight, bias) if rows <= FEW else None
     if name is None:
         return None
-    outer, turned = weight.shape[0], name.startswith("turned")
+    (outer, inner), turned = weight.shape, name.startswith("turned")
     arguments = LINEAR.pack(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),

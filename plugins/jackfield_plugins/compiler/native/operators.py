@@ -28,6 +28,8 @@ def native_calls(
 
     `out` is a tensor, or a list of them for an operator that makes several.
     """
+    if isinstance(out, torch.Tensor) and not out.numel():
+        return []
     if (own := _OWN.get(target)) is not None:
         found: Any = own(out, *args, **kwargs)
         return [found] if isinstance(found, NativeCall) else found
@@ -100,9 +102,9 @@ def _columns_of(x: torch.Tensor, dim: int) -> tuple[int, int, int, int, int] | N
 
 
 def _can_hold(out: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether what is computed of rows `x` is as exact as `out` has it."""
-    finer = out.dtype is torch.float64 and x.dtype is not torch.float64
-    return out.is_contiguous() and out.dtype in FLOATS and not finer
+    """Whether what is computed of rows `x` is rounded as `out` is due: torch casts `x` first."""
+    widened = out.dtype is torch.float32 and x.dtype.itemsize == 2
+    return out.is_contiguous() and (out.dtype is x.dtype or widened)
 
 
 def _folds(operation: int) -> Callable[..., NativeCall | None]:

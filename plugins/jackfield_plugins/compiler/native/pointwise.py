@@ -91,7 +91,8 @@ def lowered(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target == "aten.masked_fill.Scalar":
         return "where", (args[1], args[2], args[0]), 1.0
     if target in ("aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default"):
-        return "clamp", _bounds(target, args, kwargs), 1.0
+        bounds = _bounds(target, args, kwargs)
+        return None if any(bound != bound for bound in bounds[1:]) else ("clamp", bounds, 1.0)
     return None
 
 

@@ -46,9 +46,9 @@ def _topk(
     return NativeCall(address("choose_largest"), arguments, (x, *out))
 
 
-def _sort(out: Any, x: torch.Tensor, dim: int = -1, *descending: Any, **_: Any) -> Any:
+def _sort(out: Any, x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
     values, index = out
-    if not (_is_last(x, dim) and x.dtype is torch.int64 and not any(descending)):
+    if not (_is_last(x, dim) and x.dtype is torch.int64 and not descending):
         return None
     if not (_dense(x, *out) and x.numel()):
         return None
