@@ -14,10 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
+from jackfield.engine.bound import BoundModel
 from jackfield.engine.engine import Engine
+from jackfield.engine.following import follow
 from jackfield.engine.reading import read_assistant, read_weights
+from jackfield.engine.sharing import agree, agreed_bytes, prove, together
 from jackfield.engine.verifying import check_verifiable, steps_of
 from jackfield.errors import UsageError
+from jackfield.parallel.ranks import Follower, Leader
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
 from jackfield.planning.locking import check as check_lock
@@ -69,6 +73,12 @@ def load(
     `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
     log-probabilities are the same to the last bit whatever else runs. A step that takes longer
     than `stall_after` seconds counts as stalled.
+
+    `tp_size` processes share the model (tensor parallelism), each on a device of its own; this one
+    starts the others, which load with the same arguments. Under torchrun, `tp_plan="auto"` shares
+    it among all processes: in rank 0 `load` returns the engine, in the others it follows that
+    engine until it is closed, and then ends the process (SystemExit). Raises ExecutionError where
+    the processes do not meet.
 
     `locked` is a file that `jackfield lock` wrote: selections that are left to "auto" are those in
     it, and a plan with any other backend, option, file, kernel or library is a PlanError.
@@ -130,7 +140,7 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
-    return Prepared(job, plan, helper, tokenizer, limits, spec)
+    return Prepared(job, plan, helper, tokenizer, limits, spec, {"model": model, **arguments})
 
 
 def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | None]:
@@ -158,12 +168,26 @@ class Prepared:
     tokenizer: Any | None
     limits: BatchLimits
     spec: LoadSpec
+    given: Mapping[str, Any]
 
     def load(self) -> Engine:
-        """Read the weights and bind. Raises UsageError inside of `torch.autocast`."""
-        refuse_autocast(torch.device(self.plan.requirements.device or "cpu").type)
+        """Read the weights and bind. Raises UsageError inside of `torch.autocast`.
+
+        Of a model that several processes share, in another rank than 0: follow rank 0 until it
+        closes its engine, then raise SystemExit.
+        """
+        device = torch.device(self.plan.device or "cpu")
+        refuse_autocast(device.type)
         with contextlib.ExitStack() as files:
+            shared = None
+            if self.job.shard is not None:
+                shared = files.enter_context(together(self.job.shard, device, self.given))
+                agree(shared, self.plan, self.job.source, registry())
+                prove(shared, self.plan, self.job.source, self.job.shard)
             model = read_weights(self.job, self.plan, files, self.tokenizer)
+            free = None if shared is None else agreed_bytes(shared, device)
+            if isinstance(shared, Follower):
+                follow(BoundModel(model, self.plan, *self.plan.room(), free), shared)
             draft = None if self.assistant is None else read_assistant(self.assistant, model, files)
             engine = Engine(
                 model,
@@ -174,6 +198,8 @@ class Prepared:
                 stall_after=self.spec.stall_after,
                 verify=steps_of(self.spec.verify),
                 assistance=draft,
+                leader=shared if isinstance(shared, Leader) else None,
+                free=free,
             )
             engine.when_closed(files.pop_all().close)
         return engine

@@ -12,6 +12,7 @@ JackfieldError                 exit code 1: a failure
 ├── QueueFullError             more requests wait than the engine was told to keep
 ├── PluginError                a plugin broke its contract
 └── ExecutionError             the model or a backend failed while running
+    └── RanksError             processes that share a model have lost one another
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "PluginError",
     "PromptError",
     "QueueFullError",
+    "RanksError",
     "SelectionError",
     "SettingsError",
     "UsageError",
@@ -145,3 +147,7 @@ class CacheFullError(UsageError):
 
 class ExecutionError(JackfieldError):
     """The model or a backend failed while running; the cause is chained."""
+
+
+class RanksError(ExecutionError):
+    """One of the processes that share a model has ended or failed; its engine cannot go on."""

@@ -47,6 +47,8 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "compile": ("none", "none .named", "none .named"),
     "kernels": ("cpu-rms-norm", HONOURED, HONOURED),
     "deterministic": (True, HONOURED, HONOURED),
+    "tp_plan": ("auto", "say how many with tp_size=N", "say how many with tp_size=N"),
+    "tp_size": (0, "a number of processes from 1 on", "a number of processes from 1 on"),
     "locked": ("/nowhere", "there is no lock /nowhere", "there is no lock /nowhere"),
     "tokenizer": ("/nowhere", "/nowhere is not a folder", "/nowhere is not a folder"),
     "max_batch_size": (0, "max_batch_size", "max_batch_size"),

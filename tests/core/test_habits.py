@@ -78,7 +78,7 @@ KEYWORDS = sorted(
 
 def test_the_sources_of_the_walk_are_there() -> None:
     """A walk over nothing finds nothing wrong."""
-    assert {"trust_remote_code", "device_map", "gguf_file", "tp_plan"} <= keywords_of_loading()
+    assert {"trust_remote_code", "device_map", "gguf_file", "device_mesh"} <= keywords_of_loading()
     assert {"device", "return_full_text"} <= keywords_of_pipelines()
     assert {"temperature", "streamer"} <= keywords_of_generate()
     assert len(KEYWORDS) > 120

@@ -16,7 +16,7 @@ from served import Served, serving
 
 import jackfield
 from jackfield.engine import worker
-from jackfield.errors import UsageError
+from jackfield.errors import RanksError, UsageError
 from jackfield.serving import pool
 
 if TYPE_CHECKING:
@@ -296,6 +296,22 @@ def test_a_step_that_hangs_is_told_and_the_model_is_loaded_again_within_bounds(
         assert len(faults.loaded) == 2
         faults.held.set()
     assert "a step hangs in" in caplog.text
+
+
+def test_an_engine_that_closes_itself_is_loaded_again(faults: Faults) -> None:
+    """As one does whose model was shared with a process that has ended."""
+
+    def gone() -> None:
+        raise RanksError("rank 1 of the 2 processes of this model has ended")
+
+    with serving(faults.load, restarts=1) as served:
+        faults.good, faults.act = 3, gone
+        answer = ask(served)
+        assert answer.status_code >= 500
+        assert "rank 1 of the 2 processes" in error_of(answer)["message"]
+        assert ask(served, most=2).status_code == 200  # waits for the new one
+        assert [engine.closed for engine in faults.loaded] == [True, False]
+        assert httpx.get(f"{served.url}/health/ready").status_code == 200
 
 
 @pytest.mark.parametrize("error", [UsageError("no such folder"), OSError("disk")])

@@ -83,7 +83,7 @@ def _tried(asked: Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) 
         for small in shrunk(asked.config, cls):
             torch.manual_seed(_SEED)
             try:
-                return _Bench(_drawn(small, cls, dtype)).trial()
+                return _Bench(drawn(small, cls, dtype)).trial()
             except Exception as error:  # noqa: BLE001 - any model's code
                 why = first_line(error)
                 logger.debug("no trial of %s: %s", asked.config.model_type, why)
@@ -91,7 +91,7 @@ def _tried(asked: Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) 
     return Trial(why, None, reason, reason, reason, reason)
 
 
-def _drawn(
+def drawn(
     config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype
 ) -> PreTrainedModel:
     """A model with weights that make what it says depend on all that it has read."""
@@ -108,7 +108,8 @@ def _drawn(
     return model
 
 
-def _apart(found: torch.Tensor, alone: torch.Tensor) -> bool:
+def apart(found: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Whether logits are further from those that are right than rounding explains."""
     return not bool((found - alone).abs().max() <= _BOUND * alone.std())
 
 
@@ -155,7 +156,7 @@ class _Bench:
 
     def _changes(self, rows: Seq[list[int]]) -> bool:
         alone = torch.cat([self._read([row]) for row in rows])
-        return _apart(self._read(rows, columns=_COLUMNS), alone)
+        return apart(self._read(rows, columns=_COLUMNS), alone)
 
     def _pieces(self, *rows: list[int]) -> bool:
         try:
@@ -166,7 +167,7 @@ class _Bench:
     def _differs(self, rows: Seq[list[int]], **how: Any) -> bool:
         """Whether any of the rows says something else than alone; a NaN is something else."""
         alone = torch.cat([self._alone[id(row)] for row in rows])
-        return _apart(self._read(rows, **how), alone)
+        return apart(self._read(rows, **how), alone)
 
     def _read(
         self,

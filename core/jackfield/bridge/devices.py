@@ -24,7 +24,7 @@ def pick_device(device: str | torch.device, source: ModelSource) -> torch.device
         return device
     live = None if source.live is None else input_device(source.live)
     if device == AUTO:
-        return live if live is not None else torch.device(_best_device())
+        return live if live is not None else torch.device(best_device())
     found = check_device(device)
     if live is not None and found != live:
         raise UsageError(
@@ -88,7 +88,8 @@ def _devices() -> list[str]:
     return [*found, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
-def _best_device() -> str:
+def best_device() -> str:
+    """The kind of device that "auto" takes here."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"

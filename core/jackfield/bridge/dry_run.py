@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
 from jackfield.bridge.requirements import meta_model
+from jackfield.bridge.sharding import Shard
+from jackfield.bridge.shared_models import part_of
 from jackfield.bridge.source import config_tree, quiet
 from jackfield.bridge.stand_ins import standing_in
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
@@ -103,7 +105,9 @@ class DryRun:
             part.dtype = getattr(torch, needs.dtype)
         self._needs = needs
         self._scores = materializes_scores
-        self._model = meta_model(config).eval()
+        whole = needs.tp_size == 1  # otherwise as one of the processes has it
+        made = meta_model(config) if whole else part_of(config, Shard(needs.tp_size, 0))
+        self._model = made.eval()
         self._keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         standing = (*self._model.parameters(), *self._model.buffers())
         self._standing = {_key(tensor): tensor for tensor in standing}

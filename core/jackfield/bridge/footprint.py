@@ -135,7 +135,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """What a tensor is made of: one of a class of its own holds others."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor has its mesh of devices, too
+                yield from _parts(part)
         return
     yield tensor
 

@@ -41,7 +41,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 class Call:
     """One call of the attention: by which layer, and with which keyword arguments.
 
-    `kv_shapes` are `(heads, head_dim)` of the keys and of the values.
+    `heads` are those of the queries, `kv_shapes` are `(heads, head_dim)` of the keys and values.
 
     `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
     there is no mask, or one (`own_mask`) that the attention's mask function did not return.
@@ -52,6 +52,7 @@ class Call:
     mask: MaskFunction | None
     own_mask: bool = False
     kv_shapes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    heads: int = 0
 
     @property
     def kv_numbers(self) -> int:
@@ -129,8 +130,9 @@ def _listening(
         by = next((f for m, f in masks if m is attention_mask or m is base), None)
         own = attention_mask is not None and by is None
         keys, values = ((states.shape[1], states.shape[3]) for states in (key, value))
-        calls.append(Call(getattr(module, "layer_idx", None), kwargs, by, own, (keys, values)))
         batch, heads, length, _ = query.shape
+        layer = getattr(module, "layer_idx", None)
+        calls.append(Call(layer, kwargs, by, own, (keys, values), heads))
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 
     def experts(module: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -126,10 +126,8 @@ def describe(
     layers = list(attention_modules(model))
     types = layer_types(config)
     check_drivable(model, text, [module for _, module in layers], types)
-    seen = _probed(Asked.of(config), type(model))  # type: ignore[arg-type]  # a class is hashable
+    seen = probed(model)
     calls = seen.calls
-    numbers = {call.layer: call.kv_numbers for call in calls}
-    shapes = {call.layer: call.kv_shapes for call in calls}
     check_calls(model, calls)
     heads = int(text.num_attention_heads)
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
@@ -148,8 +146,7 @@ def describe(
         model_declines=_declines(model),
         context_length=_context_length(model, text),
         kv_numbers=seen.cached,
-        packed_numbers=tuple(numbers.get(layer, 0) for layer in range(len(types)) if numbers),
-        packed_shapes=tuple(shapes.get(layer, _NOTHING) for layer in range(len(types)) if shapes),
+        **shapes_by_layer(calls, len(types)),
         token_numbers=numbers_of_a_token(model),
         weights=weights,
         joined_weights=None if live else joined_weights(model),
@@ -167,9 +164,23 @@ def describe(
     )
 
 
+def shapes_by_layer(calls: Sequence[Call], layers: int) -> dict[str, Any]:
+    """What each of so many layers hands its attention; nothing where no call was seen."""
+    numbers = {call.layer: call.kv_numbers for call in calls}
+    shapes = {call.layer: call.kv_shapes for call in calls}
+    return {
+        "packed_numbers": tuple(numbers.get(layer, 0) for layer in range(layers) if numbers),
+        "packed_shapes": tuple(shapes.get(layer, _NOTHING) for layer in range(layers) if shapes),
+    }
+
+
+def probed(model: PreTrainedModel) -> Probe:
+    """How a step of models like this one calls its attention; nothing where none can be made."""
+    return _probed(Asked.of(model.config), type(model))  # type: ignore[arg-type]  # is hashable
+
+
 @functools.lru_cache(maxsize=256)
 def _probed(asked: Asked, cls: type[PreTrainedModel]) -> Probe:
-    """How a step of such models calls its attention; nothing where none can be made."""
     try:
         return probe(meta_model(asked.config, cls))
     except JackfieldError:

@@ -15,6 +15,8 @@ from jackfield.bridge.headers import check_files
 from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.read_back import check_floats, check_shapes
+from jackfield.bridge.sharding import Shard, check_loaded, loading
+from jackfield.bridge.shared_models import part_of
 from jackfield.bridge.source import ModelSource, quiet
 from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
 from jackfield.contracts import Quantization, Requirements, StoredTensor
@@ -61,11 +63,13 @@ def load_model(
     where: Placement,
     quantization: Quantization,
     folder: Path | None = None,
+    shard: Shard | None = None,
 ) -> PreTrainedModel:
     """Load the weights of `source`, as `needs` have them, to their places. Raises CheckpointError.
 
     What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
-    it in another form. A weight that the checkpoint lacks is an error, not a random number.
+    it in another form. A weight that the checkpoint lacks is an error, not a random number. With
+    `shard`, of which torch has a process group by now, only its part is read.
     """
 
     def check(tensors: Tensors) -> None:
@@ -86,7 +90,8 @@ def load_model(
     device = torch.device(where.device)
     placed = where.spread or (device.type != "cpu" and (quantized or has_accelerate()))
     reading = quantization.reading()
-    with named(f"cannot load {source.location}"), quiet(), reading, no_notes():
+    named_so = named(f"cannot load {source.location}")
+    with named_so, quiet(), reading, no_notes(), loading(shard) as how:
         of, what = _read_from(source, fetched)
         loaded: Any = of.from_pretrained(
             **what,
@@ -94,7 +99,8 @@ def load_model(
             attn_implementation="eager",  # the plan plugs in what was chosen
             experts_implementation=needs.experts_implementation,
             quantization_config=quantization.config,
-            device_map=native(where) if placed else None,
+            device_map=native(where) if placed and shard is None else None,
+            **how,
             offload_folder=None if folder is None else str(folder),
             use_safetensors=True,
             trust_remote_code=False,
@@ -103,6 +109,8 @@ def load_model(
         )
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
+    if shard is not None:
+        check_loaded(model, part_of(source.config, shard))
     quantization.finish(model)
     if where.spread:
         check_placed(model, where)

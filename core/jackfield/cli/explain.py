@@ -55,6 +55,8 @@ def _print(found: Explanation) -> None:
         out.print(f"  needs {name}: {evidence}")
     if plan is not None and plan.placement:
         out.print(f"  weights: {plan.placement}")
+    if plan is not None and plan.shared:
+        out.print(f"  {plan.shared}")
     if plan is not None and plan.adapter:
         out.print(f"  adapter: {plan.adapter}")
     for refusal in plan.faster if plan is not None else ():

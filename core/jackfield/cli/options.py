@@ -92,6 +92,9 @@ class Backends:
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits, whatever else runs; slower.")
     ] = False
+    tp_size: Annotated[
+        int | None, flag("--tp", "N", "How many processes share the model; starts the others.")
+    ] = None
     locked: Annotated[
         str | None, flag("--locked", "FILE", "Run what `jackfield lock` wrote there, or nothing.")
     ] = None

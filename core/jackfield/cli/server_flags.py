@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-_ONE_PROCESS = (
-    "there is none: one process runs a model, over several devices with --device balanced"
-)
+_ONE_PROCESS = "there is none: processes of one machine share a model's layers with --tp N"
 _CONTEXT = (
     "there is none: the context is the model's; --max-completion-tokens N bounds answers, and "
     "--cache 'paged?num_tokens=N' what is kept"
@@ -28,8 +26,9 @@ _FILES = "there is none: weights are read from safetensors or GGUF"
 
 #: answer -> the flags that it answers, without dashes; those of one dash are in `_SHORT`
 _ANSWERS: dict[str, str] = {
-    _ONE_PROCESS: "tensor-parallel-size pipeline-parallel-size data-parallel-size tp-size dp-size "
-    "tp dp pp-size num-shard sharded distributed-executor-backend nnodes node-rank ep-size "
+    "write --tp N": "tensor-parallel-size tp-size num-shard",
+    _ONE_PROCESS: "pipeline-parallel-size data-parallel-size dp-size "
+    "dp pp-size sharded distributed-executor-backend nnodes node-rank ep-size "
     "enable-expert-parallel dist-init-addr numa rpc",
     _CONTEXT: "max-model-len ctx-size context-length max-total-tokens max-input-length "
     "max-input-tokens max-seq-len-to-capture",

@@ -46,6 +46,8 @@ class BindContext:
         step_bytes: What a cache leaves free on its device for what steps take, in bytes.
         memory_share: The share of the rest that a cache may have: the same engine may have another
             model there.
+        free: What a cache is to take as free on its device, in bytes, where several processes have
+            agreed on it, since their caches must be of one size. None: it looks by itself.
     """
 
     model: PreTrainedModel | None
@@ -56,6 +58,7 @@ class BindContext:
     tokenizer: Any | None = None
     step_bytes: int = 0
     memory_share: float = 1.0
+    free: int | None = None
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.native import NativeCall, NativeOperators
-from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements, one_process
 from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
@@ -250,6 +250,14 @@ class Compiler(Backend):
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons
+
+    def impossible(self, requirements: Requirements) -> list[str]:
+        """That steps are shared by several processes, which no compiled step is.
+
+        Args:
+            requirements: The job.
+        """
+        return one_process(requirements, "compiles steps of one process") if self.compiles else []
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """That steps are compiled (`compiled`).

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, unknown
-from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements
+from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements, one_process
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +98,14 @@ class Kernel(Backend):
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons
+
+    def impossible(self, requirements: Requirements) -> list[str]:
+        """That a model is shared by several processes, whose layers are parts of its own.
+
+        Args:
+            requirements: The job.
+        """
+        return one_process(requirements, "replaces layers that are whole")
 
     @abstractmethod
     def fits(self, module: nn.Module, options: Any) -> bool:

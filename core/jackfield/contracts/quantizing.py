@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jackfield.contracts.backend import Backend, BindContext, unknown
 from jackfield.contracts.checkpoint import Field, Tensors, odd_fields
 from jackfield.contracts.native import NativeOperators
-from jackfield.contracts.requirements import BYTES, DEVICES, DTYPES, Requirements, Weight
+from jackfield.contracts.requirements import (
+    BYTES,
+    DEVICES,
+    DTYPES,
+    Requirements,
+    Weight,
+    one_process,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +49,7 @@ class QuantizerCapabilities:
         merges: An adapter can be added into its weights; needs `adapters`.
         batch_invariant: The bits of a row of a layer's output do not depend on the other rows.
         compiles: Its layers can be traced by a compiler.
+        tensor_parallel: Several processes may share a model, each with a part of its weights.
         relative_error: How far a layer's outputs are from those of the weights that it stores, at
             most: the Euclidean norm of the difference over that of the outputs, for Gaussian
             weights and inputs, beside what rounding to the dtype leaves. 0: nothing is lost. None:
@@ -59,6 +67,7 @@ class QuantizerCapabilities:
     merges: bool = False
     batch_invariant: bool = False
     compiles: bool = False
+    tensor_parallel: bool = False
     relative_error: float | None = None
 
     def __post_init__(self) -> None:
@@ -296,6 +305,16 @@ class Quantizer(Backend):
             context: `model` is None; `tokenizer` is there for one that measures a model on texts.
         """
         return Quantization(self.config_of(context))
+
+    def impossible(self, requirements: Requirements) -> list[str]:
+        """That several processes share the model, where it does not declare `tensor_parallel`.
+
+        Args:
+            requirements: The job.
+        """
+        if self.capabilities.tensor_parallel:
+            return []
+        return one_process(requirements, "stores layers that are whole (tensor_parallel)")
 
     def config_of(self, context: BindContext) -> QuantizationConfigMixin | None:
         """The caller's own config, None for a checkpoint that has one, or `make_config`.

@@ -113,6 +113,8 @@ class Requirements:
         execution_devices: Placement: the devices that layers compute on, the one where a step
             begins first; empty where that is one, `device`.
         offloaded: Placement: places that only hold weights (the CPU beside a GPU, "disk").
+        tp_size: Placement: how many processes share the model (tensor parallelism); 1: none do.
+            Heads, shapes, numbers and bytes are those of one of them, the one that plans.
         adapter: The job: the type of the adapter on top of the weights ("LORA"), None without one.
         merge_adapter: The job: the adapter is added into the weights.
         layout: Of the cache: what it produces, "padded" or "packed".
@@ -163,6 +165,7 @@ class Requirements:
     experts_implementation: str | None = None
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    tp_size: int = 1
     adapter: str | None = None
     merge_adapter: bool = False
     layout: str = "padded"
@@ -216,3 +219,9 @@ class Requirements:
         if self.batch_invariant:
             return "has sums that depend on the batch"
         return "is switched off in the live model (experts_implementation='eager')"
+
+
+def one_process(requirements: Requirements, what: str) -> list[str]:
+    """The reason `what` against a job that several processes share; none against others."""
+    size = requirements.tp_size
+    return [f"{what}, and tp_size={size} shares them among processes"] if size > 1 else []

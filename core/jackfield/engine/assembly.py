@@ -14,18 +14,23 @@ from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.bound import BoundModel, install_all, vocab_size_of
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder, strategies_of
+from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
 from jackfield.engine.reading import Assistance
 from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
 from jackfield.guarded import all_of
+from jackfield.parallel.ranks import Leader
 from jackfield.planning.planning import Plan
 from jackfield.requests.wishes import notice_selectors
 from jackfield.sampling.structured import Structures
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
+
+    from jackfield.contracts import KVCache, ModelInputs
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,20 @@ def assemble(
     stall_after: float,
     verify: int,
     assistance: Assistance | None,
+    leader: Leader | None = None,
+    free: int | None = None,
 ) -> Assembly:
-    """Bind everything, then put it into place. Where one fails, the model is as it was."""
+    """Bind everything, then put it into place. Where one fails, the model is as it was.
+
+    Of a model that several processes share, `leader` has the others, and `free` bytes are free in
+    each of them.
+    """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
     text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
-    bound = BoundModel(model, plan, *plan.room())
+    bound = BoundModel(model, plan, *plan.room(), free)
     held, restore = [bound.close], []  # what is given back where the rest fails
     try:
         scheduler = plan["scheduler"].registered
@@ -68,12 +79,15 @@ def assemble(
         models = [bound] if draft is None else [bound, draft.bound]
         held += [one.close for one in models[1:]]
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
-        loop = Loop(bound.forward, bound.cache, decoder, schedule, limits)
+        loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
         # A backend that fails to bind must leave a live model as it was, so this comes last.
         restore = install_all(models)
         for one in models:
             settle(one.model)
             one.record(limits.max_batch_size)
+        if leader is not None:
+            leader.exchange("ready")
+            leader.watch()
         verification = Verification(bound, loop, verify) if verify else None
         observer = Observer(plan, bound, loop, text, draft, verification)
         linger = linger_on(input_device(model).type)
@@ -83,3 +97,13 @@ def assemble(
         raise
     restore.append(structures.close)
     return Assembly(bound, text, structures, loop, observer, worker, restore)
+
+
+def _steps(
+    bound: BoundModel, leader: Leader | None
+) -> tuple[Callable[[ModelInputs], torch.Tensor], KVCache]:
+    """The forward call and the cache of a loop, which `leader` has other processes do as well."""
+    if leader is None:
+        return bound.forward, bound.cache
+    cache = SharedCache(bound.cache, leader)
+    return shared_forward(bound.forward, cache, leader), cache

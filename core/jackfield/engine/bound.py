@@ -49,11 +49,16 @@ def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `install`.
 
-    `step_bytes` and `memory_share` are for its cache, as in `BindContext`.
+    `step_bytes`, `memory_share` and `free` are for its cache, as in `BindContext`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, step_bytes: int = 0, memory_share: float = 1.0
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        step_bytes: int = 0,
+        memory_share: float = 1.0,
+        free: int | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -68,7 +73,9 @@ class BoundModel:
         )
         # Last, as it takes memory that whoever fails behind it would have to give back.
         cache = plan["cache"].registered
-        context = replace(self.context("cache"), step_bytes=step_bytes, memory_share=memory_share)
+        context = replace(
+            self.context("cache"), step_bytes=step_bytes, memory_share=memory_share, free=free
+        )
         bound = laid_out(cache.bind(context), context)
         users = [plan[kind].registered for kind in ("attention", "compiler")]
         self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)

@@ -30,6 +30,7 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
+from jackfield.parallel.ranks import Leader
 from jackfield.planning.planning import Plan
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.wishes import mapping
@@ -66,6 +67,8 @@ class Engine:
         stall_after: float = 60.0,
         verify: int = 0,
         assistance: Assistance | None = None,
+        leader: Leader | None = None,
+        free: int | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -79,6 +82,8 @@ class Engine:
             stall_after=stall_after,
             verify=verify,
             assistance=assistance,
+            leader=leader,
+            free=free,
         )
         self._assembly, self._restore = made, made.restore
         self._bound, self._loop, self._worker = made.bound, made.loop, made.worker
@@ -311,8 +316,7 @@ class Engine:
             finish(self._worker, self._restore)
 
     def _check_open(self) -> None:
-        if self.closed:
-            raise UsageError("the engine is closed; load the model again")
+        self._worker.check_open()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError("an engine runs a model and cannot be copied; load another one")

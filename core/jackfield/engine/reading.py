@@ -52,7 +52,7 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
             tokenizer=tokenizer,
         )
         bound = choice.registered.bind(context)
-        model = load_model(source, plan.requirements, plan.placement, bound, folder)
+        model = load_model(source, plan.requirements, plan.placement, bound, folder, job.shard)
         changes = bound.config is not None or bound.finish is not Quantization.finish
         if changes or plan.requirements.stored is not None:
             check_read(model, choice, plan.requirements, tensors_in(source), source.gguf)

@@ -21,7 +21,13 @@ from jackfield.engine.requests import FORKED, Request, Waker, wake
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.steps import Event
-from jackfield.errors import ExecutionError, QueueFullError, UsageError, error_text
+from jackfield.errors import (
+    ExecutionError,
+    QueueFullError,
+    RanksError,
+    UsageError,
+    error_text,
+)
 from jackfield.guarded import all_of, plugin_call_of
 from jackfield.sampling.fenced import request_code_of
 
@@ -85,6 +91,7 @@ class Worker:
         self._process = os.getpid()
         self._step_began: float | None = None
         self._failure: str | None = None
+        self._lost: str | None = None  # why no step can be computed any more
         self._last_logged = time.monotonic()
         self.closed = False
 
@@ -101,7 +108,7 @@ class Worker:
         if os.getpid() != self._process:
             raise UsageError(FORKED)
         with self._changed:
-            self._check_open()
+            self.check_open()
             if not self._has_room(len(pairs)):
                 if not wait:
                     raise QueueFullError(
@@ -109,7 +116,7 @@ class Worker:
                         f"{self._max_waiting}; try again later, or load with a larger max_waiting"
                     )
                 self._changed.wait_for(lambda: self.closed or self._has_room(len(pairs)))
-                self._check_open()
+                self.check_open()
             self._wake()
             self._commands.append(partial(_compute_with, torch.get_num_threads()))
             self._open |= {sequence.id: (sequence, request) for sequence, request in pairs}
@@ -146,7 +153,7 @@ class Worker:
     def while_idle(self, act: Callable[[], None]) -> None:
         """Do what no request may see happen. Raises UsageError while one is open."""
         with self._changed:
-            self._check_open()
+            self.check_open()
             # The last step tells its readers before it has ended.
             self._changed.wait_for(lambda: bool(self._open) or self._step_began is None)
             if self._open:
@@ -225,11 +232,19 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         """Every request fails with the cause; nothing is left of them."""
         self._failure = error_text(error)
+        if isinstance(error, RanksError):
+            self._end_with(error)
         self._fail_all(error)
         try:
             self._loop.reset()
         except BaseException as again:  # noqa: BLE001 - requests that come after it must not hang
             logger.error("giving memory back failed too: %s", error_text(again))
+
+    def _end_with(self, error: RanksError) -> None:
+        """Take no requests any more: no step can be computed."""
+        with self._changed:
+            self._lost, self.closed = str(error), True
+            self._changed.notify_all()
 
     def _fail_forgotten(self) -> None:
         """Nothing is left to do: a request that is open all the same would wait for ever."""
@@ -309,7 +324,9 @@ class Worker:
             return None
         return request_code_of(thread.ident) or plugin_call_of(thread.ident) or self._loop.doing
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        if self._lost is not None:
+            raise RanksError(self._lost)
         if self.closed:
             raise _closed()
 

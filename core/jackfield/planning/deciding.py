@@ -14,6 +14,8 @@ from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.requirements import meta_model, requirements_of
+from jackfield.bridge.sharding import Shard
+from jackfield.bridge.shared_models import shared_out
 from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.bridge.spreading import placed_live
 from jackfield.contracts.quantizing import plain_bytes
@@ -23,6 +25,7 @@ from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.fitting import check_size
 from jackfield.planning.placing import first_device, place
 from jackfield.planning.planning import Plan, decide
+from jackfield.planning.sharing import check_shared, own_device, shard_of
 from jackfield.planning.spec import PlanSpec
 from jackfield.planning.stored import check_stored
 from jackfield.registry.backends import Registry
@@ -36,12 +39,16 @@ logger = logging.getLogger("jackfield")
 
 @dataclass(frozen=True)
 class Job:
-    """A model that was found, and what it needs; no backend is chosen yet."""
+    """A model that was found, and what it needs; no backend is chosen yet.
+
+    `shard` is the part of it that this process is to have; None: all of it.
+    """
 
     source: ModelSource
     asked: Asked
     needs: Requirements
     found: FoundAdapter | None = None
+    shard: Shard | None = None
 
     def decide(self, registry: Registry, selections: Mapping[str, Quantizable]) -> Plan:
         """One backend a kind, and a place for every weight. Raises the errors of a plan.
@@ -130,13 +137,18 @@ def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: Pl
         )
     said = asked(spec.device_map, spec.max_memory, spec.offload_folder)
     said = replace(said, device_memory=spec.device_memory)
-    source = find(model, spec.revision)
+    source, shard = find(model, spec.revision), shard_of(spec)
+    if shard is not None:
+        check_shared(source, shard)
+        said = own_device(said, shard)
     first = first_device(said, source)
     device = AUTO if source.live is not None else first
     with blamed(source):
         needs = requirements_of(
             source, dtype=spec.dtype, device=device, deterministic=spec.deterministic
         )
+        if shard is not None:
+            needs = shared_out(source.config, needs, shard)
         elsewhere = spec.device_memory is not None and not is_here(first)
         needs = replace(needs, elsewhere=elsewhere)
     if isinstance(said.device_map, Mapping):
@@ -146,7 +158,8 @@ def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: Pl
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
     if spec.adapter is None:
         own = live_adapter(source)
-        return Job(source, said, replace(needs, adapter=own.peft_type if own else None))
+        needs = replace(needs, adapter=own.peft_type if own else None)
+        return Job(source, said, needs, shard=shard)
     if source.live is not None:
         raise UsageError(
             "a live model is used as it is: put the adapter on it yourself with "

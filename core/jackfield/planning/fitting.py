@@ -22,7 +22,8 @@ def check_size(registry: Registry, plan: Plan, asked: Asked, where: Placement) -
     if bound is None:
         return
     given = "max_memory gives it" if asked.max_memory is not None else "free there are"
-    would = [*_dtypes(plan, bound), *_quantizers(registry, plan, bound), "device_map='auto'"]
+    more = "device_map='auto'" if needs.tp_size == 1 else "a larger tp_size"
+    would = [*_dtypes(plan, bound), *_quantizers(registry, plan, bound), more]
     raise PlanError(
         f"the weights of {needs.architecture} take {in_units(needs.weight_bytes)} in {needs.dtype}"
         f" and do not fit on {where.device}: {given} {in_units(bound)}; what would fit: "

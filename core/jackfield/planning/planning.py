@@ -75,6 +75,17 @@ class Plan:
                 against.append(f"{kind} {choice.registered.name} ({'; '.join(reasons)})")
         return tuple(against)
 
+    @property
+    def shared(self) -> str | None:
+        """What this process has of a model that several share, in words; None: all of it."""
+        needs = self.requirements
+        if needs.tp_size == 1:
+            return None
+        return (
+            f"shared by {needs.tp_size} processes; this one has {needs.num_attention_heads} query "
+            f"heads and {needs.num_key_value_heads} key/value heads of each layer"
+        )
+
     def memory(self) -> CacheMemory | None:
         """What keys and values cost and how much fits, by the memory that is free now.
 
@@ -94,7 +105,7 @@ class Plan:
         where, device = self.placement, self.device
         if available is None and where is not None and len(where.execution_devices) > 1:
             return None  # each layer's are where it computes
-        if available is None and (free := free_bytes(device)) is not None:
+        if available is None and (free := self._free(device)) is not None:
             available = max(0, free - self._loading(device))
         if not known or available is None:
             return None
@@ -109,7 +120,7 @@ class Plan:
         device = self.device
         if choice.registered.ask("pool_of", needs, choice.options, 0) is None:
             return None
-        if (free := free_bytes(device)) is None:
+        if (free := self._free(device)) is None:
             return None
         steps, share = self.room()
         beside = self._beside._loading(device) if self._beside else 0
@@ -166,6 +177,12 @@ class Plan:
         assistant = self.assistant and self.assistant.limited(tokens, rows)
         return replace(self, limits=limits, assistant=assistant)
 
+    def _free(self, device: str | None) -> int | None:
+        """What one process may count on being free; those that share a model share a CPU, too."""
+        free = free_bytes(device)
+        beside = self.requirements.tp_size if numbered(device) == "cpu" else 1
+        return None if free is None else free // beside
+
     def _loading(self, device: str | None) -> int:
         """The bytes of weights that are still to come to a device."""
         if self.placement is None or self.requirements.live:
@@ -182,6 +199,7 @@ class Plan:
             "layout": needs.layout,
             "features": dict(needs.features),
             "experts_implementation": needs.experts_implementation,
+            "tp_size": needs.tp_size,
             "placement": self.placement.to_dict() if self.placement else None,
             "adapter": self.adapter.to_dict() if self.adapter else None,
             "memory": memory.to_dict() if memory else None,
@@ -213,6 +231,8 @@ class Plan:
             lines.append(f"  recorded: {_recorded(self.recording)}")
         if self.placement:
             lines.append(f"  weights: {self.placement}")
+        if self.shared:
+            lines.append(f"  {self.shared}")
         if self.adapter:
             lines.append(f"  adapter: {self.adapter}")
         for choice in self.kernels:

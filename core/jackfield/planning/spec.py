@@ -42,6 +42,8 @@ class PlanSpec:
     revision: str | None = None
     deterministic: bool = False
     locked: str | Path | None = None
+    tp_plan: str | None = None
+    tp_size: int | None = None
     device_memory: int | None = None
 
     @property

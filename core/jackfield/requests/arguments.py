@@ -39,6 +39,8 @@ class PlanArguments(TypedDict, total=False):
     revision: str | None
     deterministic: bool
     locked: str | Path | None
+    tp_plan: str | None
+    tp_size: int | None
 
 
 class LoadArguments(PlanArguments, total=False):

@@ -33,7 +33,7 @@ _HUB = "the hub's own environment variable does that"
 _LIVE = "load the model with transformers and give the live model"
 _TEXT = "jackfield makes text from text; drop it"
 _PROMPT = "it belongs to a call, not to loading"
-_PARALLEL = "one process runs a model, over several devices with device_map='balanced'; drop it"
+_PARALLEL = "write tp_size=N, or under torchrun tp_plan='auto': processes share the model"
 _NO_CODE = f"jackfield runs no code from a model's repository; {_LIVE}"
 _BOOL = "say True or False"
 _GUIDANCE = "it belongs to guidance_scale, which is not honoured"
@@ -120,8 +120,6 @@ KEYWORDS: Mapping[str, Habit] = {
     # several processes
     "device_mesh": Habit(_PARALLEL),
     "distributed_config": Habit(_PARALLEL),
-    "tp_plan": Habit(_PARALLEL),
-    "tp_size": Habit(_PARALLEL),
     # what pipelines for other tasks take
     "task": Habit("drop it: text generation is the only one", inert=("text-generation",)),
     "framework": Habit("torch is the only one; drop it", inert=("pt",)),
@@ -172,7 +170,7 @@ KEYWORDS: Mapping[str, Habit] = {
     "stopping_criteria": Habit(f"{_PROMPT}: engine.generate(…)"),
     "prefix_allowed_tokens_fn": Habit(f"{_PROMPT}: engine.generate(…)"),
     "streamer": Habit(f"{_PROMPT}: for delta in engine.stream(…)"),
-    "synced_gpus": Habit(_PARALLEL, inert=(False,)),
+    "synced_gpus": Habit("all processes of an engine take each step; drop it", inert=(False,)),
     "negative_prompt_ids": Habit(_GUIDANCE),
     "negative_prompt_attention_mask": Habit(_GUIDANCE),
     "use_model_defaults": Habit("a model's generation_config.json counts; drop it", inert=(True,)),
@@ -289,6 +287,8 @@ FLAG_OF: Mapping[str, str] = {
     "cache_implementation": "--cache",
     "device_map": "--device",
     "kernels": "--kernel",
+    "tp_plan": "--tp",
+    "tp_size": "--tp",
 }
 
 #: Commands of transformers that have another name here.

@@ -77,7 +77,7 @@ class Served:
         while (engine := self.engine) is None or engine.closed:
             if self._changing is None:
                 self._check_failures()
-                self._change(self._start())
+                self._change(self._start() if engine is None else self._replace_lost(engine))
             assert self._changing is not None
             await asyncio.shield(self._changing)
         return engine
@@ -162,12 +162,18 @@ class Served:
         if engine is None or self._changing is not None:
             return
         health = engine.health()
-        if health.stalled:
+        if engine.closed:
+            self._change(self._replace_lost(engine))
+        elif health.stalled:
             self._change(self._replace(engine, f"a step hangs in {health.inside or 'the model'}"))
         elif timeout and not self.in_use and time.monotonic() - self._idle_since > timeout:
             logger.info("unloading %s, which idles", self.name)
             self.engine, self.state = None, "cold"
             self._change(self._stop(engine))
+
+    async def _replace_lost(self, engine: Engine) -> None:
+        """One that has closed itself: of the processes that shared its model, one has ended."""
+        await self._replace(engine, engine.health().failure or "it was closed")
 
     async def _replace(self, engine: Engine, why: str) -> None:
         logger.error("%s: %s; its requests end, and it is loaded again", self.name, why)

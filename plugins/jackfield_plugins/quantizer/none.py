@@ -23,6 +23,7 @@ class NoQuantizer(Quantizer):
         merges=True,
         batch_invariant=True,
         compiles=True,
+        tensor_parallel=True,
         relative_error=0.0,
     )
 

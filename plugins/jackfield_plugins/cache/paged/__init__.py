@@ -44,7 +44,7 @@ class PagedOptions:
     as needed.
     `prefix_sharing`: prompts that begin alike share pages; None: unless deterministic. `swap`: a
     preempted sequence is copied to host memory instead of computed again, as long as there is room;
-    None: where the device is not the CPU.
+    None: where the device is not the CPU, and one process has the model.
     """
 
     page_size: int | None = None
@@ -131,6 +131,11 @@ class PagedCache(Cache):
             )
         if requirements.batch_invariant and options.prefix_sharing:
             reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
+        if requirements.tp_size > 1 and options.swap:
+            reasons.append(
+                "swap=true goes by the free memory of one process, and tp_size="
+                f"{requirements.tp_size} shares the model; drop it"
+            )
         return reasons
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
@@ -190,7 +195,8 @@ class PagedCache(Cache):
         if share is None:
             return options.num_tokens  # type: ignore[no-any-return]
         device = str(context.device)
-        page, free = self._page_bytes(needs, options), free_bytes(device)
+        page = self._page_bytes(needs, options)
+        free = free_bytes(device) if context.free is None else context.free
         if free is None:
             raise CacheFullError("paged: nobody tells how much memory is free; give it num_tokens")
         left = int(context.memory_share * max(0, free - context.step_bytes))
@@ -211,6 +217,8 @@ class PagedCache(Cache):
         from jackfield_plugins.cache.paged.store import PagedKVCache
 
         options, device = context.options, context.device
+        # By free memory, which processes that share a model would each see otherwise.
+        swap = device.type != "cpu" and context.requirements.tp_size == 1
         made = PagedKVCache(
             context.requirements.windows,
             _page_size(context.requirements, options),
@@ -222,7 +230,7 @@ class PagedCache(Cache):
                 else options.prefix_sharing
             ),
             forgets=context.requirements.live,  # a live model, which may be trained on
-            swap=device.type != "cpu" if options.swap is None else options.swap,
+            swap=swap if options.swap is None else options.swap,
             first_pages=FIRST_PAGES,
             spare=context.requirements.compiled,
             longest=context.requirements.context_length,

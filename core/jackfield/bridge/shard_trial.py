@@ -1,0 +1,81 @@
+"""A small model of a kind, shared by the processes that are to share the large one.
+
+transformers' tensor parallel plan says how a model is cut, and a plan may be wrong for a model. So
+one of the same classes with few, narrow layers and random weights is read by all processes as the
+large one will be, and what it says is compared with the same model whole. It takes a fraction of a
+second. What has not been shown to be right is not done.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from jackfield.bridge.batch_trial import apart, drawn
+from jackfield.bridge.sharding import Shard, loading
+from jackfield.bridge.shrinking import VOCAB, shrunk
+from jackfield.bridge.source import config_tree, quiet
+from jackfield.errors import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_SEED, _TOKENS = 11, 24
+
+
+def shard_trial(
+    config: PreTrainedConfig, shard: Shard, experts_implementation: str | None
+) -> str | None:
+    """Why models of `config` say something else where processes share them; None: they do not.
+
+    All processes must call it, after torch has their process group.
+    """
+    why = "none can be built"
+    with quiet(), torch.inference_mode(), torch.random.fork_rng(devices=()):
+        for small in shrunk(config, None):
+            _share_heads(small, shard.size)
+            torch.manual_seed(_SEED)
+            try:
+                return _compared(small, shard, experts_implementation)
+            except Exception as error:  # noqa: BLE001 - any model's code
+                why = first_line(error)
+    return f"a small model of its kind could not be shared: {why}"
+
+
+def _share_heads(config: PreTrainedConfig, size: int) -> None:
+    """See that each of `size` processes gets heads, as it does of the large model."""
+    for part in config_tree(config):
+        heads = getattr(part, "num_attention_heads", None)
+        groups = getattr(part, "num_key_value_heads", None) or heads
+        if isinstance(heads, int) and isinstance(groups, int) and groups % size:
+            times = size // math.gcd(groups, size)
+            if getattr(part, "head_dim", None) is None and hasattr(part, "hidden_size"):
+                part.hidden_size *= times
+            part.num_attention_heads = times * heads
+            if getattr(part, "num_key_value_heads", None) is not None:
+                part.num_key_value_heads = times * groups
+
+
+def _compared(
+    config: PreTrainedConfig, shard: Shard, experts_implementation: str | None
+) -> str | None:
+    whole = drawn(config, None, torch.float32)
+    with loading(shard) as how:
+        shared: PreTrainedModel = type(whole).from_pretrained(
+            None,
+            config=whole.config,
+            state_dict=whole.state_dict(),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation=experts_implementation,
+            **how,
+        )
+    shared.eval()
+    vocab = min(VOCAB, config.get_text_config(decoder=True).vocab_size)
+    ids = torch.randint(4, vocab, (1, _TOKENS)).to(shared.device)
+    whole.to(shared.device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    if apart(shared(input_ids=ids).logits, whole(input_ids=ids).logits):
+        return "a small model of its kind says something else where processes share it"
+    return None

@@ -1,0 +1,43 @@
+"""What a model that several processes share needs of its backends: in each of them, a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jackfield.bridge.footprint import numbers_of_a_token, weights_of
+from jackfield.bridge.probe import probe
+from jackfield.bridge.requirements import meta_model, probed, shapes_by_layer
+from jackfield.bridge.sharding import Shard, are_cut, sharded
+from jackfield.contracts.requirements import BYTES, Requirements
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def part_of(config: PreTrainedConfig, shard: Shard) -> PreTrainedModel:
+    """The model of `config` on the meta device, as `shard` has it. Raises PlanError."""
+    return sharded(meta_model(config), shard)
+
+
+def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> Requirements:
+    """`needs` of the whole model, for what `shard` has of it. Raises PlanError.
+
+    Sizes and shapes are taken from a model on the meta device that is cut as transformers will cut
+    it, and from a step of it.
+    """
+    part = part_of(config, shard)
+    whole, seen = probed(part), probe(part_of(config, shard))  # by its config: that of all of it
+    size = shard.size if are_cut(needs, whole.calls, seen.calls, shard) else 1
+    weights, layers = weights_of(part), len(needs.layer_types)
+    return replace(
+        needs,
+        tp_size=shard.size,
+        num_attention_heads=needs.num_attention_heads // size,
+        num_key_value_heads=needs.num_key_value_heads // size,
+        kv_numbers=seen.cached,
+        **shapes_by_layer(seen.calls, layers),
+        token_numbers=numbers_of_a_token(part),
+        weights=weights,
+        weight_bytes=sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights),
+    )

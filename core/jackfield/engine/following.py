@@ -1,0 +1,120 @@
+"""Another rank than 0: no scheduler, no sampler, no text; it does what rank 0 did to its cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from jackfield.bridge.devices import settle
+from jackfield.contracts import KVCache, ModelInputs, ScheduledSequence, Sequence, Settings, Step
+from jackfield.engine.bound import BoundModel, install_all
+from jackfield.errors import ExecutionError, RanksError, error_text
+from jackfield.guarded import all_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jackfield.parallel.ranks import Follower
+
+logger = logging.getLogger("jackfield")
+
+
+class Replay:
+    """Does to `cache` what rank 0 did to its own, and calls `forward` where it did.
+
+    Raises ExecutionError where the cache does something else than that of rank 0: caches that
+    processes share must do the same in each of them.
+    """
+
+    def __init__(self, cache: KVCache, forward: Callable[[ModelInputs], Any]) -> None:
+        self._cache, self._forward = cache, forward
+        self._sequences: dict[int, Sequence] = {}
+        self._step = Step(())
+
+    @torch.inference_mode()
+    def play(self, acts: Iterable[list[Any]]) -> None:
+        """What rank 0 sent: (name, arguments) of each call, in their order."""
+        for name, *arguments in acts:
+            getattr(self, f"on_{name}")(*arguments)
+
+    def on_max_chunk_size(self, count: int | None) -> None:
+        self._cache.max_chunk_size = count
+
+    def on_new(self, said: dict[str, Any]) -> None:
+        given: dict[str, Any] = {
+            n: tuple(v) if type(v) is list else v for n, v in said["settings"].items()
+        }
+        prompt, rest = said["tokens"][: said["prompt_length"]], said["tokens"]
+        made = Sequence(said["id"], prompt, Settings(**given), sample=said["sample"])
+        list.extend(made.tokens, rest[len(prompt) :])
+        self._sequences[made.id] = made
+
+    def on_tokens(self, number: int, tokens: list[int]) -> None:
+        list.extend(self._sequences[number].tokens, tokens)
+
+    def on_admit(self, number: int, cached: int, preemptions: int, arrival: float) -> None:
+        sequence = self._sequences[number]
+        sequence.preemptions, sequence.arrival = preemptions, arrival
+        entered = self._cache.admit(sequence)
+        if not entered or sequence.num_cached != cached:
+            here = f"has {sequence.num_cached}" if entered else "admits it not"
+            raise ExecutionError(
+                f"{self._cache} on rank 0 has {cached} tokens of request {number}, and here it "
+                f"{here}: it does not do the same in every process, so it cannot be shared"
+            )
+
+    def on_step(self, fed: list[list[Any]]) -> None:
+        self._step = Step(
+            [
+                ScheduledSequence(self._sequences[number], start, count, tuple(drafts))
+                for number, start, count, drafts in fed
+            ]
+        )
+        self._forward(self._cache.prepare(self._step))
+
+    def on_commit(self, kept: list[int]) -> None:
+        self._cache.commit(self._step, kept)
+
+    def on_release(self, numbers: list[int]) -> None:
+        self._cache.release([self._sequences.pop(number) for number in numbers])
+
+    def on_preempt(self, number: int) -> None:
+        self._cache.preempt(self._sequences[number])
+
+    def on_fork(self, pairs: list[list[int]], dropped: list[int]) -> None:
+        known = self._sequences
+        copies = [(known[source], known[into]) for source, into in pairs]
+        self._cache.fork(copies, [known[number] for number in dropped])
+
+    def on_forget(self) -> None:
+        self._cache.forget()
+
+
+def follow(bound: BoundModel, ranks: Follower) -> NoReturn:
+    """Take part in each step of rank 0 until it closes its engine; then the process ends.
+
+    Raises SystemExit: 0 at the end, 1 where rank 0 is gone or a step fails, which rank 0 is told.
+    """
+    restore: list[Callable[[], None]] = [bound.close]
+    code = 0
+    try:
+        restore = install_all([bound])
+        settle(bound.model)
+        replay = Replay(bound.cache, bound.forward)
+        ranks.exchange("ready")
+        ranks.watch()
+        while (acts := ranks.next()) is not None:
+            replay.play(acts)
+    except RanksError as error:
+        logger.error("rank %d ends: %s", ranks.rank, error)
+        code = 1
+    except BaseException as error:
+        ranks.fail(error_text(error))
+        logger.error("rank %d ends: %s", ranks.rank, error_text(error), exc_info=error)
+        code = 1
+    finally:
+        all_of(restore)
+    raise SystemExit(code)

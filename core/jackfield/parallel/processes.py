@@ -1,0 +1,135 @@
+"""The other ranks as processes that rank 0 starts by itself, where torchrun did not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import IO, Any
+
+from jackfield.errors import UsageError, quoted
+
+_END_WITHIN = 5.0  # seconds for a process to end when it is told to
+
+_START = """
+import json, sys
+sys.path[:], arguments = json.load(sys.stdin)
+import jackfield
+try:
+    jackfield.load(**arguments)
+except jackfield.JackfieldError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+class Processes:
+    """Ranks 1 and up, each of which calls `jackfield.load` with `arguments` and follows.
+
+    They meet at `port` of this machine. What they print comes out on standard error, behind the
+    number of its rank. Raises UsageError for arguments that cannot be handed over.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], size: int, port: int, threads: int | None
+    ) -> None:
+        self.lines: dict[int, str] = {}  # the last one that each printed
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        request = _written(arguments)
+        for rank in range(1, size):
+            self._started[rank] = _started(rank, size, port, threads)
+        for rank, process in self._started.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(OSError):  # it has ended, which is found out later
+                process.stdin.write(request)
+                process.stdin.close()
+            reader = threading.Thread(target=self._show, args=(rank, process.stdout), daemon=True)
+            reader.start()
+
+    def _show(self, rank: int, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                if text := line.decode(errors="replace").rstrip():
+                    self.lines[rank] = text
+                    sys.stderr.write(f"[rank {rank}] {text}\n")
+                    sys.stderr.flush()
+
+    def ended(self, rank: int) -> str | None:
+        """How a process has ended, in words; None: it runs."""
+        process = self._started.get(rank)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = None if process is None else process.wait(0.5)
+            return None if code is None else _how(code)
+        return None
+
+    def any_ended(self) -> str | None:
+        """Which process has ended, and how, without waiting; None: all run."""
+        for rank, process in self._started.items():
+            if (code := process.poll()) is not None:
+                said = f": {self.lines[rank]}" if rank in self.lines else ""
+                return f"rank {rank} has ended before it joined ({_how(code)}){said}"
+        return None
+
+    def close(self) -> None:
+        """Wait for those that are about to end, and end the others."""
+        for process in self._started.values():
+            try:
+                process.wait(_END_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _written(given: Mapping[str, Any]) -> bytes:
+    arguments = {name: value for name, value in given.items() if name != "tokenizer"}
+    for name, value in arguments.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            if isinstance(value, os.PathLike) or type(value).__module__ == "torch":
+                continue  # a path, a dtype or a device, for which its name stands
+            raise UsageError(
+                f"tp_size starts processes, which are told {name}={quoted(value)} as text, and it "
+                "is none; start them with torchrun and write tp_plan='auto'"
+            ) from None
+    return json.dumps([sys.path, arguments], default=_text).encode()
+
+
+def _text(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _started(rank: int, size: int, port: int, threads: int | None) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    return subprocess.Popen(
+        [sys.executable, "-c", _START],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a Ctrl+C is for rank 0, which lets the others end
+    )
+
+
+def _how(code: int) -> str:
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"with exit code {code}"
