@@ -92,7 +92,7 @@ inline void put(int64_t dtype, const C* from, char* to, int64_t stride, int64_t 
 // e to the x. For float in a form that compilers turn into vectors: 2^n · 2^f, f in [-1/2, 1/2].
 inline double exponential(double x) { return std::exp(x); }
 inline float exponential(float x) {
-    const float bounded = std::min(std::max(x, -105.0f), 90.0f);
+    const float bounded = std::min(std::max(-105.0f, x), 90.0f);  // in this order also of what is no number
     const float n = (bounded * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;
     float f = bounded - n * 0.693359375f;  // ln 2 in two parts, so that the product is exact
     f += n * 2.12194440e-4f;
