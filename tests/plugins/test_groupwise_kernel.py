@@ -333,7 +333,9 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
     assert command is not None
     program = (
         "import sys; sys.path += sys.argv[1:]\n"
+        "from sanitizing import trapping\n"
         "import test_groupwise_kernel as t\n"
+        "t.compiling.FLAGS = trapping('-O1')\n"
         "for form in t.FORMS:\n"
         "    t.test_integers_are_exact(*form)\n"
         "    t.test_native_bits_depend_neither_on_the_batch_nor_on_threads(*form)\n"
