@@ -237,28 +237,20 @@ print("rank 0 goes on", flush=True)
 """
 
 
-def torchrun(tmp_path: Path, model: Path, what: str) -> subprocess.Popen[str]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*run, "--master-port", "0", str(script), str(model), what],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.long
 def test_one_script_runs_in_all_processes_of_torchrun(
     tmp_path: Path, folder: Callable[..., Path]
 ) -> None:
-    model = folder("LlamaConfig")
-    with torchrun(tmp_path, model, "end") as run:
-        output, _ = run.communicate(timeout=120)
+    script, model = tmp_path / "script.py", folder("LlamaConfig")
+    script.write_text(SCRIPT)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, str(script), str(model), "end"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     with jackfield.load(model) as engine:
         wanted = engine.generate([5, 6, 7], max_new_tokens=8)[0].token_ids
-    assert (run.returncode, output) == (0, f"tokens {wanted}\nrank 0 goes on\n")
+    assert (done.returncode, done.stdout) == (0, f"tokens {wanted}\nrank 0 goes on\n"), done.stderr
 
 
 @pytest.mark.long
