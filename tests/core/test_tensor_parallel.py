@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.engine.engine import Engine
-from jackfield.errors import ExecutionError, RanksError
+from jackfield.errors import ExecutionError, PlanError, RanksError
 from jackfield.parallel import meeting
 
 TINY: dict[str, Any] = {
@@ -47,6 +48,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "CohereConfig": {"logit_scale": 0.5},
     "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
+
+
+MORE = ("Qwen2Config", "Qwen3Config", "MistralConfig", "GlmConfig")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,9 @@ def told(model: Path, **arguments: Any) -> list[Any]:
         return story(engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in MORE)) for n in FAMILIES]
+)
 def test_tokens_are_those_of_one_process(
     pair: Load, folder: Callable[..., Path], name: str
 ) -> None:
@@ -121,11 +127,17 @@ def test_tokens_are_those_of_one_process(
     "arguments",
     [
         {"cache_implementation": "dynamic"},
-        {"cache_implementation": "static", "attn_implementation": "sdpa"},
-        {"attn_implementation": "eager"},
-        {"attn_implementation": "sdpa", "cache_implementation": "paged?page_size=4"},
+        pytest.param(
+            {"cache_implementation": "static", "attn_implementation": "sdpa"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.long),
+        pytest.param(
+            {"attn_implementation": "sdpa", "cache_implementation": "paged?page_size=4"},
+            marks=pytest.mark.long,
+        ),
         {"decoding": "prompt_lookup"},
-        {"prefill_chunk_size": 5},
+        pytest.param({"prefill_chunk_size": 5}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -154,6 +166,21 @@ def test_beams_say_the_same(pair: Load, folder: Callable[..., Path]) -> None:
         found = [one.token_ids for one in engine.generate(PROMPTS, **asked)]
     with jackfield.load(model, decoding="beam") as engine:
         assert found == [one.token_ids for one in engine.generate(PROMPTS, **asked)]
+
+
+def test_a_plan_that_is_wrong_is_refused(
+    pair: Load, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Shapes and weights are right, and one sum too many is taken, by the model's own files."""
+    wrong = tmp_path / "wrong"
+    shutil.copytree(folder("LlamaConfig"), wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    plan = dict(transformers.LlamaConfig.base_model_tp_plan)
+    config["base_model_tp_plan"] = {**plan, "layers.*.input_layernorm": "all_reduce"}
+    (wrong / "config.json").write_text(json.dumps(config))
+    refused = pytest.raises(PlanError, match="says something else where processes share it")
+    with refused, pair(wrong):
+        pass
 
 
 def test_a_cache_pool_has_one_size_in_all_ranks(pair: Load, folder: Callable[..., Path]) -> None:

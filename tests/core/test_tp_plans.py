@@ -77,8 +77,6 @@ def test_parts_of_all_ranks_are_the_whole() -> None:
 
 def test_a_tied_head_stays_tied() -> None:
     config = tiny("LlamaConfig", tie_word_embeddings=True)
-    if transformers.__version__ < "5.20":
-        pytest.skip("the plan of this transformers leaves the embedding whole")
     half = part_of(config, Shard(2, 0))
     assert half.get_output_embeddings().weight is half.get_input_embeddings().weight
 
@@ -161,6 +159,12 @@ def test_what_cannot_be_shared_is_refused_by_name(arguments: dict[str, Any], why
         (
             lambda: transformers.GPT2Config(n_embd=48, n_head=4, n_layer=2),
             "no tensor parallel plan",
+        ),
+        (
+            lambda: transformers.HrmTextConfig(
+                **TINY, head_dim=12, H_cycles=1, L_cycles=1, prefix_lm=True
+            ),
+            "reads a prompt in both directions",
         ),
         (lambda: tiny("LlamaConfig", num_key_value_heads=1), "the 1 key/value heads.*one process"),
     ],

@@ -36,6 +36,8 @@ def shard_trial(
     with quiet(), torch.inference_mode(), torch.random.fork_rng(devices=()):
         for small in shrunk(config, None):
             _share_heads(small, shard.size)
+            if config.get_text_config(decoder=True).vocab_size % shard.size == 0:
+                _share_vocabulary(small, shard.size)
             torch.manual_seed(_SEED)
             try:
                 return _compared(small, shard, experts_implementation)
@@ -56,6 +58,13 @@ def _share_heads(config: PreTrainedConfig, size: int) -> None:
             part.num_attention_heads = times * heads
             if getattr(part, "num_key_value_heads", None) is not None:
                 part.num_key_value_heads = times * groups
+
+
+def _share_vocabulary(config: PreTrainedConfig, size: int) -> None:
+    """See that the vocabulary divides, as that of the large model does (transformers 5.17)."""
+    for part in config_tree(config):
+        if isinstance(vocab := getattr(part, "vocab_size", None), int):
+            part.vocab_size = vocab + -vocab % size
 
 
 def _compared(

@@ -10,6 +10,7 @@ from jackfield.bridge.probe import probe
 from jackfield.bridge.requirements import meta_model, probed, shapes_by_layer
 from jackfield.bridge.sharding import Shard, are_cut, sharded
 from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,6 +27,11 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
     Sizes and shapes are taken from a model on the meta device that is cut as transformers will cut
     it, and from a step of it.
     """
+    if why := needs.features.get("bidirectional_prefix"):
+        raise PlanError(
+            f"tp_size={shard.size} cannot run {needs.architecture}, which reads a prompt in both "
+            f"directions ({why}): it says something else where processes share it; load it in one"
+        )
     part = part_of(config, shard)
     whole, seen = probed(part), probe(part_of(config, shard))  # by its config: that of all of it
     size = shard.size if are_cut(needs, whole.calls, seen.calls, shard) else 1
