@@ -56,6 +56,7 @@ OTHERS: dict[str, Any] = {
     "kernels": "triton-rms-norm",
     "dtype": "float64",
     "device_map": "cpu",
+    "tp_size": 2,
     "max_memory": {"cpu": "4GB"},
     "offload_folder": "folder",
     "adapter": "adapter",

@@ -30,6 +30,7 @@ STATUS = {
     "PluginError": (500, 500),
     "PromptError": (400, 500),
     "QueueFullError": (429, 500),
+    "RanksError": (500, 500),
     "SelectionError": (500, 500),
     "SettingsError": (400, 500),
     "UsageError": (503, 503),  # the engine is closed
