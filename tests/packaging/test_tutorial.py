@@ -42,20 +42,11 @@ def told(lines: str, output: str) -> list[str]:
     ]
 
 
-ALL_CHECKS = "--html report.html\n"
-
-
-@pytest.mark.parametrize(
-    "only",
-    ["--only 'padded.prefill.*'", pytest.param("", marks=pytest.mark.long)],
-    ids=["some of all checks", "all checks"],
-)
-def test_the_tutorial_is_as_it_says(environment: Fresh, tmp_path: Path, only: str) -> None:
-    """Line by line; of the one command that runs all checks, some, where it may not be long."""
+@pytest.mark.long
+def test_the_tutorial_is_as_it_says(environment: Fresh, tmp_path: Path) -> None:
+    """Line by line."""
     cwd, output, seen = tmp_path, "", []
-    assert TUTORIAL.count(ALL_CHECKS) == 1
-    text = TUTORIAL.replace(ALL_CHECKS, f"{only} {ALL_CHECKS}")
-    for language, block in BLOCK.findall(text):
+    for language, block in BLOCK.findall(TUTORIAL):
         seen.append(language)
         if language == "text":
             assert told(block, output) == [], output

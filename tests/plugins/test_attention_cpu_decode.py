@@ -309,8 +309,10 @@ def another() -> NativeKernel:
     return NativeKernel(KERNEL.name, KERNEL.folder, KERNEL.instead)
 
 
-def test_it_is_compiled_once(fresh: Path) -> None:
+def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many at once, each a process of its own to the cache: one file, and nothing half made."""
+    quickly = tuple(flag.replace("-O3", "-O0") for flag in compiling.FLAGS)
+    monkeypatch.setattr(compiling, "FLAGS", quickly)
     with ThreadPoolExecutor(3) as pool:
         names = {made._name for made in pool.map(lambda _: another().library(), range(3))}
     (path,) = fresh.iterdir()
