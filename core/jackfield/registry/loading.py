@@ -30,7 +30,7 @@ from jackfield.registry.trial_results import TrialResult, path_of, recall, remem
 from jackfield.spelling import nearest
 
 DISTRIBUTION = "jackfield"
-SIDE_BY_SIDE = 4  # plugins that are tried at once; most of their time goes by on one core each
+SIDE_BY_SIDE = 4  # plugins that are tried at once: most start in no time, those that hang wait
 
 
 class Offer(NamedTuple):
@@ -105,7 +105,8 @@ def load(
 ) -> tuple[list[Offer], list[str]]:
     """Everything that a plugin offers, and what it did besides that was put right.
 
-    `result` is that of its trial. Raises PluginError, whatever the plugin does.
+    `result` is that of its trial; None: it could not be tried, and all that it does is contained
+    here. Raises PluginError, whatever the plugin does.
     """
     check_readable(source)
     if _is_ours(source):
