@@ -13,9 +13,11 @@ from jackfield.errors import ExecutionError, PlanError
 from jackfield_plugins.compiler.inductor_cache import CACHE_DIR, cache_folder
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is kept there yet. Kernels would be compiled anew for the advice of a plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
     monkeypatch.delenv(CACHE_DIR, raising=False)
     return tmp_path / "jackfield" / "inductor"
 
@@ -67,6 +69,7 @@ BAD = {
 def test_a_folder_that_cannot_be_is_refused_in_the_plan(
     monkeypatch: pytest.MonkeyPatch, variable: str, named: str
 ) -> None:
+    monkeypatch.delenv(CACHE_DIR, raising=False)
     monkeypatch.setenv(variable, named)
     told = BAD[named].replace("relative is", "relative/jackfield/inductor is")
     told = BAD[named] if variable == CACHE_DIR else told
