@@ -9,6 +9,9 @@ import signal
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
+# torch asks the processor which vectors it has, and then compiles a trial of each and imports torch
+# anew to load it, in every process that compiles with inductor.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # A shell without job control starts what runs in its background with SIGINT ignored, and so would
 # every process that a test starts.
