@@ -347,3 +347,77 @@ def test_a_gpu_that_is_elsewhere_is_planned_for_by_what_backends_declare(
     assert told.code == 2
     assert "float64" in told.err
     assert "--device-memory 80GB" in cli("memory", "demo", "--device", "cuda").err
+
+
+@pytest.mark.parametrize("family", ["llama-mqa", "gemma3", "mixtral", "gpt2", "deepseek-v3"])
+def test_flops_of_a_prompt_are_those_of_the_model(family: str) -> None:
+    """Against torch's own count of a real prompt, longer than the windows."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = build(family).eval()
+    model.set_attn_implementation("eager")
+    length = 3 * WINDOW
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), logits_to_keep=1)
+    found = estimate(model.config, device_map="h200", lengths=[length]).prompt
+    assert found is not None
+    # Eager attention computes all scores, also of keys that a query does not see.
+    full = length * length * sum(each for each, _ in found.attentions)
+    assert found.token * length + found.once + full == counted.get_total_flops()
+    windows = [window for _, window in found.attentions]
+    assert (WINDOW in windows) == (family in ("gemma3", "mixtral"))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 10, 11])
+def test_keys_that_queries_see_are_counted(window: int | None) -> None:
+    from jackfield.bridge.prompt_flops import PromptFlops
+
+    for tokens in range(1, 12):
+        seen = sum(min(query, window or query) for query in range(1, tokens + 1))
+        assert PromptFlops(5, 7, ((3, window),)).of(tokens) == 5 * tokens + 7 + 3 * seen
+
+
+def test_a_data_sheet_names_a_device() -> None:
+    given = estimate(MODEL_PATH, device_map="H200", lengths=[128])
+    same = estimate(
+        MODEL_PATH, device_map="cuda", device_memory="141GB", bandwidth="4.8TB/s", lengths=[128]
+    )
+    assert given.device_memory == same.device_memory == 141 * 10**9
+    assert given.decode_limit(128, 8) == same.decode_limit(128, 8)
+    assert given.plan.requirements == same.plan.requirements
+    half = estimate(MODEL_PATH, device_map="h200", device_memory="70GB", bandwidth=1e12)
+    assert (half.device_memory, half.bandwidth) == (70 * 10**9, 1e12)
+    # One token is read as fast as the weights are, a long prompt as fast as they are multiplied.
+    assert given.prompt is not None
+    assert given.prompt_limit(1) == given.bytes_read(0) / 4.8e12
+    assert given.prompt_limit(10**6) == given.prompt.of(10**6) / 989e12
+    assert same.prompt_limit(128) is None
+
+
+def test_replicas_are_added_up(cli: Cli) -> None:
+    one = estimate(MODEL_PATH, device_map="h200", tp_size=3, lengths=[128])
+    many = estimate(MODEL_PATH, device_map="h200", tp_size=3, lengths=[128], replicas=5)
+    assert (one.devices, many.devices) == (3, 15)
+    for alone, together in zip(one.together()[0][1:], many.together()[0][1:], strict=True):
+        assert together == pytest.approx(5 * alone)
+    asked = ("memory", "demo", "--device", "h200", "--tp", "3", "--replicas", "5")
+    shown = cli(*asked, "--length", "128").out
+    assert "for each of 3 processes" in shown
+    assert "5 replicas, 15 devices, 2.1 TB of memory" in shown
+    said = json.loads(cli(*asked, "--json").out)
+    assert said["devices"] == 15
+    assert said["together"][0]["requests"] == 5 * one.memory().requests(512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--replicas", "0"), "replicas must be a whole number, at least 1, not 0"),
+        (("--device", "h200", "--check"), "--device h200 is a data sheet, and --check"),
+        (("--device", "h200", "--measure-bandwidth"), "is a data sheet, and --check"),
+    ],
+)
+def test_what_cannot_be_asked_of_other_devices(cli: Cli, flags: list[str], why: str) -> None:
+    done = cli("memory", "demo", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert why in done.err

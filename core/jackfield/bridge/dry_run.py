@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, PreTrainedConfig
 
+from jackfield.bridge.prompt_flops import PromptFlops
 from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import part_of
@@ -45,7 +47,8 @@ class _Watch(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, and notes which parameters are read.
 
     `standing` are the storages that were there before. `rows` is how many numbers were looked up
-    in a parameter, `whole` the parameters that an operation took as a whole.
+    in a parameter, `whole` the parameters that an operation took as a whole. `flops` is what
+    products of matrices take, without `attentions` (`PromptFlops`).
     """
 
     def __init__(self, standing: dict[int, Any]) -> None:
@@ -55,11 +58,15 @@ class _Watch(TorchDispatchMode):
         self.live = self.peak = 0
         self.rows: dict[int, int] = {}
         self.whole: set[int] = set()
+        self.flops = 0
+        self.attentions: list[tuple[int, int | None]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
         results = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         for storage in results:
             self._born(storage)
@@ -112,6 +119,7 @@ class DryRun:
         standing = (*self._model.parameters(), *self._model.buffers())
         self._standing = {_key(tensor): tensor for tensor in standing}
         self._experts: dict[int, tuple[torch.nn.Module, int]] = {}
+        self._watch = _Watch(self._standing)  # of the run that is under way
         self._broken = False
 
     def activations(self, tokens: int, context: int, rows: int = 1) -> int | None:
@@ -159,6 +167,21 @@ class DryRun:
                 idle += parameter.nbytes
         return StepReads(tuple(tables), tuple(experts), idle)
 
+    def prompt_flops(self) -> PromptFlops | None:
+        """What it takes to read a prompt; None where nobody can tell."""
+        if self._own_attention:
+            return None
+        one, two = self._run(1, 1, 1), self._run(2, 2, 1)
+        if one is None or two is None:
+            return None
+        token = two.flops - one.flops
+        return PromptFlops(token, one.flops - token, tuple(one.attentions))
+
+    @property
+    def _own_attention(self) -> bool:
+        """Whether the model has attention of its own, which is not stood in for."""
+        return "own_attention" in self._needs.features
+
     @property
     def _packed(self) -> bool:
         return self._needs.layout == "packed"
@@ -167,7 +190,7 @@ class DryRun:
         """The last `tokens` of `context`, watched, after all others have been fed."""
         if self._broken:
             return None
-        watch = _Watch(self._standing)
+        watch = self._watch = _Watch(self._standing)
         try:
             with quiet(), torch.no_grad(), torch.device("meta"), self._stand_ins(context), watch:
                 cache = None if self._packed else DynamicCache(config=self._model.config)
@@ -176,6 +199,8 @@ class DryRun:
                     watch.peak = watch.live
                 watch.rows.clear()
                 watch.whole.clear()
+                watch.flops = 0
+                watch.attentions.clear()
                 logits = self._forward(tokens, rows, cache)
                 torch.log_softmax(logits.float(), -1)  # as a sampler does
         except Exception as error:  # noqa: BLE001 - any model's code
@@ -198,10 +223,9 @@ class DryRun:
 
     def _stand_ins(self, context: int) -> contextlib.AbstractContextManager[None]:
         """Have attention and experts leave what they would leave in memory."""
-        own = "own_attention" in self._needs.features
         return standing_in(
             self._model,
-            attention=None if own else self._attention(context),
+            attention=None if self._own_attention else self._attention(context),
             experts=self._run_experts,
             # In the packed layout transformers looks for no mask where it can make none.
             mask=None if self._packed else lambda *args, **kwargs: None,
@@ -214,7 +238,9 @@ class DryRun:
             for extra in more.values():
                 if isinstance(extra, torch.Tensor):  # sinks, biases: read as a whole
                     extra.clone()
-            rows, heads, length, _size = query.shape
+            rows, heads, length, size = query.shape
+            each = 2 * heads * (size + value.shape[-1])
+            self._watch.attentions.append((each, more.get("sliding_window")))
             out = query.new_empty(rows, length, heads, value.shape[-1])
             if self._scores:
                 columns = context if self._packed else key.shape[2]
@@ -232,6 +258,7 @@ class DryRun:
         taken = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(active, 0)
         for parameter in module.parameters():
             if parameter.dim() == 3:
+                self._watch.flops += 2 * len(taken) * parameter[0].numel()
                 width = parameter.numel() // parameter.shape[0] // hidden.shape[-1]
                 made = taken.new_empty(len(taken), width)
                 taken.new_empty(len(taken), width)  # gate times up, or what is weighted and added

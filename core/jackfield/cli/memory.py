@@ -41,6 +41,9 @@ class Device:
     prefill_tokens: Annotated[
         int | None, flag("--prefill-tokens", "N", "Tokens of prompts that a step feeds at most.")
     ] = None
+    replicas: Annotated[
+        int, flag("--replicas", "N", "Engines side by side, each on its device or --tp devices.")
+    ] = 1
 
 
 def memory(
@@ -61,9 +64,19 @@ def memory(
     peaks of steps, the largest batch and the longest request. With a bandwidth also the limit of
     decoding. --check then loads the model in a process of its own and measures.
 
-    Example: jackfield memory demo --device-memory 24GB --bandwidth 3.35TB/s
+    --device h200 is the device of that data sheet, wherever it is; so are t4, a10, l4, l40s,
+    rtx-4090, rtx-5090, a100-40gb, a100, h100, b200, mi300x and mi325x.
+
+    Example: jackfield memory demo --tp 2 --replicas 4 --device h200
     """
     from jackfield.estimates.estimating import estimate
+    from jackfield.estimates.hardware import hardware
+
+    if hardware(backends.device) and (check or device.measure_bandwidth):
+        raise UsageError(
+            f"--device {backends.device} is a data sheet, and --check and --measure-bandwidth "
+            "measure this machine; drop one of them"
+        )
 
     if plot is not None:
         from jackfield.estimates.plotting import check_plot
@@ -78,6 +91,7 @@ def memory(
         lengths=device.length,
         batch_sizes=device.batch or (1, 8, 32),
         prefill_tokens=device.prefill_tokens,
+        replicas=device.replicas,
         **backends.arguments(),
     )
     checked = _check(model, backends) if check else None
@@ -120,7 +134,8 @@ def _print(found: Estimate) -> None:
         weights = f"at most {weights} (the quantizer does not say, so as if not quantized)"
     free = in_units(found.device_memory)
     whose = "given" if found.given else "free now"
-    out.print(f"device memory {free} ({whose}), weights {weights}")
+    each = "" if needs.tp_size == 1 else f", for each of {needs.tp_size} processes"
+    out.print(f"device memory {free} ({whose}), weights {weights}{each}")
     if memory is not None:
         out.print(f"longest request that fits: {memory.longest:,} tokens")
     if not found.steps:
@@ -131,6 +146,13 @@ def _print(found: Estimate) -> None:
     out.print(_caches(found))
     out.print()
     out.print(_lengths(found))
+    if found.bandwidth is not None:
+        out.print()
+        out.print(_limits(found))
+    if found.replicas > 1:
+        devices = f"{found.replicas:,} replicas, {found.devices:,} devices"
+        out.print(f"\n{devices}, {in_units(found.devices * found.device_memory)} of memory\n")
+        out.print(_replicas(found))
 
 
 def _weights(found: Estimate) -> Any:
@@ -165,27 +187,53 @@ def _why(row: WeightBytes | CacheBytes) -> list[Any]:
 
 
 def _lengths(found: Estimate) -> Any:
-    rows = table()
-    names = ["tokens", "prefill", "decode", "in all", "batch"]
-    if found.bandwidth is not None:
-        names += [f"tokens/s ×{batch}" for batch in found.batch_sizes]
-    for name in names:
-        rows.add_column(name, justify="right")
-    rows.show_header = True
+    rows = _numbers("tokens", "prefill", "decode", "in all", "batch")
     memory, steps = found.memory(), {step.tokens: step for step in found.steps}
     for tokens in found.lengths:
         step, total = steps.get(tokens), found.total(tokens)
-        cells = [
+        rows.add_row(
             f"{tokens:,}",
             in_units(step.prefill) if step else "unknown",
             in_units(step.decode) if step else "unknown",
             "unknown" if total is None else in_units(total),
             "unknown" if memory is None else f"{memory.requests(tokens):,}",
-        ]
-        if found.bandwidth is not None:
-            limits = [found.decode_limit(tokens, batch) for batch in found.batch_sizes]
-            cells += ["unknown" if limit is None else f"{limit:,.1f}" for limit in limits]
-        rows.add_row(*cells)
+        )
+    return rows
+
+
+def _limits(found: Estimate) -> Any:
+    """How fast the device lets it be."""
+    batches = [f"tokens/s ×{batch}" for batch in found.batch_sizes]
+    rows = _numbers("tokens", *(["prompt"] if found.prompt else []), *batches)
+    for tokens in found.lengths:
+        cells = [f"{tokens:,}"]
+        if found.prompt is not None:
+            cells.append(_time(found.prompt_limit(tokens)))
+        limits = [found.decode_limit(tokens, batch) for batch in found.batch_sizes]
+        rows.add_row(*cells, *("unknown" if n is None else f"{n:,.1f}" for n in limits))
+    return rows
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _numbers(*headings: str) -> Any:
+    rows = table()
+    for heading in headings:
+        rows.add_column(heading, justify="right")
+    rows.show_header = True
+    return rows
+
+
+def _replicas(found: Estimate) -> Any:
+    """What all replicas hold together, and how fast they can be with as much as they hold."""
+    rows = _numbers("tokens", "at once", "tokens/s", "prompts/s")
+    for tokens, held, decode, prompts in found.together():
+        limits = ["unknown" if limit is None else f"{limit:,.1f}" for limit in (decode, prompts)]
+        rows.add_row(f"{tokens:,}", "unknown" if held is None else f"{held:,}", *limits)
     return rows
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jackfield.bridge.prompt_flops import PromptFlops
 from jackfield.bridge.step_reads import StepReads
 from jackfield.contracts import Requirements
 from jackfield.contracts.requirements import BYTES
@@ -45,7 +46,10 @@ class Estimate:
     `weights_known` is false where the chosen quantizer does not say what its weights take; they
     count as if not quantized. `checkpoint_bytes` is what a checkpoint in the dtype of its config
     takes, not quantized. `pool` is the cache's memory where its options fix it.
-    `bandwidth` is in bytes a second, None where nobody gave or measured it.
+    `bandwidth` is in bytes a second, None where nobody gave or measured it. `flops` is how many
+    multiplications and additions of 16-bit numbers a device does a second, and `prompt` what
+    reading a prompt takes; None: unknown. Sizes and limits are those of one of `replicas` engines,
+    and of one of the processes that share its model.
     """
 
     plan: Plan
@@ -63,6 +67,14 @@ class Estimate:
     pool: int | None
     step_limit: int | None
     bandwidth: float | None = None
+    flops: float | None = None
+    prompt: PromptFlops | None = None
+    replicas: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many all replicas take together."""
+        return self.replicas * self.plan.requirements.tp_size
 
     @property
     def weight_bytes(self) -> int:
@@ -150,6 +162,37 @@ class Estimate:
             return None
         return batch * self.bandwidth / read
 
+    def prompt_limit(self, tokens: int) -> float | None:
+        """Seconds that reading a prompt takes at least; None where it is not known.
+
+        A step that reads it must read the weights, too, however short the prompt is.
+        """
+        read = self.bytes_read(0)
+        if self.flops is None or self.prompt is None or self.bandwidth is None or read is None:
+            return None
+        return max(self.prompt.of(tokens) / self.flops, read / self.bandwidth)
+
+    def together(self) -> list[tuple[int, int | None, float | None, float | None]]:
+        """What all replicas can do: (tokens, requests at once, tokens/s, prompts/s) by length.
+
+        Tokens a second are those of as many requests as fit, while none reads its prompt, and
+        prompts those while none decodes. None: unknown.
+        """
+        memory, rows = self.memory(), []
+        for tokens in self.lengths:
+            batch = memory.requests(tokens) if memory else None
+            decode = self.decode_limit(tokens, batch) if batch else None
+            prompt = self.prompt_limit(tokens)
+            rows.append(
+                (
+                    tokens,
+                    None if batch is None else batch * self.replicas,
+                    None if decode is None else decode * self.replicas,
+                    None if prompt is None else self.replicas / prompt,
+                )
+            )
+        return rows
+
     def to_dict(self) -> dict[str, Any]:
         memory = self.memory()
         return {
@@ -170,6 +213,18 @@ class Estimate:
             "lengths": [self._at(tokens, memory) for tokens in self.lengths],
             "longest_request": memory.longest if memory else None,
             "bandwidth": self.bandwidth,
+            "flops": self.flops,
+            "replicas": self.replicas,
+            "devices": self.devices,
+            "together": [
+                {
+                    "tokens": tokens,
+                    "requests": held,
+                    "tokens_per_second": decode,
+                    "prompts_per_second": prompts,
+                }
+                for tokens, held, decode, prompts in self.together()
+            ],
         }
 
     def _at(self, tokens: int, memory: CacheMemory | None) -> dict[str, Any]:
@@ -181,6 +236,7 @@ class Estimate:
             "prefill_bytes": step.prefill if step else None,
             "decode_bytes": step.decode if step else None,
             "total_bytes": self.total(tokens),
+            "prompt_seconds": self.prompt_limit(tokens),
             "largest_batch": memory.requests(tokens) if memory else None,
             "decode": {
                 batch: {

@@ -18,6 +18,7 @@ from jackfield.estimates.backend_sizes import (
     weights_by_quantizer,
 )
 from jackfield.estimates.estimate import FAR, Estimate, StepBytes
+from jackfield.estimates.hardware import hardware
 from jackfield.planning.memory import STEP_ROWS, STEP_TOKENS
 from jackfield.planning.planning import Plan
 from jackfield.spelling import AUTO
@@ -43,6 +44,7 @@ def estimate(
     lengths: Sequence[int] | None = None,
     batch_sizes: Sequence[int] = (1, 8, 32),
     prefill_tokens: int | None = None,
+    replicas: int = 1,
     revision: str | None = None,
     **selections: Any,
 ) -> Estimate:
@@ -52,13 +54,20 @@ def estimate(
     a size such as "24GB", or bytes; None: what is free on the device now. `bandwidth` is a rate
     such as "3.35TB/s", or bytes a second. `lengths` are tokens of a request, prompt and new ones
     together. `prefill_tokens` is how many tokens of prompts a step feeds at most; None: what an
-    engine does (2048 in the packed layout, all of them in the padded one). `selections` are those
-    of `jackfield.plan`. Raises UsageError and the errors of `jackfield.plan`.
+    engine does (2048 in the packed layout, all of them in the padded one). `replicas` engines
+    have a device each, or as many as `tp_size`. `selections` are those of `jackfield.plan`; of
+    them `device_map` may also be the name of a data sheet, such as "h200", whose memory and
+    bandwidth count where no other are given. Raises UsageError and the errors of `jackfield.plan`.
     """
+    sheet = hardware(selections.get("device_map"))
+    if sheet is not None:
+        selections["device_map"] = sheet.kind
+        device_memory = device_memory or sheet.memory
+        bandwidth = bandwidth or sheet.bandwidth
     rate = None if bandwidth is None else parse_bandwidth(bandwidth)
     size = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     check_sizes(prefill_tokens=prefill_tokens)
-    _check_each(batch_sizes=batch_sizes, lengths=lengths or ())
+    _check_each(batch_sizes=batch_sizes, lengths=lengths or (), replicas=(replicas,))
     from jackfield.bridge.dry_run import DryRun  # and so torch, once the call is found right
 
     config, planned = _planned(model, revision, selections, size)
@@ -86,6 +95,9 @@ def estimate(
         pool=cache.registered.size("pool_of", needs, cache.options, max(0, left)),
         step_limit=limit,
         bandwidth=rate,
+        flops=sheet.flops if sheet else None,
+        prompt=dry.prompt_flops() if sheet else None,
+        replicas=replicas,
     )
 
 
