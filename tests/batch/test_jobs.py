@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -192,6 +193,49 @@ def test_lines_are_read_as_there_is_room(tmp_path: Path, monkeypatch: pytest.Mon
     running.run(job(source, tmp_path / "out.jsonl", max_batch_size=2), moved)
     assert ended == 60
     assert max(read_ahead) == 4 * 2 + 1  # the last of them waits for room
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "grows": lambda path: path.write_bytes(path.read_bytes() + b"{}\n"),
+    "is another of the same size": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"Once", b"Only")
+    ),
+    "is cut off": lambda path: os.truncate(path, 5000),
+    "is gone into": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_input_that_is_changed_meanwhile_ends_the_job(tmp_path: Path, change: str) -> None:
+    """Before a line is answered that another input has."""
+    source = write(tmp_path / "in.jsonl", [asks(f"r{at}", max_tokens=1) for at in range(200)])
+    text, output, asked = source.read_bytes(), tmp_path / "out.jsonl", []
+
+    def moved(count: int, of: int) -> None:
+        asked.append(count)
+        if count == 3:
+            CHANGES[change](source)
+
+    with pytest.raises(ExecutionError, match=r"in.jsonl was changed while the job ran; what is"):
+        running.run(job(source, output, max_batch_size=1), moved)
+    assert len(asked) < 100
+    source.write_bytes(text)
+    assert done(source, output, max_batch_size=32).answered == 200
+    assert [line["custom_id"] for line in read(output)] == [f"r{at}" for at in range(200)]
+    alone = tmp_path / "alone.jsonl"
+    done(source, alone)
+    assert [a["response"]["body"]["choices"] for a in read(output)] == [
+        b["response"]["body"]["choices"] for b in read(alone)
+    ]
+
+
+def test_an_input_that_is_only_touched_is_the_same(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [asks(f"r{at}", max_tokens=1) for at in range(9)])
+    outcome = running.run(
+        job(source, tmp_path / "out.jsonl", max_batch_size=1),
+        lambda count, of: os.utime(source, ns=(count, count)),
+    )
+    assert outcome.answered == 9
 
 
 def test_an_empty_input_has_an_empty_output(tmp_path: Path) -> None:

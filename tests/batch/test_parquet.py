@@ -11,9 +11,10 @@ from typing import Any
 
 import extras
 import pytest
-from jobs import asks, done, errors_of, read, sorting, write
+from jobs import asks, done, errors_of, job, read, sorting, write
 
 from jackfield.batch import parquet
+from jackfield.batch.running import run
 from jackfield.errors import ExecutionError, UsageError
 
 if extras.here("pyarrow"):
@@ -110,6 +111,23 @@ def test_a_table_that_is_damaged_ends_the_job_where_it_is(tmp_path: Path) -> Non
     source.write_bytes(data)
     with pytest.raises(ExecutionError, match=r"in.parquet cannot be read beyond row 0: "):
         done(source, output)
+
+
+@needed
+def test_a_table_that_is_changed_meanwhile_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "ROWS", 2)
+    source, output = table(tmp_path / "in.parquet", LINES), tmp_path / "out.jsonl"
+
+    def moved(count: int, of: int) -> None:
+        if count == 1:
+            table(source, LINES[1:])
+
+    with pytest.raises(ExecutionError, match=r"in.parquet was changed while the job ran"):
+        run(job(source, output, max_batch_size=1), moved)
+    table(source, LINES)
+    assert done(source, output, max_batch_size=1).answered == 6
 
 
 def other_type(path: Path) -> None:

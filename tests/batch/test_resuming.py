@@ -181,7 +181,8 @@ def test_a_file_that_another_takes_away_meanwhile_is_not_held(
 
 def test_files_of_no_job_are_refused_and_left(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    for path in (output, Path(f"{output}.errors.jsonl")):
+    endings = ("", ".errors.jsonl", ".writing", ".errors.jsonl.writing")
+    for path in (Path(f"{output}{ending}") for ending in endings):
         path.write_text("mine")
         with pytest.raises(UsageError, match=re.escape(f"{path} is there, and is of no job")):
             done(source, output)
@@ -216,8 +217,26 @@ def test_a_job_killed_while_it_began_begins_anew(source: Path, output: Path) -> 
 
 def test_places_that_are_none_are_told(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    with pytest.raises(UsageError, match=r"in.jsonl is the input, too"):
+    with pytest.raises(UsageError, match=r"in.jsonl is the input, and would be written"):
         done(source, source)
+    for ending in (".job", ".writing", ".errors.jsonl", ".errors.jsonl.writing"):
+        for text in ("", "mine"):
+            one = tmp_path / f"one{ending}"
+            one.write_text(text)
+            with pytest.raises(UsageError, match="is the input, and would be written"):
+                done(one, tmp_path / "one")
+            assert one.read_text() == text
+            one.unlink()
+    for name in ("o" * 250, "o" * 240):  # too long for the file of a job, or that of errors
+        with pytest.raises(UsageError, match="cannot be written: File name too long"):
+            done(source, tmp_path / name)
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(UsageError, match="loop is not a file"):
+        done(loop, output)
+    with pytest.raises(UsageError, match="loop is there, and is of no job"):
+        done(source, loop)
+    loop.unlink()
     with pytest.raises(UsageError, match=r"no.jsonl is not a file; give a file of lines"):
         done(tmp_path / "no.jsonl", output)
     with pytest.raises(UsageError, match="is not a file; give"):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jackfield.batch.results import fresh
 from jackfield.errors import ExecutionError, UsageError, error_text
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.json_bodies import read_json
 from jackfield.serving.schema.common import as_json
+
+if TYPE_CHECKING:
+    from jackfield.batch.sources import Seen
 
 ROWS = 256  # that are read, or written, at once
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -38,9 +42,9 @@ class Rows:
     Raises UsageError for any other.
     """
 
-    def __init__(self, path: Path, digest: str, most: int, depth: int) -> None:
+    def __init__(self, path: Path, seen: Seen, most: int, depth: int) -> None:
         self._arrow, self._parquet = library()
-        self.digest, self._path = digest, path
+        self.digest, self._path, self._seen = seen.digest, path, seen
         self._most, self._depth = most, depth
         try:
             self._file = self._parquet.ParquetFile(path)
@@ -67,6 +71,7 @@ class Rows:
         number = 0
         try:
             for rows in self._file.iter_batches(ROWS):
+                self._seen.check(self._path)
                 for row in rows.to_pylist():
                     number += 1
                     yield number, {**row, "body": self._body(row["body"])}
@@ -95,19 +100,19 @@ def write_table(lines: Path, table: Path) -> None:
     arrow, parquet = library()
     texts = {name: arrow.string() for name in ("id", "custom_id", "request_id", "body")}
     schema = arrow.schema({**texts, "status_code": arrow.int32()})
-    fresh = table.with_name(f"{table.name}.writing")
+    new = fresh(table)
     try:
-        with lines.open("rb") as file, parquet.ParquetWriter(fresh, schema) as writer:
+        with lines.open("rb") as file, parquet.ParquetWriter(new, schema) as writer:
             while rows := [_row(line) for line, _ in zip(file, range(ROWS), strict=False)]:
                 writer.write_table(arrow.Table.from_pylist(rows, schema))
-        fresh.replace(table)
+        new.replace(table)
     except OSError as error:
         raise ExecutionError(
             f"{table} cannot be written: {error_text(error)}; the answers are in {lines}: mend it, "
             "and run the same command again"
         ) from None
     finally:
-        fresh.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def _row(line: bytes) -> dict[str, Any]:

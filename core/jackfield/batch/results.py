@@ -27,6 +27,11 @@ def write_whole(file: FileIO, data: bytes, end: int) -> None:
         raise
 
 
+def fresh(path: Path) -> Path:
+    """Where a file is written that then takes the place of `path`."""
+    return path.with_name(f"{path.name}.writing")
+
+
 class Results(Generic[K]):
     """A file of lines, each of which has a key.
 
@@ -105,18 +110,18 @@ class Results(Generic[K]):
         self.close()
         found: dict[K, int] = {}
         end = 0
-        fresh = self._path.with_name(f"{self._path.name}.writing")
+        new = fresh(self._path)
         try:
-            with open(self._path, "rb") as lines, open(fresh, "wb") as file:
+            with open(self._path, "rb") as lines, open(new, "wb") as file:
                 for key in keys:
                     lines.seek(self._places[key])
                     found[key] = end
                     end += file.write(lines.readline())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(fresh, self._path)
+            os.replace(new, self._path)
         finally:
-            fresh.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
         self._places, self._end = found, end
         if not found:
             self._path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from jackfield.batch.lines import (
     may_succeed,
     read_line,
 )
-from jackfield.batch.results import Results
+from jackfield.batch.results import Results, fresh
 from jackfield.batch.sources import Source, open_source
 from jackfield.engine.engine import Engine
 from jackfield.engine.report import Report
@@ -70,6 +71,17 @@ class Job:
     def errors(self) -> Path:
         return self.beside(".errors.jsonl")
 
+    @property
+    def file(self) -> Path:
+        """What says what the job is."""
+        return self.beside(".job")
+
+    @property
+    def files(self) -> dict[Path, None]:
+        """All that is written, what is there for a moment only among it."""
+        results = (self.output, self.lines, self.errors)
+        return dict.fromkeys((*results, *map(fresh, results), self.file))
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -93,12 +105,12 @@ def run(job: Job, progress: Progress) -> Outcome:
     Raises UsageError, before weights are read, for files that are not of this job; ExecutionError
     where it cannot go on. Whatever ends it, what is answered stays, and another call goes on.
     """
-    job = replace(job, source=job.source.absolute(), output=job.output.resolve())
+    job = replace(job, source=job.source.absolute(), output=Path(os.path.realpath(job.output)))
     if parquet.is_parquet(job.output):
         parquet.library()
-    if job.output == job.source.resolve():
-        raise UsageError(f"{job.output} is the input, too; give another file for the output")
-    with JobFile(job.beside(".job")) as file:
+    if (place := Path(os.path.realpath(job.source))) in job.files:
+        raise UsageError(f"{place} is the input, and would be written; give another file for OUT")
+    with JobFile(job.file) as file:
         if not file.has_begun:
             _check_free(job)
         # what was left open when it began is what was chosen then
@@ -117,9 +129,16 @@ def run(job: Job, progress: Progress) -> Outcome:
 
 def _check_free(job: Job) -> None:
     """Raise UsageError where something stands in the place of what the job will write."""
-    for path in (job.output, job.lines, job.errors):
-        if path.exists():
-            raise UsageError(f"{path} is there, and is of no job; remove it, or give another file")
+    for path in job.files:
+        if path == job.file:
+            continue
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"{path} is there, and is of no job; remove it, or give another file")
 
 
 def _asked(job: Job, digest: str) -> dict[str, Any]:

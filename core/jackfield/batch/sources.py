@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from jackfield.batch import parquet
-from jackfield.errors import UsageError
+from jackfield.errors import ExecutionError, UsageError
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.json_bodies import read_json
 
@@ -31,7 +32,8 @@ class Source(Protocol):
         """(number of the line from 1, its JSON value).
 
         In the place of a value, or of that of `body`, may be the ApiError that says why there is
-        none. Blank lines are left out.
+        none. Blank lines are left out. Raises ExecutionError, before a line that is another is
+        given, where the file was changed since it was opened.
         """
 
 
@@ -44,34 +46,61 @@ def open_source(path: Path, most: int, depth: int) -> Source:
     try:
         if not path.is_file():
             raise UsageError(f"{path} is not a file; give a file of lines in OpenAI's batch format")
-        digest, total = _looked_through(path)
+        seen = Seen(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if parquet.is_parquet(path):
-        return parquet.Rows(path, digest, most, depth)
-    return JsonLines(path, digest, total, most, depth)
+        return parquet.Rows(path, seen, most, depth)
+    return JsonLines(path, seen, most, depth)
 
 
-def _looked_through(path: Path) -> tuple[str, int]:
+class Seen:
+    """What a file held when it was looked through: the SHA-256 and the number of lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            self._mark = _mark_of(file.fileno())
+            self.digest, self.lines = _looked_through(file)
+
+    def check(self, place: Path | int) -> None:
+        """Raise ExecutionError where a file, or what stands at a path, holds something else now."""
+        if (mark := _mark_of(place)) == self._mark:
+            return
+        with self._path.open("rb") as file:
+            if _looked_through(file)[0] != self.digest:
+                raise ExecutionError(
+                    f"{self._path} was changed while the job ran; what is answered stays there: "
+                    "put back what it held, and run the same command again"
+                )
+        self._mark = mark
+
+
+def _mark_of(place: Path | int) -> tuple[int, ...]:
+    """What is another where a file was written to, or another one stands in its place."""
+    found = os.stat(place)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _looked_through(file: BinaryIO) -> tuple[str, int]:
     """The SHA-256 of a file, and how many lines it has."""
     whole, lines, last = hashlib.sha256(), 0, b"\n"
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            whole.update(chunk)
-            lines += chunk.count(b"\n")
-            last = chunk[-1:]
+    while chunk := file.read(CHUNK):
+        whole.update(chunk)
+        lines += chunk.count(b"\n")
+        last = chunk[-1:]
     return whole.hexdigest(), lines + (last != b"\n")
 
 
 class JsonLines:
-    def __init__(self, path: Path, digest: str, total: int, most: int, depth: int) -> None:
-        self.digest, self.total = digest, total
-        self._path, self._most, self._depth = path, most, depth
+    def __init__(self, path: Path, seen: Seen, most: int, depth: int) -> None:
+        self.digest, self.total = seen.digest, seen.lines
+        self._path, self._seen, self._most, self._depth = path, seen, most, depth
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         number = 0
         with self._path.open("rb") as file:
-            while line := file.readline(self._most + 1):
+            while line := self._next(file):
                 number += 1
                 whole = len(line) <= self._most or line.endswith(b"\n")
                 if not whole:
@@ -79,6 +108,12 @@ class JsonLines:
                 text = line.removeprefix(_MARK) if number == 1 else line
                 if text.strip():
                     yield number, self._value(text) if whole else self._too_long()
+
+    def _next(self, file: BinaryIO) -> bytes:
+        """The next line, or the beginning of one that is too long; empty at the end."""
+        line = file.readline(self._most + 1)
+        self._seen.check(file.fileno())
+        return line
 
     def _too_long(self) -> ApiError:
         return refused(f"the line has more than {self._most} bytes", None)
