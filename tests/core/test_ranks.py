@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.contracts import KVCache, ModelInputs, Sequence, Settings, Step
+from jackfield.contracts import KVCache, ModelInputs, Sequence, Settings, Step, Tokens
 from jackfield.contracts.sequences import ScheduledSequence
 from jackfield.engine.following import Replay
 from jackfield.engine.leading import SharedCache, shared_forward
@@ -169,7 +169,7 @@ def story(cache: KVCache, forward: Any) -> None:
     plain = Settings(8, eos_token_ids=(2,), stop_strings=("x",), cache_salt="s", seed=3)
     functions = plain._replace(logits_processor=(print,), sequence_bias={(1,): 2.0})
     one, two = Sequence(1, [5, 6, 7], plain), Sequence(2, [8, 9], functions, sample=1)
-    three = Sequence(3, [5, 6, 7, 1], plain)
+    three = Sequence(3, [5, 6, 7], plain)
     cache.max_chunk_size = 4
 
     def step(*fed: tuple[Sequence, int, tuple[int, ...]], kept: list[int]) -> None:
@@ -187,6 +187,7 @@ def story(cache: KVCache, forward: Any) -> None:
     two.preemptions = 1
     list.append(two.tokens, 4)
     assert cache.admit(two)
+    three.tokens = Tokens([5, 6, 7, 11, 12, 1])
     cache.fork([(one, three)], [two])
     step((three, 1, ()), (one, 1, ()), kept=[1, 1])
     cache.release([one, two])
@@ -250,6 +251,16 @@ def test_a_step_that_fails_on_rank_0_ends_the_others() -> None:
         follower.next()
     shared.release([])  # after the failure everything is given back, and nobody is told
     follower.close()
+
+
+def test_beams_that_are_given_back_once_for_each_of_them_are_released_once(
+    both: tuple[Leader, Follower],
+) -> None:
+    leader, follower = both
+    shared, one = SharedCache(Pages(), leader), Sequence(1, [5, 6], Settings(8))
+    shared.admit(one)
+    shared.release([one, one])
+    assert [act for act in follower._wire.receive(5) if act[0] == "release"] == [["release", [1]]]
 
 
 TORCHRUN = {

@@ -123,6 +123,21 @@ def test_tokens_are_those_of_one_process(
     assert found == told(model)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_processes_say_the_same(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(3)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = getattr(transformers, name)(**{**TINY, **FAMILIES[name], **heads})
+    model = AutoModelForCausalLM.from_config(config).to(torch.float64)
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(tmp_path)
+    with jackfield.load(tmp_path, tp_size=4) as engine:
+        found = story(engine)
+        assert loaded_bytes(engine.model) == engine.plan.requirements.weight_bytes
+    assert found == told(tmp_path)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from jackfield.bridge.devices import settle
-from jackfield.contracts import KVCache, ModelInputs, ScheduledSequence, Sequence, Settings, Step
+from jackfield.contracts import (
+    KVCache,
+    ModelInputs,
+    ScheduledSequence,
+    Sequence,
+    Settings,
+    Step,
+    Tokens,
+)
 from jackfield.engine.bound import BoundModel, install_all
 from jackfield.errors import ExecutionError, RanksError, error_text
 from jackfield.guarded import all_of
@@ -22,6 +31,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jackfield")
 
 
+class FollowedSequence(Sequence):
+    """One of rank 0, whose group is there: here it knows the beams that were told of."""
+
+    __slots__ = ("_members",)
+
+    def __init__(self, *given: Any, beside: FollowedSequence | None = None, sample: int) -> None:
+        super().__init__(*given, sample=sample)
+        self._members: list[Sequence] = [] if beside is None else beside._members
+        self._members.append(self)
+
+    @property
+    def members(self) -> Seq[Sequence]:
+        """Itself, and the beams that go on beside it."""
+        return self._members
+
+
 class Replay:
     """Does to `cache` what rank 0 did to its own, and calls `forward` where it did.
 
@@ -31,7 +56,7 @@ class Replay:
 
     def __init__(self, cache: KVCache, forward: Callable[[ModelInputs], Any]) -> None:
         self._cache, self._forward = cache, forward
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, FollowedSequence] = {}
         self._step = Step(())
 
     @torch.inference_mode()
@@ -48,12 +73,21 @@ class Replay:
             n: tuple(v) if type(v) is list else v for n, v in said["settings"].items()
         }
         prompt, rest = said["tokens"][: said["prompt_length"]], said["tokens"]
-        made = Sequence(said["id"], prompt, Settings(**given), sample=said["sample"])
+        made = FollowedSequence(said["id"], prompt, Settings(**given), sample=said["sample"])
         list.extend(made.tokens, rest[len(prompt) :])
         self._sequences[made.id] = made
 
     def on_tokens(self, number: int, tokens: list[int]) -> None:
         list.extend(self._sequences[number].tokens, tokens)
+
+    def on_become(self, number: int, source: int, sample: int, tokens: list[int]) -> None:
+        """A beam that goes on as another does, with `tokens` behind those that are known of it."""
+        origin, here = self._sequences[source], self._sequences.get(number)
+        if here is None:
+            prompt = origin.tokens[: origin.prompt_length]
+            here = FollowedSequence(number, prompt, origin.settings, beside=origin, sample=sample)
+            self._sequences[number] = here
+        here.tokens = Tokens([*origin.tokens, *tokens])
 
     def on_admit(self, number: int, cached: int, preemptions: int, arrival: float) -> None:
         sequence = self._sequences[number]

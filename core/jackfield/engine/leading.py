@@ -87,7 +87,8 @@ class SharedCache(KVCache):
         self._acts.append(["commit", list(kept)])
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        known = [sequence.id for sequence in sequences if sequence.id in self._known]
+        # after a failure a group comes once for each of its beams
+        known = [n for n in dict.fromkeys(one.id for one in sequences) if n in self._known]
         self._inner.release(sequences)
         for number in known:
             del self._known[number]
@@ -102,7 +103,11 @@ class SharedCache(KVCache):
         self._acts.append(["preempt", sequence.id])
 
     def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
-        self._tell(*dropped, *(one for pair in copies for one in pair))
+        for source, into in copies:
+            known = self._known[source.id]
+            self._acts.append(["become", into.id, source.id, into.sample, into.tokens[known:]])
+            self._known[into.id] = len(into.tokens)
+        self._tell(*dropped, *(source for source, _ in copies))
         pairs = [[source.id, into.id] for source, into in copies]
         self._inner.fork(copies, dropped)
         self._acts.append(["fork", pairs, [sequence.id for sequence in dropped]])
