@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jackfield import quieting
+from jackfield import errors, quieting
 from jackfield.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -75,7 +75,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
     with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        try:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        except OSError as error:
+            raise errors.unusable_folder(error) or error from None
     globals()[name] = value
     return value
 

@@ -17,7 +17,9 @@ JackfieldError                 exit code 1: a failure
 
 from __future__ import annotations
 
+import os
 import reprlib
+from pathlib import Path
 
 __all__ = [
     "CacheFullError",
@@ -37,6 +39,7 @@ __all__ = [
     "first_line",
     "quoted",
     "shown",
+    "unusable_folder",
 ]
 
 LONGEST = 10_000  # characters of a message, whatever a plugin or a library puts into it
@@ -151,3 +154,21 @@ class ExecutionError(JackfieldError):
 
 class RanksError(ExecutionError):
     """One of the processes that share a model has ended or failed; its engine cannot go on."""
+
+
+def unusable_folder(error: OSError) -> UsageError | None:
+    """What to say of an error by which torch, while it is imported, makes no folder of its own.
+
+    torch makes the one for what it compiles as soon as transformers is imported, whatever is asked.
+    None: it is about something else.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    named = os.environ.get(variable, "")
+    if not named or not isinstance(error.filename, str):
+        return None
+    if error.filename not in (named, *map(str, Path(named).parents)):
+        return None
+    return UsageError(
+        f"{variable}={quoted(named)} is no folder that torch can use ({error.strerror}); set it to "
+        "one that can be written, or unset it"
+    )

@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import (
 
 import jackfield
 from jackfield.demo import DRAFT_PATH, MODEL_PATH
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, UsageError
 
 TEXTS = ["Copy: red green blue red green blue", "Sort these numbers: 4 1 9"]
 STRATEGIES = {
@@ -259,6 +259,14 @@ def test_guidance_on_a_padded_cache_and_not_on_a_packed_one(model: Any, inputs: 
         own = jackfield.decoding("sample", cache_implementation=cache)
         with pytest.raises(JackfieldError, match="guidance_scale runs the model a second time"):
             model.generate(ids, custom_generate=own, **asked)
+
+
+def test_a_model_that_an_engine_runs_is_told_to_be_in_use() -> None:
+    mine = AutoModelForCausalLM.from_pretrained(DRAFT_PATH)
+    ids = torch.tensor([[5, 6, 7]])
+    with jackfield.load(mine), pytest.raises(UsageError, match="already runs in an engine"):
+        mine.generate(ids, custom_generate=jackfield.decoding("sample"), max_new_tokens=1)
+    mine.generate(ids, custom_generate=jackfield.decoding("sample"), max_new_tokens=1)
 
 
 def test_a_prefix_function_is_told_the_row(model: Any, inputs: Any) -> None:

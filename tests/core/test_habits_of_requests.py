@@ -95,6 +95,7 @@ def test_an_answer_that_is_none_ends_its_own_request(engine: jackfield.Engine, a
     (found,) = engine.generate(
         PROMPTS[0], max_new_tokens=4, prefix_allowed_tokens_fn=lambda number, ids: []
     )
+    assert (found.error or "").startswith("its prefix_allowed_tokens_fn failed: ")
     assert "allows no token" in (found.error or "")
     (found,) = engine.generate(
         PROMPTS[0], max_new_tokens=4, stopping_criteria=lambda ids, scores: answer

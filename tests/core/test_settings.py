@@ -14,6 +14,7 @@ from jackfield.contracts import Settings
 from jackfield.errors import PromptError, SettingsError
 from jackfield.requests.honouring import Limits
 from jackfield.requests.settings import DEFAULT_MAX_NEW_TOKENS, resolve
+from jackfield.requests.token_settings import MOST_PHRASES, MOST_STOPS
 from jackfield.requests.vocabulary import CODE, DRAFTING, FACTS, FILLED_IN, INERT
 from jackfield.requests.wishes import notice_selectors, wishes
 from jackfield_plugins.decoding.sample import Sample
@@ -369,6 +370,38 @@ def test_a_default_of_the_model_that_is_no_token_says_where_it_comes_from() -> N
     assert "50256" in message
     assert "the model's generation_config" in message
     assert ask(GenerationConfig(eos_token_id=50256), eos_token_id=[]).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in sorted(HONOURED) if isinstance(HONOURED[n], int | float)]
+)
+def test_a_default_of_the_model_that_is_no_number_says_where_it_comes_from(name: str) -> None:
+    defaults = config_with(name, "x")
+    defaults.do_sample = defaults.do_sample or True
+    if name != "max_time":
+        assert "which the model's generation_config sets" in refusal(defaults)
+    assert "generation_config" not in refusal(**{name: "x"})
+    ask(defaults, **{name: None})
+
+
+def test_a_length_of_the_model_that_the_prompt_has_reached_is_one_sentence() -> None:
+    said = refusal(GenerationConfig(max_length=PROMPT))
+    assert f"max_length={PROMPT}, which the model's generation_config sets, leaves no" in said
+    assert f"max_length={PROMPT} leaves no" in refusal(max_length=PROMPT)
+
+
+def test_what_is_looked_at_after_every_token_is_bounded() -> None:
+    stops = [f"x{i}" for i in range(MOST_STOPS)]
+    assert len(ask(stop=[*stops, *stops]).stop_strings) == MOST_STOPS
+    assert f"{MOST_STOPS} are the most" in refusal(stop=[*stops, "y"])
+    phrases = [[i % VOCAB, i // VOCAB % VOCAB, i // VOCAB**2] for i in range(MOST_PHRASES)]
+    single = [[i] for i in range(VOCAB)]
+    assert len(ask(bad_words_ids=[*phrases, *single]).sequence_bias) == MOST_PHRASES + VOCAB
+    assert f"{MOST_PHRASES} are the most" in refusal(bad_words_ids=[*phrases, [1, 2, 3, 4]])
+    assert f"{MOST_PHRASES} are the most" in refusal(
+        bad_words_ids=phrases, sequence_bias={(1, 2, 3, 4): 1.0}
+    )
+    assert ask(eos_token_id=[3, 1, 3, 1]).eos_token_ids == (3, 1)
 
 
 def test_stops_need_a_tokenizer() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from families import build
 
 import jackfield
-from jackfield.errors import ExecutionError, PlanError
+from jackfield.errors import ExecutionError, PlanError, unusable_folder
 from jackfield_plugins.compiler.inductor_cache import CACHE_DIR, cache_folder
 
 
@@ -105,3 +107,37 @@ def test_a_folder_that_goes_bad_fails_each_request(caches: Path) -> None:
             with pytest.raises(ExecutionError, match=said):
                 engine.generate([5, 6, 7], max_new_tokens=4)
         assert engine.report()["compiler"].calls == 0
+
+
+@pytest.mark.parametrize(
+    "named", [name for name in BAD if name.startswith("/") and len(name) < 1000]
+)
+def test_what_torch_says_of_such_a_folder_is_known(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv(CACHE_DIR, named)
+    with pytest.raises(OSError, match="Errno") as caught:
+        os.makedirs(named)
+    said = str(unusable_folder(caught.value))
+    assert said.startswith(f"{CACHE_DIR}=")
+    assert len(said) < 500
+    assert unusable_folder(FileNotFoundError(2, "No such file", "/elsewhere")) is None
+    assert unusable_folder(OSError("no name")) is None
+    monkeypatch.delenv(CACHE_DIR)
+    assert unusable_folder(caught.value) is None
+
+
+@pytest.mark.parametrize(
+    "call", ["jackfield.load", "sys.exit(run(['generate', 'hi', '--compile', 'inductor']))"]
+)
+def test_a_folder_that_torch_cannot_make_is_named_where_torch_comes_in(call: str) -> None:
+    """torch makes it while transformers is imported, before anything is planned."""
+    code = f"import sys, jackfield; from jackfield.cli import run; {call}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, CACHE_DIR: "/dev/null/below"}, capture_output=True, text=True,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode
+    assert f"{CACHE_DIR}='/dev/null/below' is no folder" in last
+    assert "unexpected" not in done.stderr

@@ -21,7 +21,7 @@ from jackfield.cli.answers import instead_of_command, instead_of_flag, with_valu
 from jackfield.cli.app import Globals, app
 from jackfield.cli.output import PLAIN, logged, say
 from jackfield.cli.server_flags import as_written, instead_of_flag_of_server
-from jackfield.errors import JackfieldError, UsageError
+from jackfield.errors import JackfieldError, UsageError, unusable_folder
 from jackfield.quieting import TORCHAO, quieted
 
 __all__ = ["main", "run"]
@@ -79,6 +79,8 @@ def run(arguments: Sequence[str]) -> int:
 def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     if debug:
         traceback.print_exception(error)
+    if isinstance(error, OSError):
+        error = unusable_folder(error) or error
     if isinstance(error, JackfieldError):
         say(f"error: {error}")
         return error.exit_code

@@ -57,17 +57,22 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
         if changes or plan.requirements.stored is not None:
             check_read(model, choice, plan.requirements, tensors_in(source), source.gguf)
         return load_adapter(model, job.found) if job.found else model
-    if not in_use.isdisjoint(map(id, decoder_configs(source.live))):
-        raise UsageError(
-            "this model, or one that shares its config, already runs in an engine; close that one "
-            "first, or give the model a config of its own"
-        )
+    check_free(source.live)
     if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
         raise UsageError(
             f"the model is in {source.live.dtype} and is used as it is; convert it yourself, or "
             "drop dtype"
         )
     return source.live
+
+
+def check_free(model: PreTrainedModel) -> None:
+    """Raise UsageError where a live model runs in an engine."""
+    if not in_use.isdisjoint(map(id, decoder_configs(model))):
+        raise UsageError(
+            "this model, or one that shares its config, already runs in an engine; close that one "
+            "first, or give the model a config of its own"
+        )
 
 
 def read_assistant(found: FoundAssistant, beside: PreTrainedModel, files: ExitStack) -> Assistance:

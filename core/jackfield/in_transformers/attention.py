@@ -16,6 +16,7 @@ from jackfield.bridge.attention import KEY, AttentionBinding
 from jackfield.bridge.requirements import describe, meta_model, replaceable
 from jackfield.contracts import BindContext
 from jackfield.devices import input_device
+from jackfield.engine.reading import check_free
 from jackfield.engine.report import Report, observe
 from jackfield.errors import CheckpointError, PlanError, UsageError, first_line
 from jackfield.planning.solving import reasons_against
@@ -218,6 +219,7 @@ def selected(model: PreTrainedModel) -> str:
     key = str(model.config.get_text_config(decoder=True)._attn_implementation)
     if key in _names:
         return _names[key]
+    check_free(model)  # the attention of an engine has no name that a caller could give
     if not any(registered.name == key for registered in registry().of_kind("attention")):
         raise UsageError(
             f"the model runs attention {key!r}, which no plugin offers; call "

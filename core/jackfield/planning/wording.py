@@ -102,9 +102,10 @@ def _check_known(name: str, known: Collection[str], call: str) -> None:
     settings = OWN | _settings()
     if name not in settings | ARGUMENTS.keys():
         of_loading = [*known, *KEYWORDS, *DECODINGS]
-        near = nearest(name, [*of_loading, *settings])
+        close = nearest(name, [*of_loading, *settings])
+        near = close if close == nearest(name, of_loading) else nearest(name, settings)
         if near and near != nearest(name, of_loading):
-            near += " It is a setting of engine.generate"
+            near += " That is for engine.generate"
         raise UsageError(f"{call} takes no argument {name!r}{near}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackfield.errors import SettingsError, quoted
@@ -22,21 +22,27 @@ def plain(value: Any) -> Any:
 
 
 class CheckedNumbers:
-    """Reads checked numbers out of a mapping of settings."""
+    """Reads checked numbers out of a mapping of settings.
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    `origin` says of a name where it comes from, for a message, if it is not the caller.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, Any], origin: Callable[[str], str] = lambda name: ""
+    ) -> None:
         self.fields = fields
+        self._origin = origin
 
     def integer(
         self, name: str, default: int, at_least: int | None = None, at_most: int | None = None
     ) -> int:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingsError(f"{name} must be a whole number, not {quoted(value)}")
+            raise self._refused(name, "a whole number", value)
         if at_least is not None and value < at_least:
-            raise SettingsError(f"{name} must be at least {at_least}, not {quoted(value)}")
+            raise self._refused(name, f"at least {at_least}", value)
         if at_most is not None and value > at_most:
-            raise SettingsError(f"{name} must be at most {at_most}, not {quoted(value)}")
+            raise self._refused(name, f"at most {at_most}", value)
         return int(value)
 
     def real(
@@ -50,16 +56,17 @@ class CheckedNumbers:
     ) -> float:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SettingsError(f"{name} must be a number, not {quoted(value)}")
+            raise self._refused(name, "a number", value)
         if not abs(value) <= LARGEST:  # also NaN
-            raise SettingsError(
-                f"{name} must be a finite number of ordinary size, not {quoted(value)}"
-            )
+            raise self._refused(name, "a finite number of ordinary size", value)
         for bound, ok, text in (
             (at_least, at_least is None or value >= at_least, "at least"),
             (above, above is None or value > above, "more than"),
             (at_most, at_most is None or value <= at_most, "at most"),
         ):
             if not ok:
-                raise SettingsError(f"{name} must be {text} {bound:g}, not {value:g}")
+                raise self._refused(name, f"{text} {bound:g}", value)
         return float(value)
+
+    def _refused(self, name: str, wanted: str, value: Any) -> SettingsError:
+        return SettingsError(f"{name} must be {wanted}, not {quoted(value)}{self._origin(name)}")

@@ -65,7 +65,8 @@ class Detokenizer:
         if self.stopped:
             return self._show(len(self._text))
         pending = self._text[self._shown :]
-        held = max((overlap(pending, stop) for stop in self._stops), default=0)
+        beginning = (stop for stop in self._stops if stop[0] in pending)
+        held = max((overlap(pending, stop) for stop in beginning), default=0)
         return self._show(len(self._text) - held)
 
     def finish(self) -> str:
@@ -104,8 +105,8 @@ class Detokenizer:
         Of several, the one that is whole first counts: however the text comes in pieces, the same.
         """
         pending = text[self._shown :]
-        found = ((pending.find(stop), len(stop)) for stop in self._stops)
-        if hits := [(at + length, at) for at, length in found if at >= 0]:
+        found = [stop for stop in self._stops if stop in pending]
+        if hits := [(at + len(stop), at) for stop in found for at in [pending.find(stop)]]:
             self.stopped = True
             self._text = text[: self._shown + min(hits)[1]]
 

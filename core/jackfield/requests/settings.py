@@ -36,7 +36,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
     """
     refuse_unhonoured(wishes, limits)
     given = wishes.given
-    count = CheckedNumbers(given)
+    count = CheckedNumbers(given, wishes.origin)
     drawn = _drawing(wishes, limits.honoured)
     eos = token_settings.token_ids(
         given.get("eos_token_id"), f"eos_token_id{_origin(wishes)}", limits.vocab_size
@@ -47,7 +47,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         **drawn,
         **_penalties(count),
         sequence_bias=MappingProxyType(token_settings.biases(given, eos, limits.vocab_size)),
-        eos_token_ids=eos,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
         stop_strings=token_settings.stop_strings(given.get("stop_strings"), limits),
         logprobs=count.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)
         if "logprobs" in given
@@ -75,7 +75,7 @@ def _drawing(wishes: Wishes, honoured: frozenset[str]) -> dict[str, Any]:
     if not _draws(wishes, honoured):
         _knobs(CheckedNumbers(wishes.keywords))  # wrong ones are refused all the same
         return {"do_sample": False}
-    return {"do_sample": True, **_knobs(CheckedNumbers(wishes.given))}
+    return {"do_sample": True, **_knobs(CheckedNumbers(wishes.given, wishes.origin))}
 
 
 def _knobs(number: CheckedNumbers) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
         return False
     explicit = keywords.get("do_sample")
     knobs = [k for k in _KNOBS if k in keywords and not asks_for_nothing(k, keywords[k])]
-    cold = CheckedNumbers(wishes.given).real("temperature", 1.0, at_least=0) == 0
+    cold = CheckedNumbers(wishes.given, wishes.origin).real("temperature", 1.0, at_least=0) == 0
     if explicit is False and knobs and not cold:
         raise SettingsError(
             f"{knobs[0]}={quoted(keywords[knobs[0]])} has no effect with do_sample=False; drop one "
@@ -145,13 +145,13 @@ def _length_in(layer: Mapping[str, Any]) -> str:
 
 
 def _wanted(layer: Mapping[str, Any], name: str, origin: str, prompt_length: int) -> int:
-    value = CheckedNumbers(layer).integer(name, 0, at_least=1)
+    value = CheckedNumbers(layer, lambda _: origin).integer(name, 0, at_least=1)
     if name == "max_new_tokens":
         return value
     if value <= prompt_length:
         raise SettingsError(
-            f"max_length={value}{origin}, leaves no new token after a prompt of {prompt_length} "
-            "tokens; raise it, or set max_new_tokens"
+            f"max_length={value}{origin and f'{origin},'} leaves no new token after a prompt of "
+            f"{prompt_length} tokens; raise it, or set max_new_tokens"
         )
     return value - prompt_length
 
@@ -160,7 +160,7 @@ def _min_new_tokens(wishes: Wishes, prompt_length: int) -> int:
     """Of `min_new_tokens` and `min_length`, which counts the prompt, the former decides."""
     found = 0
     for layer in (wishes.config, wishes.keywords):
-        number = CheckedNumbers(layer)
+        number = CheckedNumbers(layer, wishes.origin)
         if "min_length" in layer:
             found = max(0, number.integer("min_length", 0, at_least=0) - prompt_length)
         if "min_new_tokens" in layer:
@@ -201,7 +201,7 @@ def _seed(wishes: Wishes, *, draws: bool) -> int:
 
     So `torch.manual_seed` and transformers' `set_seed` decide, in the order of requests.
     """
-    asked = CheckedNumbers(wishes.given).integer("seed", 0)
+    asked = CheckedNumbers(wishes.given, wishes.origin).integer("seed", 0)
     if "seed" in wishes.given or not draws:
         return asked
     import torch

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _LISTS = (list, tuple)
 
+# Each is looked at after every token, in the loop that all requests share: a fraction of a
+# millisecond for as many as this.
+MOST_STOPS = 1000
+MOST_PHRASES = 10_000
+
 
 def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
     """Token ids from an int, a list of ints, or nothing."""
@@ -53,6 +58,11 @@ def biases(
             found[ids] = -math.inf
     for token in token_ids(given.get("suppress_tokens"), "suppress_tokens", vocab_size):
         found[(token,)] = -math.inf
+    if (phrases := sum(len(ids) > 1 for ids in found)) > MOST_PHRASES:
+        raise SettingsError(
+            f"sequence_bias and bad_words_ids have {phrases} entries of several tokens, and "
+            f"{MOST_PHRASES} are the most; give fewer, or a logits_processor"
+        )
     return found
 
 
@@ -127,7 +137,13 @@ def stop_strings(value: Any, limits: Limits) -> tuple[str, ...]:
             "stop_strings need a tokenizer, which this model has not; stop on token ids with "
             "eos_token_id=[…]"
         )
-    return tuple(map(str, strings))
+    found = tuple(dict.fromkeys(map(str, strings)))
+    if len(found) > MOST_STOPS:
+        raise SettingsError(
+            f"stop_strings has {len(found)} texts, and {MOST_STOPS} are the most; give fewer, or "
+            "stopping_criteria"
+        )
+    return found
 
 
 @dataclass(frozen=True)

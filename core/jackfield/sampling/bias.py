@@ -67,10 +67,13 @@ def single_tokens(rows: RowMap, asked: Seq[int], block: StepBlock) -> Bias | Non
 
 def phrases(rows: RowMap, asked: Seq[int], block: StepBlock) -> Bias | None:
     """The biases of tokens that would complete a phrase of theirs, for the rows `asked`."""
-    entries = [
-        (row, ids[-1], value)
-        for row in asked
-        for ids, value in rows.sequences[rows.owners[row]].settings.sequence_bias.items()
-        if len(ids) > 1 and rows.tail(row, len(ids) - 1) == list(ids[:-1])
-    ]
+    entries: list[Entry] = []
+    for row in asked:
+        last = rows.tail(row, 1)[0]
+        known = rows.sequences[rows.owners[row]].settings.sequence_bias
+        entries += [
+            (row, ids[-1], value)
+            for ids, value in known.items()
+            if len(ids) > 1 and ids[-2] == last and rows.tail(row, len(ids) - 1) == [*ids[:-1]]
+        ]
     return _bias(entries, widest(block.device), block)

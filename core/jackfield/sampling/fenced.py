@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jackfield.errors import error_text
 from jackfield.requests.text_errors import failed
+from jackfield.requests.token_settings import AllowedByPrefix
 from jackfield.sampling.left_on import left_on, surroundings
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def processed(
     """
     for processor in processors:
         act = partial(_one_row, processor, ids, scores)
-        scores = fenced("logits_processor", request, act)
+        by_prefix = isinstance(processor, AllowedByPrefix)
+        what = "prefix_allowed_tokens_fn" if by_prefix else "logits_processor"
+        scores = fenced(what, request, act)
     return scores
 
 
