@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jackfield.batch.results import fresh
+from jackfield.batch.seen import Seen
 from jackfield.errors import ExecutionError, UsageError, error_text
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.json_bodies import read_json
 from jackfield.serving.schema.common import as_json
-
-if TYPE_CHECKING:
-    from jackfield.batch.sources import Seen
 
 ROWS = 256  # that are read, or written, at once
 COLUMNS = ("custom_id", "method", "url", "body")
