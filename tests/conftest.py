@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -56,6 +57,13 @@ def _variables_of_its_own() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ |= before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """The collector does not look again at what there was before: libraries, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

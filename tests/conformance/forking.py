@@ -7,6 +7,7 @@ may crash, exit or hang, and not how it began. Run as a program, this is the pro
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -84,6 +85,8 @@ def serve() -> None:
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collector would copy the pages of all that is imported
 
     for line in sys.stdin:
         given = json.loads(line)

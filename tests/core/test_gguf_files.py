@@ -26,6 +26,7 @@ from gguf_files import Type, export
 
 if TYPE_CHECKING:
     from command_line import Cli
+    from forking import Forks
 
 TEXTS = ("Hello, world!", "  two  spaces\n\ttab 12345 + 67", "déjà vu 你好 <|user|> end", "")
 
@@ -310,14 +311,14 @@ def test_what_is_no_file(tmp_path: Path, cli: Cli) -> None:
         jackfield.load(tmp_path / "text.gguf", revision="main")
 
 
-def test_without_the_package(demo: Path) -> None:
+def test_without_the_package(demo: Path, forks: Forks) -> None:
     script = (
-        "import sys; sys.modules['gguf'] = None\n"
+        "import sys; assert 'gguf' not in sys.modules; sys.modules['gguf'] = None\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'gguf' else find(name, *a)\n"
         f"import jackfield; jackfield.plan({str(demo)!r})"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forks.python("-c", script)
     assert "gguf is not installed: pip install 'jackfield[gguf]'" in done.stderr
 
 

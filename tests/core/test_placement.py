@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +25,9 @@ from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.planning.device_map import asked
 from jackfield.planning.planning import decide
 from jackfield.registry.discovery import registry
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 pytest.importorskip("accelerate", reason="needs jackfield[accelerate]")
 
@@ -406,8 +408,10 @@ def test_the_command_line(cli: Any, folder: Path, caplog: pytest.LogCaptureFixtu
 
 
 PEAK = """
-import sys, threading, time, torch, jackfield
+import ctypes, sys, threading, time, torch, jackfield
 torch.set_num_threads(1)
+M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # what is freed is given back
 def anonymous():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
@@ -433,7 +437,7 @@ for place in ("disk", "cpu"):  # the one that takes little first: what it leaves
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_peak_memory(tmp_path: Path) -> None:
+def test_peak_memory(tmp_path: Path, forks: Forks) -> None:
     """134 MB of weights; on disk, a step holds one module of them at a time.
 
     They are widened when they are read: what is mapped from a file is not counted.
@@ -442,9 +446,7 @@ def test_peak_memory(tmp_path: Path) -> None:
                          num_hidden_layers=8, num_attention_heads=8, eos_token_id=None)  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    freeing = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)],
-                          capture_output=True, text=True, env=freeing)  # fmt: skip
+    done = forks.python("-c", PEAK, tmp_path)
     assert done.returncode == 0, done.stderr
     disk, cpu = ([int(part) for part in line.split()] for line in done.stdout.splitlines())
     assert cpu[1:] == disk[1:]

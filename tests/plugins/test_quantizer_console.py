@@ -37,7 +37,8 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("selection", "library"),
     [
-        ("none", "torchao"),  # transformers imports it whatever is asked for
+        # What transformers imports whatever is asked for: heard by test_a_whole_process as well.
+        pytest.param("none", "torchao", marks=pytest.mark.long),
         ("bnb-4bit", "bitsandbytes"),
         ("bnb-8bit", "bitsandbytes"),
         ("torchao", "torchao"),
@@ -77,9 +78,10 @@ def test_modules_of_quantizers_import_without_torch() -> None:
 
 
 @extras.marked("bitsandbytes")
-def test_bitsandbytes_fetches_no_kernel() -> None:
+def test_bitsandbytes_fetches_no_kernel(forks: Forks) -> None:
     code = (
         "import sys, types\n"
+        "assert 'bitsandbytes' not in sys.modules\n"
         "def fetched(*args, **kwargs): sys.exit('a kernel was fetched')\n"
         "trap = types.ModuleType('kernels')\n"
         "trap.get_kernel = fetched\n"
@@ -89,6 +91,6 @@ def test_bitsandbytes_fetches_no_kernel() -> None:
         "assert 'bitsandbytes' in sys.modules\n"
         "assert sys.modules['kernels'] is trap\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forks.python("-c", code)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -7,11 +7,9 @@ import json
 import logging
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,6 +25,9 @@ from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.estimates.evaluation import evaluate
 from jackfield_plugins.quantizer.gptq import ERRORS
 from jackfield_plugins.quantizer.gptqmodel import import_gptqmodel, reading
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 missing = [name for name in ("gptqmodel", "optimum") if not importlib.util.find_spec(name)]
 pytestmark = [
@@ -236,12 +237,12 @@ def test_the_default_text_is_cut_into_windows() -> None:
     assert "<|assistant|>" in tokenizer.decode(found[0]["input_ids"][0])
 
 
-def test_the_import_leaves_the_folders_of_the_hub_alone() -> None:
+def test_the_import_leaves_the_folders_of_the_hub_alone(forks: Forks) -> None:
     code = (
-        "import os; before = dict(os.environ)\n"
+        "import os, sys; before = dict(os.environ); assert 'tokenicer' not in sys.modules\n"
         "from jackfield_plugins.quantizer.gptqmodel import HUB_FOLDERS, import_gptqmodel\n"
         "import_gptqmodel(); import tokenicer\n"
         "print([n for n in HUB_FOLDERS if os.environ.get(n) != before.get(n)])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.python("-c", code)
     assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-500:]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +20,9 @@ from jackfield.demo import MODEL_PATH
 from jackfield.errors import JackfieldError
 from jackfield_plugins.quantizer.groupwise.linear import GroupwiseLinear
 from jackfield_plugins.quantizer.groupwise.quantize import quantize
+
+if TYPE_CHECKING:
+    from forking import Forks
 
 QUESTION = [{"role": "user", "content": "Sort these numbers: 41 7 88 23"}]
 KERNELS = ["native", "torch"]
@@ -131,7 +132,7 @@ def test_refusals(saved: Path, tmp_path: Path) -> None:
     assert f"there is no {name}, which has to be" in refusal(broken)
 
 
-def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path) -> None:
+def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path, forks: Forks) -> None:
     """In a process of its own, against the same without weights: what remains is the checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,7 +140,12 @@ def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path) -> N
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, vocab_size=1000,
         num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    drawn = torch.randn(4096).to(torch.bfloat16) / 32
+    for parameter in model.parameters():  # drawing all of them takes longer than reading them
+        parameter.data.copy_(drawn[: parameter.shape[-1]])
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size="100MB")
     del model
@@ -152,7 +158,8 @@ before = most()
 jackfield.load({str(tmp_path)!r}, quantization="int4-cpu", cache_implementation="dynamic")
 print(most() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forks.python("-c", code)
+    assert done.returncode == 0, done.stderr
     peak = int(re.findall(r"\d+", done.stdout)[-1])
     assert peak < 0.6 * size, (peak, size)
 

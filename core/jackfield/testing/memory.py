@@ -33,7 +33,13 @@ def growth(act: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def quick_collection() -> Iterator[None]:
-    """While it is open, the collector does not look at what there was before: torch is large."""
+    """While it is open, the collector does not look at what there was before: torch is large.
+
+    What the process itself has frozen stays so, and then nothing more is.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield
