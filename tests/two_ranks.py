@@ -17,10 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
+from packaging.version import Version
 
 import jackfield
 from jackfield.engine.engine import Engine
 
+#: transformers before 5.21 puts the outputs of processes together where they are of one size only
+UNEVEN = Version(transformers.__version__) >= Version("5.21")
 Load = Callable[..., contextlib.AbstractContextManager[Engine]]
 
 

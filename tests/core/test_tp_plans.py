@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from two_ranks import UNEVEN
 
 import jackfield
+from jackfield.bridge import sharding
 from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.sharding import Shard, check_loaded, sharded
 from jackfield.bridge.shared_models import part_of
@@ -24,7 +27,7 @@ from jackfield.registry.discovery import registry
 
 TINY: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 98, "max_position_embeddings": 128,
+    "num_key_value_heads": 2, "vocab_size": 102, "max_position_embeddings": 128,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 #: config -> whether transformers shares out its heads
@@ -44,7 +47,7 @@ def tiny(name: str, **more: Any) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_process_has_its_part_of_weights_heads_and_keys(name: str) -> None:
-    """Every matrix is cut in two but norms; what is not cut is told as it is."""
+    """Every matrix that a plan names is cut in two; what is not cut is told as it is."""
     config = tiny(name)
     whole, half = (jackfield.plan(config, tp_size=n).requirements for n in (1, 2))
     kv_heads = 1 if FAMILIES[name] else 2
@@ -58,12 +61,14 @@ def test_a_process_has_its_part_of_weights_heads_and_keys(name: str) -> None:
         if one.numbers == part.numbers
     )
     assert whole.weight_bytes - half.weight_bytes == (whole.weight_bytes - uncut) // 2
-    assert uncut < 0.1 * whole.weight_bytes or name == "MixtralConfig"
+    named = "model.embed_tokens" in meta_model(config)._tp_plan  # else all have them: 5.17
+    embeddings = 0 if named else BYTES[half.dtype] * config.vocab_size * config.hidden_size
+    assert embeddings < uncut < embeddings + 0.1 * whole.weight_bytes or name == "MixtralConfig"
 
 
 def test_parts_of_all_ranks_are_the_whole() -> None:
     """Also where a dimension does not divide: the last rank has less of it."""
-    config = tiny("LlamaConfig", vocab_size=97, intermediate_size=41)
+    config = tiny("LlamaConfig", vocab_size=97 if UNEVEN else 98, intermediate_size=41)
     whole = dict(meta_model(config).named_parameters())
     parts = [dict(part_of(config, Shard(2, rank)).named_parameters()) for rank in (0, 1)]
     for name, parameter in whole.items():
@@ -93,6 +98,39 @@ def test_an_unknown_style_is_refused_by_name() -> None:
     model._tp_plan = {**model._tp_plan, "model.norm": "sequence_parallel"}
     with pytest.raises(PlanError, match="the style 'sequence_parallel', which jackfield does not"):
         sharded(model, Shard(2, 0))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_uneven_outputs_are_refused_where_transformers_takes_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the transformers that is here, and by one that asks for equal parts as 5.17 does."""
+    odd, why = tiny(name, vocab_size=97), "does not divide the 97 outputs of lm_head of .*or load"
+    if UNEVEN:
+        assert jackfield.plan(odd, tp_size=2).requirements.tp_size == 2
+        gathers = sharding.ALL_PARALLEL_STYLES["colwise_gather_output"]
+        monkeypatch.setattr(gathers, "validate_param", _equal_parts)
+    with pytest.raises(PlanError, match=why):
+        jackfield.plan(odd, tp_size=2)
+    assert jackfield.plan(tiny(name, intermediate_size=41), tp_size=2).requirements.tp_size == 2
+
+
+def _equal_parts(module: torch.nn.Module, own: str, mesh: Any, name: str) -> None:
+    if module.get_parameter(own).shape[-2] % mesh.size():
+        raise ValueError(f"{name} must be divisible")
+
+
+@pytest.mark.parametrize("style", sorted(sharding._KNOWN))
+def test_a_style_of_another_transformers_is_refused_by_name(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's files may name styles that are newer than what is installed."""
+    model = meta_model(tiny("LlamaConfig"))
+    model._tp_plan = {**model._tp_plan, "model.norm": style}
+    without = {name for name in sharding.ALL_PARALLEL_STYLES if name != style}
+    monkeypatch.setattr(sharding, "ALL_PARALLEL_STYLES", without)
+    with pytest.raises(PlanError, match=f"'{style}', which that transformers does not know"):
+        sharding.check_plan(model)
 
 
 def test_memory_is_that_of_one_process() -> None:
@@ -192,8 +230,8 @@ def test_torchrun_and_the_argument_say_one_number(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="tp_size=4, and torchrun started 2 processes"):
         jackfield.plan(tiny("LlamaConfig"), tp_size=4)
-    auto = jackfield.plan(tiny("LlamaConfig", vocab_size=97), tp_plan="auto")
-    first = jackfield.plan(tiny("LlamaConfig", vocab_size=97), tp_size=2)
+    auto = jackfield.plan(tiny("LlamaConfig", intermediate_size=41), tp_plan="auto")
+    first = jackfield.plan(tiny("LlamaConfig", intermediate_size=41), tp_size=2)
     assert auto.requirements.weight_bytes == first.requirements.weight_bytes  # both are rank 1
 
 
@@ -201,8 +239,12 @@ def test_weights_that_came_in_other_shapes_are_an_error() -> None:
     config = tiny("LlamaConfig")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ExecutionError, match=r"came as \[98, 48\], where its tensor parallel plan"):
-        check_loaded(model, part_of(config, Shard(2, 0)))
+    part = part_of(config, Shard(2, 0))
+    pairs = zip(model.named_parameters(), part.named_parameters(), strict=True)
+    name, shape = next((name, p.shape) for (name, p), (_, own) in pairs if p.shape != own.shape)
+    came = re.escape(f"{name} of LlamaForCausalLM came as {list(shape)}")
+    with pytest.raises(ExecutionError, match=f"{came}, where its tensor parallel plan"):
+        check_loaded(model, part)
 
 
 class Others:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from jackfield.errors import ExecutionError, PlanError
 
@@ -69,11 +70,12 @@ def check_plan(model: PreTrainedModel) -> None:
             f"transformers {version} has no tensor parallel plan of {name} (base_model_tp_plan); "
             "load it in one process, over several devices with device_map='balanced'"
         )
-    if stray := sorted(set(plan.values()) - _KNOWN):
-        raise PlanError(
-            f"the tensor parallel plan of {name} in transformers {version} has the style "
-            f"{stray[0]!r}, which jackfield does not know; load it in one process"
-        )
+    for known, who in ((_KNOWN, "jackfield"), (ALL_PARALLEL_STYLES, "that transformers")):
+        if stray := sorted({*plan.values()}.difference(known)):
+            raise PlanError(
+                f"the tensor parallel plan of {name} in transformers {version} has the style "
+                f"{stray[0]!r}, which {who} does not know; load it in one process"
+            )
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
@@ -96,6 +98,8 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
             if whole is None:
                 continue
             style = _style(f"{path}.{own}", plan) or _style(path, plan)
+            if style in _COLUMNS:
+                _check_divides(meta_model, path, own, style, shard)
             shape = _shape(whole, own, style, module, shard)
             before, part = made.setdefault(
                 id(whole), (whole, nn.Parameter(whole.new_empty(shape), whole.requires_grad))
@@ -111,6 +115,30 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
         if (style := _style(path, plan)) is not None:
             _adapt(module, style, shard)
     return meta_model
+
+
+class _Mesh(NamedTuple):
+    """As much of a device mesh as transformers' checks of a plan look at."""
+
+    processes: int
+
+    def size(self) -> int:
+        return self.processes
+
+
+def _check_divides(model: PreTrainedModel, path: str, own: str, style: str, shard: Shard) -> None:
+    """Raise PlanError where this transformers puts together equal parts only, as before 5.21."""
+    module, mesh = model.get_submodule(path), _Mesh(shard.size)
+    try:
+        ALL_PARALLEL_STYLES[style].validate_param(module, own, mesh, f"{path}.{own}")
+    except ValueError as error:
+        whole = module.get_parameter(own)
+        raise PlanError(
+            f"tp_size={shard.size} does not divide the {whole.shape[max(-2, -whole.dim())]} "
+            f"outputs of {path} of {type(model).__name__}, as transformers "
+            f"{transformers.__version__} wants it; use another, transformers 5.21 or later, or "
+            "load it in one process"
+        ) from error
 
 
 def _style(name: str, plan: dict[str, str]) -> str | None:
