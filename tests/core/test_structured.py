@@ -390,3 +390,19 @@ def test_as_many_properties_as_there_may_be(engine: Any) -> None:
     needed = wide(2000)
     needed["required"] = list(needed["properties"])
     assert engine.generate(PROMPT, json_schema=needed, max_new_tokens=20)[0].error is None
+
+
+@pytest.mark.parametrize("special", ["<|end|>", "<|pad|>"])
+@pytest.mark.parametrize("kind", ["choices", "regex", "grammar", "json_schema"])
+def test_the_spelling_of_a_special_token_is_text(
+    engine: jackfield.Engine, kind: str, special: str
+) -> None:
+    """Where nothing else may follow, too; the tokenizer itself would cut it as that token."""
+    text = f"a{special}b"
+    structure: dict[str, Any] = {
+        "choices": [text], "regex": re.escape(text), "grammar": f'start: "{text}"',
+        "json_schema": {"const": text},
+    }  # fmt: skip
+    (found,) = engine.generate(PROMPT, max_new_tokens=40, **{kind: structure[kind]})
+    wanted = f'"{text}"' if kind == "json_schema" else text
+    assert (found.error, found.finish_reason, found.text) == (None, "stop", wanted)

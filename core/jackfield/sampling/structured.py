@@ -122,12 +122,17 @@ class Structures:
         except ValueError as error:
             raise SettingsError(f"{structure.kind} cannot be read: {error}") from None
         vocabulary, apart = self._vocabulary(ends)
-        if apart:
+        if apart or self._spells_a_token(structure):
             grammar = _unforced(grammar)
         made = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if (cause := self._flaw(made, ends)) is not None:
             raise SettingsError(f"{structure.kind} cannot be met: {cause}; change it")
         return made
+
+    def _spells_a_token(self, structure: Structure) -> bool:
+        """Whether a special token's spelling is to be text, which would be read as that token."""
+        source = structure.source.replace("\\", "")
+        return any(token in source for token in self._tokenizer.all_special_tokens)
 
     def _flaw(self, made: Any, ends: tuple[int, ...]) -> str | None:
         """Why a text of some tokens cannot be made; None: it can."""
