@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +20,9 @@ from jackfield.contracts.sequences import ScheduledSequence
 from jackfield.engine.following import Replay
 from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.errors import ExecutionError, RanksError, UsageError
+from jackfield.parallel import processes
 from jackfield.parallel import ranks as module
+from jackfield.parallel.processes import Processes
 from jackfield.parallel.ranks import Follower, Leader
 from jackfield.parallel.wire import Wire
 from jackfield.parallel.world import world_of
@@ -282,7 +287,17 @@ def test_what_torchrun_says_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"RANK": "4"}, "RANK=4 is not one of"), ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is not a")],
+    [
+        ({"RANK": "4"}, "RANK=4 is not one of WORLD_SIZE=4"),
+        ({"RANK": "-1"}, "RANK=-1 is not one of"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is not a"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=1 is not one of LOCAL_WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is not one of"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK='' is not a"),
+        ({"MASTER_PORT": "99999"}, "MASTER_ADDR='host' and MASTER_PORT=99999 are no place"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 are no place"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR='' and MASTER_PORT=123 are no place"),
+    ],
 )
 def test_nonsense_of_torchrun_is_refused(changes: dict[str, str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
@@ -305,3 +320,69 @@ def test_a_message_is_json_and_small() -> None:
         shared.commit(step, [1])
         list.append(one.tokens, 151_935)
     assert len(json.dumps(message)) < 120
+
+
+class Sleeping:
+    """Starts processes that know nothing of ending, `most` of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 9) -> None:
+        self.most, self.processes = most, list[subprocess.Popen[bytes]]()
+        monkeypatch.setattr(processes, "_END_WITHIN", 0.4)
+        monkeypatch.setattr(processes, "_started", self.start)
+
+    def start(self, *_: Any) -> subprocess.Popen[bytes]:
+        if len(self.processes) == self.most:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        run = [sys.executable, "-S", "-c", "import time; print('here', flush=True); time.sleep(60)"]
+        one = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.processes.append(one)
+        return one
+
+    def ended(self) -> bool:
+        return all(one.poll() is not None for one in self.processes)
+
+
+def test_processes_that_do_not_end_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping = Sleeping(monkeypatch)
+    started = Processes({}, 5, 1, None)
+    begin = time.monotonic()
+    started.close()
+    assert time.monotonic() - begin < 1.2  # and not once for each of four
+    assert sleeping.ended()
+
+
+def test_a_second_ctrl_c_ends_processes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping = Sleeping(monkeypatch)
+    started = Processes({}, 3, 1, None)
+
+    def interrupted(seconds: float | None = None) -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sleeping.processes[0], "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        started.close()
+    assert sleeping.ended()
+
+
+def test_where_one_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping = Sleeping(monkeypatch, most=2)
+    with pytest.raises(ExecutionError, match="cannot start 3 more processes: Resource temporarily"):
+        Processes({}, 4, 1, None)
+    assert len(sleeping.processes) == 2
+    assert sleeping.ended()
+
+
+def test_what_others_print_harms_nobody_where_it_cannot_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Sleeping(monkeypatch)
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr(sys, "stderr", gone)
+    started = Processes({}, 2, 1, None)
+    begin = time.monotonic()
+    while 1 not in started.lines and time.monotonic() - begin < 10:
+        time.sleep(0.01)
+    started.close()
+    assert started.lines == {1: "here"}

@@ -175,6 +175,24 @@ def test_preempted_requests_say_the_same(pair: Load, folder: Callable[..., Path]
         assert found == [one.token_ids for one in engine.generate(prompts, max_new_tokens=24)]
 
 
+def test_a_shared_model_that_somebody_else_calls_says_so_at_once(
+    pair: Load, folder: Callable[..., Path]
+) -> None:
+    """Rather than to wait for processes that do not compute."""
+    ids = torch.tensor([[5, 6, 7]])
+    with pair(folder("LlamaConfig")) as engine:
+        model: Any = engine.model
+        calls = (
+            lambda: model.generate(ids, max_new_tokens=2),
+            lambda: model(ids),
+            lambda: model.model(ids),
+        )
+        for call in calls:
+            with pytest.raises(ExecutionError, match="called by somebody else than its engine"):
+                call()
+        assert len(engine.generate([5, 6, 7], max_new_tokens=4)[0].token_ids) == 4
+
+
 def test_beams_say_the_same(pair: Load, folder: Callable[..., Path]) -> None:
     model, asked = folder("MistralConfig"), {"max_new_tokens": 12, "num_beams": 3}
     with pair(model, decoding="beam") as engine:

@@ -17,7 +17,7 @@ from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
-from jackfield.errors import PlanError, UsageError
+from jackfield.errors import ExecutionError, PlanError, UsageError
 from jackfield.guarded import all_of, guarded
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
@@ -80,6 +80,7 @@ class BoundModel:
         users = [plan[kind].registered for kind in ("attention", "compiler")]
         self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
         self._holds = True
+        self._steps = False  # a step goes on
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits `[rows, k, vocab]` of one step.
@@ -92,11 +93,14 @@ class BoundModel:
         before = compiled.steps if compiled is not None else 0
         self.unchanged.check_weights()
         attention.begin()
+        self._steps = True
         try:
             logits = self._forward(inputs)
         except BaseException:
             attention.check_selected()  # which is then the cause
             raise
+        finally:
+            self._steps = False
         attention.check_selected()
         if compiled is not None and compiled.steps > before:
             attention.check_called(self.plan["compiler"].registered)
@@ -174,6 +178,9 @@ class BoundModel:
             self.attention.remove()
             raise
         undo += [layers.install() for layers in self.layers]
+        if self.plan.requirements.tp_size > 1:
+            for module in {model, model.base_model}:
+                undo.append(module.register_forward_pre_hook(self._check_called_by_us).remove)
         trained = [module for module in model.modules() if module.training]
         model.eval()
         in_use.update(map(id, decoder_configs(model)))
@@ -189,6 +196,15 @@ class BoundModel:
         if self.adapter is not None:
             undo.append(self.adapter.restore)
         return partial(all_of, (as_before, *undo))
+
+    def _check_called_by_us(self, *_: object) -> None:
+        """ExecutionError: somebody else calls a shared model, and would wait for the others."""
+        if not self._steps:
+            size = self.plan.requirements.tp_size
+            raise ExecutionError(
+                f"the model was called by somebody else than its engine, and {size} processes "
+                "share it, which compute its steps alone; ask the engine, or load it in one process"
+            )
 
     def close(self) -> None:
         """Let go of the cache's memory, once."""

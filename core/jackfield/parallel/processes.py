@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from jackfield.errors import UsageError, quoted
+from jackfield.errors import ExecutionError, UsageError, quoted
 
 _END_WITHIN = 5.0  # seconds for a process to end when it is told to
 
@@ -31,7 +32,8 @@ class Processes:
     """Ranks 1 and up, each of which calls `jackfield.load` with `arguments` and follows.
 
     They meet at `port` of this machine. What they print comes out on standard error, behind the
-    number of its rank. Raises UsageError for arguments that cannot be handed over.
+    number of its rank. Raises UsageError for arguments that cannot be handed over, ExecutionError
+    where one cannot be started.
     """
 
     def __init__(
@@ -40,24 +42,35 @@ class Processes:
         self.lines: dict[int, str] = {}  # the last one that each printed
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         request = _written(arguments)
-        for rank in range(1, size):
-            self._started[rank] = _started(rank, size, port, threads)
-        for rank, process in self._started.items():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(OSError):  # it has ended, which is found out later
-                process.stdin.write(request)
-                process.stdin.close()
-            reader = threading.Thread(target=self._show, args=(rank, process.stdout), daemon=True)
-            reader.start()
+        try:
+            for rank in range(1, size):
+                self._start(rank, _started(rank, size, port, threads))
+            for process in self._started.values():
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):  # it has ended, which is found out later
+                    process.stdin.write(request)
+                    process.stdin.close()
+        except OSError as error:
+            self._end_all()
+            raise ExecutionError(
+                f"cannot start {size - 1} more processes: {error.strerror}; give a smaller tp_size"
+            ) from None
+        except BaseException:
+            self._end_all()
+            raise
+
+    def _start(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._started[rank] = process
+        assert process.stdout is not None
+        reader = threading.Thread(target=self._show, args=(rank, process.stdout), daemon=True)
+        reader.start()
 
     def _show(self, rank: int, output: IO[bytes]) -> None:
         with output:
             for line in output:
                 if text := line.decode(errors="replace").rstrip():
                     self.lines[rank] = text
-                    sys.stderr.write(f"[rank {rank}] {text}\n")
-                    sys.stderr.flush()
+                    _say(f"[rank {rank}] {text}")
 
     def ended(self, rank: int) -> str | None:
         """How a process has ended, in words; None: it runs."""
@@ -76,15 +89,30 @@ class Processes:
         return None
 
     def close(self) -> None:
-        """Wait for those that are about to end, and end the others."""
+        """Wait for those that are about to end, and end the others: at once by a Ctrl+C."""
+        end = time.monotonic() + _END_WITHIN
+        try:
+            for process in self._started.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
         for process in self._started.values():
-            try:
-                process.wait(_END_WITHIN)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+        for process in self._started.values():
+            process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(OSError):  # it was not told all
+                    process.stdin.close()
+
+
+def _say(text: str) -> None:
+    """A line on standard error; where nobody reads that any more, the process goes on."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _written(given: Mapping[str, Any]) -> bytes:

@@ -34,16 +34,21 @@ def world_of(environment: Mapping[str, str] | None = None) -> World | None:
     if "RANK" not in given or "WORLD_SIZE" not in given:
         return None
     rank, size = _number(given, "RANK"), _number(given, "WORLD_SIZE")
-    if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes; use torchrun")
-    return World(
-        rank,
-        size,
-        _number(given, "LOCAL_RANK", rank),
-        _number(given, "LOCAL_WORLD_SIZE", size),
-        given.get("MASTER_ADDR", "127.0.0.1"),
-        _number(given, "MASTER_PORT", 29500),
-    )
+    own, beside = _number(given, "LOCAL_RANK", rank), _number(given, "LOCAL_WORLD_SIZE", size)
+    for name, number, whole, count in (
+        ("RANK", rank, "WORLD_SIZE", size), ("LOCAL_RANK", own, "LOCAL_WORLD_SIZE", beside),
+    ):  # fmt: skip
+        if not 0 <= number < count:
+            raise UsageError(
+                f"{name}={number} is not one of {whole}={count} processes; use torchrun"
+            )
+    address, port = given.get("MASTER_ADDR", "127.0.0.1"), _number(given, "MASTER_PORT", 29500)
+    if not (address and 0 < port < 2**16):
+        raise UsageError(
+            f"MASTER_ADDR={quoted(address)} and MASTER_PORT={port} are no place to meet; "
+            "start it with torchrun"
+        )
+    return World(rank, size, own, beside, address, port)
 
 
 def _number(given: Mapping[str, str], name: str, default: int | None = None) -> int:
