@@ -180,8 +180,9 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
 
 def test_a_thread_that_is_kept_does_not_keep_the_process() -> None:
     program = (
-        "import jackfield, jackfield.engine.engine as engine\n"
-        "engine.linger_on = lambda device: None\n"
+        "import jackfield, jackfield.engine.assembly as assembly\n"
+        "assert assembly.linger_on\n"
+        "assembly.linger_on = lambda device: None\n"
         "one = jackfield.load('demo'); one.generate('a', max_new_tokens=1); print('done')"
     )
     done = subprocess.run(

@@ -55,6 +55,8 @@ class Living:
 
 @pytest.mark.parametrize("cache", ["dynamic", "paged"])
 def test_nothing_is_left_of_what_ran(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while its thread waits for ever, as on a GPU, and ends on nobody's behalf."""
+    monkeypatch.setattr("jackfield.engine.assembly.linger_on", lambda device: None)
     living = Living(monkeypatch)
     strategies = {"plain": "sample", "drafts": "prompt_lookup", "beam": "beam"}
     model, tokenizer = build("llama"), character_tokenizer()

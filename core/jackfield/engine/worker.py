@@ -180,8 +180,7 @@ class Worker:
             self._step_began = time.monotonic()
             try:
                 if self._loop.running or self._loop.waiting:
-                    events = self._loop.step()
-                    self._deliver(events)
+                    self._deliver(self._loop.step())  # no name here: an idle thread would keep it
                     self._failure = None
             except BaseException as error:  # noqa: BLE001 - a waiter must never wait for ever
                 self._fail(error)
