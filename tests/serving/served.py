@@ -47,7 +47,7 @@ def serving(load: Callable[..., Engine] = jackfield.load, **given: Any) -> Itera
     found = settings(**{"port": 0, "models": DEMO, **given})
     app = create_app(found, load)
     with bound(found) as listening:
-        config = configured(app, found)
+        config = configured(app, found, app.state.metrics)
         server = Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         loops: list[asyncio.AbstractEventLoop] = []

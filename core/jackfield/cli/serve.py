@@ -84,6 +84,16 @@ def serve(
         str | None,
         typer.Option("--new-key", metavar="NAME", help="Print an API key and its hash, and end."),
     ] = None,
+    replicas: Annotated[
+        str | None,
+        flag("--replicas", "N", "Processes that serve on Ray; MIN:MAX by what is asked of them."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        flag(
+            "--ray-address", "ADDRESS", "A cluster of Ray: HOST:PORT, or auto; else one is begun."
+        ),
+    ] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Always on.")
     ] = True,
@@ -104,8 +114,24 @@ def serve(
         return
     given = {**serving.given(), **answers.given()}
     found = _settings(model, backends, batches, given, config)
+    if replicas is None and ray_address is not None:
+        raise UsageError("--ray-address is of replicas; say how many with --replicas N")
     with _logged():
-        running.serve(found, lambda text: print(text, file=sys.stderr, flush=True))
+        if replicas is None:
+            running.serve(found, _say)
+        else:
+            _serve_replicas(found, replicas, ray_address)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _serve_replicas(settings: ServerSettings, replicas: str, address: str | None) -> None:
+    from jackfield.replicas import running
+    from jackfield.replicas.cluster import Count
+
+    running.serve(settings, Count.of(replicas), address, _say)
 
 
 @contextlib.contextmanager

@@ -82,12 +82,16 @@ def create_app(
     if provider is not None:
         app.add_middleware(Traced, provider=provider)
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # the client for browsers has headers of its own
-        )  # fmt: skip
+        app.add_middleware(CORSMiddleware, **of_sites(settings))
     return app
+
+
+def of_sites(settings: ServerSettings) -> dict[str, Any]:
+    """Arguments of CORSMiddleware."""
+    return {
+        "allow_origins": settings.cors_origins, "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],  # the client for browsers has headers of its own
+    }  # fmt: skip
 
 
 def _add_health(app: FastAPI, pool: Pool, metrics: Metrics) -> None:

@@ -26,11 +26,11 @@ logger = logging.getLogger("jackfield.serving")
 MAX_HEAD = 64 * 1024  # bytes of a request line and its headers
 
 
-def configured(app: Any, settings: ServerSettings) -> uvicorn.Config:
+def configured(app: Any, settings: ServerSettings, metrics: Metrics) -> uvicorn.Config:
     """uvicorn's configuration of a server of `settings`."""
     return uvicorn.Config(
         app,
-        http=protocol(settings, app.state.metrics),
+        http=protocol(settings, metrics),
         ws="none",
         log_config=None,
         access_log=False,

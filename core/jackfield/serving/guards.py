@@ -60,7 +60,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         own = scope.setdefault("state", {})
-        own["id"], own["began"] = uuid.uuid4().hex, time.perf_counter()
+        own["began"] = time.perf_counter()
+        own.setdefault("id", uuid.uuid4().hex)  # it has one where another process handed it on
         theirs = header(scope, b"x-request-id") or ""
         own["client_id"] = theirs if _PRINTABLE.fullmatch(theirs) else None
         status = 0

@@ -232,6 +232,23 @@ class Pool:
         others = any(served.state == "ready" for served in self.models.values())
         return next((why for served, why in found if not (others and served.elsewhere)), None)
 
+    @property
+    def lost(self) -> str | None:
+        """Why an engine is out of service for good, and its model with it; None: none is."""
+        found = (s for s in self.models.values() if s.restarts_left < 0)
+        return next((f"{served.name}: {served.failure}" for served in found), None)
+
+    async def preload(self, say: Callable[[str], None]) -> None:
+        """Load all models before anybody asks; `say` is told their plans.
+
+        Raises what `jackfield.load` raises.
+        """
+        for served in self.models.values():
+            engine = await served.preload()
+            say(engine.explain())
+            if sizes := await served.in_thread(engine.compile_ahead):
+                say(f"{served.name}: steps of {', '.join(map(str, sizes))} sequences are compiled")
+
     async def __aenter__(self) -> Pool:
         self._watching = asyncio.create_task(self._watch(), name="jackfield-watch")
         return self

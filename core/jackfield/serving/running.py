@@ -45,7 +45,7 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
     allow_files(settings.max_connections + 1024)
     with bound(settings) as listening:
         app = create_app(settings)
-        config = configured(app, settings)
+        config = configured(app, settings, app.state.metrics)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's, if there
             runner.run(_serve(Server(config), app.state.pool, listening, settings, say))
 
@@ -58,16 +58,16 @@ async def _serve(
     say: Callable[[str], None],
 ) -> None:
     if settings.preloads:
-        for served in pool.models.values():
-            engine = await served.preload()
-            say(engine.explain())
-            if sizes := await served.in_thread(engine.compile_ahead):
-                say(f"{served.name}: steps of {', '.join(map(str, sizes))} sequences are compiled")
+        await pool.preload(say)
+    say(f"serving {', '.join(pool.models)} at {url(listening, settings)} (Ctrl-C drains and ends)")
+    await server.serve(sockets=[listening])
+
+
+def url(listening: socket.socket, settings: ServerSettings) -> str:
+    """Where clients find a server that listens there."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listening.getsockname()[:2]
-    where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    say(f"serving {', '.join(pool.models)} at {where} (Ctrl-C drains and ends)")
-    await server.serve(sockets=[listening])
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Several processes that serve the same models behind one address, on a cluster of Ray."""

@@ -1,0 +1,125 @@
+"""What Ray calls: the router in front of replicas, and the replica as a deployment.
+
+Imported only where Ray is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from jackfield.replicas.calls import Began, Call, Messages, ReplicaLostError
+from jackfield.replicas.prefixes import OpenRequests, Prefixes
+from jackfield.replicas.replica import Replica
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from jackfield.serving.settings import ServerSettings
+
+_LOST = (RayActorError, DeploymentUnavailableError)
+_TOLD_WITHIN = 5.0  # seconds for replicas to say what they have counted
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types where it is not there
+    """Has `Prefixes` choose. It runs in the process that asks, in a loop of its own."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._prefixes, self._requests = Prefixes(), OpenRequests()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        there = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # where none of them takes it
+        call = next((given for given in pending_request.args if isinstance(given, Call)), None)
+        if call is None or not there:  # another method than `answer`
+            return [candidate_replicas]
+        if call.to is not None and call.to in there:
+            names = [call.to]
+        else:
+            names = self._prefixes.choose(call.blocks, self._requests.loads(there))
+        self._begin(pending_request, names[0])
+        return [[there[name]] for name in names]
+
+    def _begin(self, pending: PendingRequest, name: str) -> None:
+        request = pending.metadata.internal_request_id
+        self._requests.begin(request, name)
+
+        def given_up(future: asyncio.Future[Any]) -> None:
+            if future.cancelled():
+                self._requests.end(request, name)
+
+        pending.future.add_done_callback(given_up)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """It may have gone to another than the first."""
+        self._requests.begin(pending_request.metadata.internal_request_id, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        self._requests.end(internal_request_id, replica_id.unique_id)
+
+
+class Deployed:
+    """A replica as Ray Serve runs it."""
+
+    async def __init__(  # type: ignore[misc]  # which Ray awaits
+        self, settings: ServerSettings, expected: Mapping[str, str]
+    ) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = await asyncio.to_thread(Replica, settings, expected, name)
+        await self._replica.open()
+
+    async def answer(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
+        async for said in self._replica.answer(call):
+            yield said
+
+    async def metrics(self) -> tuple[str, bytes]:
+        return await asyncio.to_thread(self._replica.metrics)
+
+    async def plans(self) -> list[str]:
+        return self._replica.plans
+
+    async def check_health(self) -> None:
+        """Ray asks every few seconds, and replaces a replica that raises."""
+        self._replica.check()
+
+    async def __del__(self) -> None:
+        """Ray calls it once requests have ended."""
+        if (replica := getattr(self, "_replica", None)) is not None:
+            await replica.close()
+
+
+class RayReplicas:
+    """The replicas of a deployment, asked through Ray."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._answers = handle.options(method_name="answer", stream=True)
+
+    async def ask(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
+        answer = self._answers.remote(call)
+        try:
+            async for said in answer:
+                yield said
+        except _LOST as error:
+            raise ReplicaLostError(type(error).__name__) from error
+        finally:
+            answer.cancel()
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        try:
+            asked = self._handle.broadcast("metrics")
+            return dict(await asked.results_async(timeout_s=_TOLD_WITHIN))
+        except (*_LOST, TimeoutError):
+            return {}

@@ -1,0 +1,144 @@
+"""A replica: the server's own application in a process of Ray, asked without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import platform
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import jackfield.api
+from jackfield.errors import ExecutionError
+from jackfield.registry.discovery import installed
+from jackfield.replicas.calls import Began, Call, Messages
+from jackfield.serving.app import create_app
+from jackfield.serving.pool import Load, Pool
+from jackfield.serving.settings import ServerSettings
+
+_LIBRARIES = ("jackfield", "torch", "transformers")
+_LEAVES_WITHIN = 10.0  # seconds for an answer to end that nobody waits for
+
+
+def versions() -> dict[str, str]:
+    """What must be alike wherever the same models are served."""
+    found = {"python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    entry_points, _ = installed()
+    return found | {each.dist.name: each.dist.version for each in entry_points if each.dist}
+
+
+def settings_of_replica(settings: ServerSettings) -> ServerSettings:
+    """`settings` of a whole server as each replica has them.
+
+    Rates and sites are looked at once, in front of all replicas. An engine that hangs is not loaded
+    again: the replica is replaced.
+    """
+    free = {"requests_per_minute": None}
+    keys = {name: key.model_copy(update=free) for name, key in settings.keys.items()}
+    return settings.model_copy(update={"keys": keys, "cors_origins": [], "restarts": 0})
+
+
+class Replica:
+    """Answers requests with the application of `settings`.
+
+    `expected` are the `versions` of the server in front; another one here is an error by its name.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        expected: Mapping[str, str],
+        name: str = "replica",
+        load: Load = jackfield.api.load,
+    ) -> None:
+        check_versions(expected, versions(), name)
+        self._settings, self.name = settings_of_replica(settings), name
+        self._app = create_app(self._settings, load)
+        self._stack = contextlib.AsyncExitStack()
+        self.plans: list[str] = []
+
+    @property
+    def pool(self) -> Pool:
+        pool: Pool = self._app.state.pool
+        return pool
+
+    async def open(self) -> None:
+        """Load what is loaded before requests come. Raises what loading raises."""
+        await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
+        if self._settings.preloads:
+            await self.pool.preload(self.plans.append)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def check(self) -> None:
+        """Raise ExecutionError where an engine is lost, and only another replica helps."""
+        if why := self.pool.lost:
+            raise ExecutionError(why)
+
+    def metrics(self) -> tuple[str, bytes]:
+        return self.name, self._app.state.metrics.show()
+
+    async def answer(self, call: Call) -> AsyncIterator[Began | Messages]:
+        """What the application sends; it is told that the client has gone when this is closed."""
+        yield Began(self.name)
+        exchange = _Exchange(call)
+        task = asyncio.create_task(self._app(exchange.scope, exchange.receive, exchange.send))
+        task.add_done_callback(lambda _: exchange.come.set())
+        try:
+            while not task.done() or exchange.messages:
+                await exchange.come.wait()
+                exchange.come.clear()
+                if messages := exchange.take():
+                    yield messages
+            await task
+        finally:
+            exchange.gone.set()
+            done, _ = await asyncio.wait({task}, timeout=_LEAVES_WITHIN)
+            if not done:
+                task.cancel()
+
+
+class _Exchange:
+    """One call as ASGI has it."""
+
+    def __init__(self, call: Call) -> None:
+        self.scope: dict[str, Any] = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1", "method": call.method, "scheme": "http", "path": call.path,
+            "raw_path": call.path.encode(), "query_string": call.query, "root_path": "",
+            "headers": list(call.headers), "client": None, "server": None,
+            "state": {"id": call.id},
+        }  # fmt: skip
+        self._body: bytes | None = call.body
+        self.messages: Messages = []
+        self.come, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if (body := self._body) is not None:
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(dict(message))
+        self.come.set()
+
+    def take(self) -> Messages:
+        taken, self.messages = self.messages, []
+        return taken
+
+
+def check_versions(expected: Mapping[str, str], here: Mapping[str, str], name: str) -> None:
+    """Raise ExecutionError where they differ, by name."""
+    apart = [
+        f"{what} is {here.get(what, 'not there')} and {expected.get(what, 'not there')} where the "
+        "command runs"
+        for what in sorted(expected.keys() | here.keys())
+        if expected.get(what) != here.get(what)
+    ]
+    if apart:
+        raise ExecutionError(f"{name} ({platform.node()}): {'; '.join(apart)}; install the same")
