@@ -32,6 +32,7 @@ EXTRAS = {
     "pydantic": "serve",
     "pydantic_ai": "dev",
     "pydantic_settings": "serve",
+    "ray": "ray",
     "schemathesis": "dev",
     "starlette": "serve",
     "torchao": "torchao",

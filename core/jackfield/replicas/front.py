@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from jackfield.replicas.calls import Began, Call, Messages, ReplicaLostError, Replicas
 from jackfield.replicas.counted import merged
 from jackfield.replicas.prefixes import blocks
+from jackfield.replicas.stored import PATH, StoredIds
 from jackfield.serving.answering import ENDPOINTS
 from jackfield.serving.app import of_sites
 from jackfield.serving.errors import ApiError
@@ -37,8 +37,6 @@ logger = logging.getLogger("jackfield.serving")
 TAKEN_WITHIN = 30.0  # seconds in which a replica must take a request
 READY_WITHIN = 3.0  # and one that asks whether any takes some
 _ATTEMPTS = 2  # a request that ends replicas must not end all of them, one after the other
-_RESPONSES = 100_000  # stored responses whose replica is known
-_ID = re.compile(r"_([0-9a-f]{32})")  # in the id of a response, and of its items
 _NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
@@ -74,7 +72,7 @@ class HandingOn:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._stored: OrderedDict[str, str] = OrderedDict()  # request -> the replica that had it
+        self._stored = StoredIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = await self._call(scope, receive)
@@ -95,13 +93,11 @@ class HandingOn:
         if path in ENDPOINTS:
             scope["route"] = SimpleNamespace(path=path)  # under which it is counted
         own["said"] = {"model": told.get("model")}
-        about = path + json.dumps([told.get("previous_response_id"), _references(told)])
-        places = (self._stored.get(found) for found in _ID.findall(about))
         return Call(
             own["id"], scope["method"], path, scope["query_string"],
             tuple((bytes(key), bytes(value)) for key, value in scope["headers"]), body,
             blocks(own["owner"], told) if told else (),
-            next((place for place in places if place), None),
+            self._stored.replica_of(path, told),
         )  # fmt: skip
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
@@ -124,12 +120,11 @@ class HandingOn:
         async with contextlib.aclosing(self._replicas.ask(call)) as said:
             began = await _taken(said, READY_WITHIN if _is_probe(call) else TAKEN_WITHIN)
             scope["state"]["said"]["replica"] = answer.replica = began.replica
-            if call.path == "/v1/responses":
-                self._stored[call.id] = began.replica
-                if len(self._stored) > _RESPONSES:
-                    self._stored.popitem(last=False)
             async for messages in said:
                 assert not isinstance(messages, Began)
+                if call.path.startswith(PATH):
+                    for message in messages:
+                        self._stored.told(began.replica, message.get("body", b""))
                 await answer.take(messages)
 
 
@@ -168,7 +163,7 @@ class _Answer:
         if not self._streams:
             raise ReplicaLostError(why)
         error = ApiError(503, why, code="lost")
-        if self._call.path == "/v1/responses":
+        if self._call.path == PATH:
             numbers = _NUMBER.findall(self._last)
             about = {
                 "type": "error", "code": error.code, "message": error.message, "param": None,
@@ -216,9 +211,3 @@ def _object(body: bytes) -> dict[str, Any]:
     """A body that is JSON; what is no object is for a replica to refuse."""
     found = json.loads(body) if body else {}
     return found if isinstance(found, dict) else {}
-
-
-def _references(told: dict[str, Any]) -> list[Any]:
-    items = told.get("input")
-    found = items if isinstance(items, list) else []
-    return [item.get("id") for item in found if isinstance(item, dict)]
