@@ -27,9 +27,9 @@ _FILES = "there is none: weights are read from safetensors or GGUF"
 #: answer -> the flags that it answers, without dashes; those of one dash are in `_SHORT`
 _ANSWERS: dict[str, str] = {
     "write --tp N": "tensor-parallel-size tp-size num-shard",
-    _ONE_PROCESS: "pipeline-parallel-size data-parallel-size dp-size "
-    "dp pp-size sharded distributed-executor-backend nnodes node-rank ep-size "
-    "enable-expert-parallel dist-init-addr numa rpc",
+    "write --replicas N": "data-parallel-size dp-size dp",
+    _ONE_PROCESS: "pipeline-parallel-size pp-size sharded distributed-executor-backend nnodes "
+    "node-rank ep-size enable-expert-parallel dist-init-addr numa rpc",
     _CONTEXT: "max-model-len ctx-size context-length max-total-tokens max-input-length "
     "max-input-tokens max-seq-len-to-capture",
     _MODEL: "model model-path hf-repo hf-file model-url",

@@ -79,6 +79,8 @@ def joined(address: str | None) -> Iterator[Cluster]:
 
     Raises UsageError where Ray is not there or nothing answers, ExecutionError where Ray fails.
     """
+    if address is not None and address != "auto":
+        _check_form(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # tell nobody
     try:
         import grpc
@@ -86,9 +88,10 @@ def joined(address: str | None) -> Iterator[Cluster]:
         from ray import serve
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error.name} is not here)") from None
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     quiet: dict[str, Any] = {
         "logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False,
-        "namespace": "jackfield",
     }  # fmt: skip
     if address is not None and address != "auto":
         _check_reached(grpc, address)
@@ -102,8 +105,8 @@ def joined(address: str | None) -> Iterator[Cluster]:
             ray.init(address, **quiet)
     except Exception as error:  # noqa: BLE001 - Ray raises all kinds
         what = "Ray cannot be started here" if address is None else f"--ray-address {address}"
-        raise UsageError(f"{what}: {first_line(error)}") from None
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        how = "" if address is None else "; where it wants a token, set RAY_AUTH_MODE=token"
+        raise UsageError(f"{what}: {first_line(error)}{how}") from None
     try:
         serve.start(proxy_location="Disabled")
         yield Cluster(address is None)
@@ -113,18 +116,21 @@ def joined(address: str | None) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-def _check_reached(grpc: Any, address: str) -> None:
-    """Raise UsageError where no cluster answers: Ray itself would wait for minutes, and exit."""
+def _check_form(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and "/" not in host):
         raise UsageError(f"--ray-address {shown(address)}: write HOST:PORT, or auto")
+
+
+def _check_reached(grpc: Any, address: str) -> None:
+    """Raise UsageError where no cluster answers: Ray itself would wait for minutes, and exit."""
     with grpc.insecure_channel(address) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=REACHED_WITHIN)
         except grpc.FutureTimeoutError:
             raise UsageError(
                 f"--ray-address {address}: no cluster of Ray answers there within "
-                f"{REACHED_WITHIN:g} s; start one with `ray start --head --port {port}`, or leave "
+                f"{REACHED_WITHIN:g} s; start one with `ray start --head`, or leave "
                 "the address out"
             ) from None
 
@@ -271,6 +277,6 @@ def _no_room(
 def _cause(message: str) -> str:
     """The last line of a traceback in what Ray says."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("jackfield.")]
+    told = [line for line in lines if line.startswith("jackfield.errors.")]
     line = (told or lines or ["Ray does not say why"])[-1]
     return shown(line.partition(": ")[2] or line, 500) if told else shown(line, 500)

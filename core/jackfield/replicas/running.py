@@ -8,7 +8,6 @@ import hashlib
 import json
 import socket
 import ssl
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -118,11 +117,14 @@ def _running(settings: ServerSettings) -> dict[str, Any] | None:
     """What a server in front of replicas says of itself that listens where we would."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     asked = f"{scheme}://{settings.host}:{settings.port}/health/live"
-    unchecked = ssl._create_unverified_context() if scheme == "https" else None  # nothing is told
+    unchecked = ssl._create_unverified_context()  # nothing is told
+    ask = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unchecked)
+    ).open
     try:
-        with urllib.request.urlopen(asked, timeout=_ASKED_WITHIN, context=unchecked) as answer:
+        with ask(asked, timeout=_ASKED_WITHIN) as answer:
             found = json.load(answer)
-    except (OSError, ValueError, urllib.error.URLError):
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"deployment", "settings"} <= found.keys() else None
 
