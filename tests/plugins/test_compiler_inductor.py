@@ -37,11 +37,24 @@ def load(model: Any, cache: str, compiler: str = TRACED, **more: Any) -> jackfie
     return jackfield.load(model, cache_implementation=cache, compile=compiler, **more)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+#: Each family with one cache, and sizes that are filled up with each.
+QUICK = {
+    ("llama", "paged", "dynamic"), ("gemma3", "static", "dynamic"),
+    ("mistral", "dynamic", "dynamic"), *(("mistral", cache, "bucketed") for cache in CACHES),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("family", "shapes"),
-    [("llama", "dynamic"), ("gemma3", "dynamic"), ("mistral", "dynamic"), ("mistral", "bucketed")],
-)
+    ("family", "cache", "shapes"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
+        for cache in CACHES
+        for case in (
+            ("llama", cache, "dynamic"), ("gemma3", cache, "dynamic"),
+            ("mistral", cache, "dynamic"), ("mistral", cache, "bucketed"),
+        )
+    ],
+)  # fmt: skip
 def test_twenty_requests_get_the_same_tokens(family: str, cache: str, shapes: str) -> None:
     """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
     model, coming = build(family), arrivals(20)

@@ -88,8 +88,17 @@ def test_answers_are_within_two_points_of_full_precision(saved: Path) -> None:
         assert evaluate(engine, count=20).accuracy >= exact - 0.02
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "paged"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "cache"),
+    [
+        ("eager", "dynamic"),
+        ("sdpa", "static"),
+        ("sdpa", "paged"),
+        pytest.param("eager", "static", marks=pytest.mark.long),
+        pytest.param("eager", "paged", marks=pytest.mark.long),
+        pytest.param("sdpa", "dynamic", marks=pytest.mark.long),
+    ],
+)
 def test_every_attention_and_cache_says_what_transformers_says(
     saved: Path, attention: str, cache: str
 ) -> None:

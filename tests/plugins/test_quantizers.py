@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -138,29 +139,42 @@ def full_precision() -> float:
 
 ATTENTIONS = ("eager", "sdpa", "cpu_decode")
 CACHES = ("dynamic", "static", "paged")
+of_the_library = every(
+    [*marked(["int8", "nf4", "fp4", "ao_int8", "ao_dynamic", "ao_int4"]), "int4-cpu"]
+)
 
 
-@every([*marked(["int8", "nf4", "fp4", "ao_int8", "ao_dynamic", "ao_int4"]), "int4-cpu"])
-def test_every_attention_and_cache_says_what_transformers_says(selection: str) -> None:
+@of_the_library
+def test_each_attention_and_cache_says_what_transformers_says(selection: str) -> None:
     """Ragged, and more requests than run together, so that they join while others run."""
-    dtype = "bfloat16" if selection in (INT4, "int4-cpu") else "float32"
-    expected = oracle(selection, dtype)
-    ran = 0
-    for attention in ATTENTIONS:
-        for cache in CACHES:
-            chosen: dict[str, Any] = {
-                "attn_implementation": attention,
-                "cache_implementation": cache,
-                "quantization": selection,
-                "dtype": dtype,
-            }
-            if not plans(chosen):
-                continue
-            with jackfield.load("demo", max_batch_size=3, **chosen) as engine:
-                found = tokens_of(engine)
-            assert not follows(found, expected), (attention, cache)
-            ran += 1
-    assert ran >= 6
+    assert_same(
+        selection, [chosen_with(selection, *pair) for pair in zip(ATTENTIONS, CACHES, strict=True)]
+    )
+
+
+@pytest.mark.long
+@of_the_library
+def test_every_attention_and_cache_says_what_transformers_says(selection: str) -> None:
+    every_pair = itertools.product(ATTENTIONS, CACHES)
+    made = [one for pair in every_pair if plans(one := chosen_with(selection, *pair))]
+    assert len(made) >= 6
+    assert_same(selection, made)
+
+
+def chosen_with(selection: str, attention: str, cache: str) -> dict[str, Any]:
+    return {
+        "attn_implementation": attention,
+        "cache_implementation": cache,
+        "quantization": selection,
+        "dtype": "bfloat16" if selection in (INT4, "int4-cpu") else "float32",
+    }
+
+
+def assert_same(selection: str, made: list[dict[str, Any]]) -> None:
+    for chosen in made:
+        with jackfield.load("demo", max_batch_size=3, **chosen) as engine:
+            found = tokens_of(engine)
+        assert not follows(found, oracle(selection, chosen["dtype"])), chosen
 
 
 def plans(chosen: dict[str, Any]) -> bool:

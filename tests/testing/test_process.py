@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jackfield.cli import run as command
+from jackfield.testing import process
+from jackfield.testing.checks import Verdict
 from jackfield.testing.process import Job, run
 
 pytest_plugins = "pytester"
 
-#: It aborts in the first process that it runs in, hangs in the second, exits in the third; in the
-#: fourth it prints and is right.
+#: It aborts in the first process that it runs in, and hangs in the second; in the third it prints
+#: and is right.
 PLUGIN = """
 import os, sys, time
 from pathlib import Path
@@ -41,8 +45,6 @@ class Moody(Attention):
                 os.abort()
             if self.known == 1:
                 time.sleep(10_000)
-            if self.known == 2:
-                os._exit(3)
             print("{not json", flush=True)
             os.write(1, b"\\xff\\n" * 50_000)
             print("and more", file=sys.stderr)
@@ -70,21 +72,41 @@ def moody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_crash_a_hang_an_exit_and_noise(moody: None) -> None:
+def test_a_crash_a_hang_and_noise(moody: None) -> None:
     names = ("everyone.class", "padded.prefill.plain", "padded.chunks.plain")
-    only = (*names, "padded.decode.plain", "padded.drafts.plain")
+    only = (*names, "padded.decode.plain")
     told: list[str] = []
     job = Job("plugin:moody", "attention", only, limit=0.15)
     found = run(job, lambda verdict: told.append(verdict.name))
     assert [one.name for one in found] == told
     by_name = {one.name: one for one in found}
-    assert len(by_name) == len(found) == 5
+    assert len(by_name) == len(found) == 4
     assert by_name.pop("everyone.class").outcome == "passed"
-    broken, hung, left, right = by_name.values()
+    broken, hung, right = by_name.values()
     assert (broken.outcome, broken.message) == ("failed", "ended the process: SIGABRT")
     assert (hung.outcome, hung.message) == ("failed", "did not end within 9 s")
-    assert (left.outcome, left.message) == ("failed", "ended the process: exit code 3")
-    assert (right.outcome, right.name) == ("passed", "padded.drafts.plain"), right.message
+    assert (right.outcome, right.name) == ("passed", "padded.decode.plain"), right.message
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"), [("os._exit(3)", "exit code 3"), ("os.abort()", "SIGABRT")]
+)
+def test_how_a_process_ended_is_told(ends: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a small program that begins a check; the plugin above ends one that is whole."""
+    line = json.dumps({"check": "one", "capability": "c", "limit": 60.0})
+    program = f"import os, sys; os.write(int(sys.argv[-1]), {line!r}.encode() + b'\\n'); {ends}"
+    start = process.subprocess.Popen
+
+    def small(command: list[str], **how: Any) -> Any:
+        return start([sys.executable, "-c", program, *command[-2:]], **how)
+
+    monkeypatch.setattr(process.subprocess, "Popen", small)
+    verdicts: list[Verdict] = []
+    found = process._run_some(Job("plugin:any"), verdicts, verdicts.append)
+    assert found is not None
+    assert (found.name, found.outcome) == ("one", "failed")
+    assert found.message == f"ended the process: {told}"
+    assert verdicts == []
 
 
 def test_the_command_lists_chooses_and_writes(
