@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -371,6 +372,39 @@ def test_where_one_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatc
         Processes({}, 4, 1, None)
     assert len(sleeping.processes) == 2
     assert sleeping.ended()
+
+
+def test_a_process_ends_where_rank_0_is_killed_before_it_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = "import time\ndef load(**given):\n    print(given, flush=True)\n    time.sleep(60)\n"
+    (tmp_path / "jackfield.py").write_text(load)  # stands for all that takes long
+    monkeypatch.syspath_prepend(tmp_path)
+    started = Processes({"model": "x" * 100_000 + "end"}, 2, 1, None)
+    one, begin = started._started[1], time.monotonic()
+    while 1 not in started.lines and time.monotonic() - begin < 20:
+        time.sleep(0.01)
+    assert started.lines[1].endswith("end'}")
+    assert one.poll() is None
+    assert one.stdin is not None
+    one.stdin.close()  # as the kernel does for a process that was killed
+    assert one.wait(10) == 1
+
+
+def test_a_step_that_waited_too_long_blames_the_others(
+    both: tuple[Leader, Follower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, _ = both
+    leader._lost.set()  # nobody ended
+    monkeypatch.setattr(module, "STEP_WITHIN", 0.05)
+
+    def stopped(inputs: ModelInputs) -> Any:
+        time.sleep(0.06)
+        raise RuntimeError("Timed out waiting 50ms")
+
+    shared = SharedCache(Pages(), leader)
+    with pytest.raises(RanksError, match=r"rank 1 did not answer within 0.05 s in a step \(rank 0"):
+        story(shared, shared_forward(stopped, shared, leader))
 
 
 def test_what_others_print_harms_nobody_where_it_cannot_be_shown(

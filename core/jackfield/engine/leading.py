@@ -8,6 +8,7 @@ before rank 0 begins its own forward call.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
@@ -152,12 +153,13 @@ def shared_forward(
 
     def together(inputs: ModelInputs) -> torch.Tensor:
         cache.send()
+        begin = time.monotonic()
         try:
             return forward(inputs)
         except RanksError:
             raise
         except BaseException as error:
-            failure = leader.blame(error)
+            failure = leader.blame(error, time.monotonic() - begin)
             failure.plugin = getattr(error, "plugin", None)
             raise failure from error
 

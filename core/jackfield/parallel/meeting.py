@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import ExecutionError, UsageError, first_line
-from jackfield.parallel.ranks import Follower, Leader, Ranks
+from jackfield.parallel.ranks import STEP_WITHIN, Follower, Leader, Ranks
 from jackfield.parallel.wire import Wire
 from jackfield.parallel.world import World
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # all of these are public
 
 JOIN_WITHIN = 120.0  # seconds for all ranks to come
-STEP_WITHIN = 60.0  # seconds for a sum over all ranks
 _PREFIX, _KEY = "jackfield/{}", "leader"
 _engines: Counter[tuple[str, int]] = Counter()  # of this process, that met there
 

@@ -17,9 +17,11 @@ from jackfield.errors import ExecutionError, UsageError, quoted
 
 _END_WITHIN = 5.0  # seconds for a process to end when it is told to
 
+#: What is behind the line of arguments never comes: that it ends says that rank 0 is gone.
 _START = """
-import json, sys
-sys.path[:], arguments = json.load(sys.stdin)
+import json, os, sys, threading
+sys.path[:], arguments = json.loads(sys.stdin.readline())
+threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
 import jackfield
 try:
     jackfield.load(**arguments)
@@ -49,7 +51,7 @@ class Processes:
                 assert process.stdin is not None
                 with contextlib.suppress(OSError):  # it has ended, which is found out later
                     process.stdin.write(request)
-                    process.stdin.close()
+                    process.stdin.flush()
         except OSError as error:
             self._end_all()
             raise ExecutionError(
@@ -127,7 +129,7 @@ def _written(given: Mapping[str, Any]) -> bytes:
                 f"tp_size starts processes, which are told {name}={quoted(value)} as text, and it "
                 "is none; start them with torchrun and write tp_plan='auto'"
             ) from None
-    return json.dumps([sys.path, arguments], default=_text).encode()
+    return json.dumps([sys.path, arguments], default=_text).encode() + b"\n"
 
 
 def _text(value: object) -> str:

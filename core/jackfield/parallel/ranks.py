@@ -21,6 +21,7 @@ from jackfield.parallel.wire import Wire
 logger = logging.getLogger("jackfield")
 
 START_WITHIN = 2 * 3600.0  # seconds for what ranks do between two exchanges: reading weights
+STEP_WITHIN = 60.0  # seconds for a sum over all ranks
 LEAVE_WITHIN = 10.0  # seconds for a rank to end by itself
 AGAIN = "load the model again"
 
@@ -111,10 +112,17 @@ class Leader(Ranks):
         if self.cause is not None:
             raise RanksError(f"{self.cause}; {AGAIN}")
 
-    def blame(self, error: BaseException) -> RanksError:
-        """The error of a step that failed: by the rank that ended, if one did just now."""
+    def blame(self, error: BaseException, seconds: float) -> RanksError:
+        """The error of a step that failed: by the rank that ended, if one did just now.
+
+        One that took `STEP_WITHIN` seconds, or more, has waited for one that does not answer.
+        """
         self._lost.wait(2.0)
-        self.fail(f"rank 0: {shown(error, 400)}")
+        why = f"rank 0: {shown(error, 400)}"
+        if seconds >= STEP_WITHIN:
+            others = " or ".join(map(str, sorted(self._wires)))
+            why = f"rank {others} did not answer within {STEP_WITHIN:g} s in a step ({why})"
+        self.fail(why)
         return RanksError(f"{self.cause}; {AGAIN}")
 
     def fail(self, why: str) -> None:
