@@ -177,6 +177,16 @@ def test_a_large_config_is_tried_in_small() -> None:
     assert tried(transformers.MistralConfig(), None, torch.float32) is found
 
 
+@pytest.mark.parametrize("name", ["CwmConfig", "ModernBertDecoderConfig", "ProphetNetConfig"])
+def test_configs_that_refuse_to_be_changed_are_tried(name: str) -> None:
+    """Of tokens that must be numbers, as CWM wants; of a sum of layers, ProphetNet's."""
+    small = next(shrunk(getattr(transformers, name)(), None))
+    assert small.vocab_size <= 97
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        one = getattr(small, token, None)
+        assert one is None or isinstance(one, list) or one < small.vocab_size
+
+
 def test_one_layer_of_each_kind_is_kept() -> None:
     small = next(shrunk(transformers.Gemma3TextConfig(num_hidden_layers=26), None))
     assert small.layer_types == ["sliding_attention", "full_attention"]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.source import config_tree
@@ -70,8 +71,16 @@ def _without_names(config: PreTrainedConfig) -> PreTrainedConfig:
             part.max_position_embeddings = _PLACES
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if isinstance(getattr(part, name, None), int) and getattr(part, name) >= VOCAB:
-                setattr(part, name, None)
+                _unset(part, name)
     return found
+
+
+def _unset(config: PreTrainedConfig, name: str) -> None:
+    """Leave a special token out, or, where a config must have one, make it one of few (CWM)."""
+    try:
+        setattr(config, name, None)
+    except StrictDataclassFieldValidationError:
+        setattr(config, name, 0)
 
 
 def _numbers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
@@ -90,9 +99,12 @@ def _fewer(config: PreTrainedConfig) -> None:
     keep = sorted(kinds.values())[:_LAYERS]
     if len(keep) == 1:
         keep = [0, 1]
+    try:
+        config.num_hidden_layers = len(keep)
+    except NotImplementedError:  # it is the sum of others (ProphetNet)
+        return
     for name, values in lists.items():
         setattr(config, name, [values[index] for index in keep])
-    config.num_hidden_layers = len(keep)
     if getattr(config, "first_k_dense_replace", 0) > 1:
         config.first_k_dense_replace = 1
 
