@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Settings that the process in front reads; the rest bear on replicas alone.
 _IN_FRONT = (
     "allowed_hosts", "cors_origins", "drain", "host", "keys", "max_body", "max_connections",
-    "max_depth", "max_requests", "port", "receive_timeout", "ssl_certfile", "ssl_keyfile",
+    "max_depth", "max_requests", "receive_timeout", "ssl_certfile", "ssl_keyfile",
     "write_timeout",
 )  # fmt: skip
 _PATHS = ("adapter", "assistant_model", "locked", "offload_folder")  # arguments that name files
