@@ -114,8 +114,9 @@ class RayReplicas:
                 yield said
         except _LOST as error:
             raise ReplicaLostError(type(error).__name__) from error
-        finally:
+        except (GeneratorExit, asyncio.CancelledError):  # whoever asked has gone
             answer.cancel()
+            raise
 
     async def metrics(self) -> Mapping[str, bytes]:
         try:
