@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jackfield import __version__
-from jackfield.registry import inspection
+from jackfield.registry import inspection, installed, machine
 from jackfield.registry.backends import PluginRecord, Registry
-from jackfield.registry.inspection import Finding
+from jackfield.registry.findings import Finding
 
 if TYPE_CHECKING:
     from conftest import Site
@@ -93,7 +93,7 @@ def installation(folder: Path, **versions: str) -> dict[str, Distribution]:
 
 def test_libraries_are_held_against_the_metadata(tmp_path: Path) -> None:
     versions = {"torch": "2.9+cpu", "transformers": "4.1", "kernels": "0.1", "pytest": "7"}
-    found = list(inspection.libraries(installation(tmp_path, **versions, mypy="2.0", numpy="1.0")))
+    found = list(installed.libraries(installation(tmp_path, **versions, mypy="2.0", numpy="1.0")))
     assert {f.subject: f.state for f in found} == {
         "jackfield": "ok",
         "python": "ok",
@@ -110,14 +110,14 @@ def test_libraries_are_held_against_the_metadata(tmp_path: Path) -> None:
 
 
 def test_jackfield_without_metadata_is_a_problem() -> None:
-    (finding,) = inspection.libraries({})
+    (finding,) = installed.libraries({})
     assert finding.state == "problem"
     assert finding.advice == "run `pip install -e .` in its source tree"
 
 
 def test_the_ranges_are_those_of_the_installed_metadata() -> None:
     here = {dist.metadata["Name"]: dist for dist in distributions()}
-    found = list(inspection.libraries(here))
+    found = list(installed.libraries(here))
     assert of(found, "jackfield").message == __version__
     assert "supported: " in of(found, "transformers").message
 
@@ -129,19 +129,19 @@ def test_found_twice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.add("outsider", "")
     other.add("outsider", "", version="9")
     paths = [str(site.folder), str(other.folder)]
-    finding = of(inspection.stale(distributions(path=paths), {"TWIN"}), "twin")
+    finding = of(installed.stale(distributions(path=paths), {"TWIN"}), "twin")
     assert finding.state == "problem"
     assert f"1.0 in {site.folder}" in finding.message
     assert f"2.0 in {other.folder}" in finding.message
     (other.folder / "Twin-2.0.dist-info/METADATA").write_text("Name: twin\nVersion: 1.0\n")
-    assert of(inspection.stale(distributions(path=paths), {"twin"}), "twin").state == "warning"
-    assert list(inspection.stale(distributions(path=[*paths[:1], *paths[:1]]), {"twin"})) == []
+    assert of(installed.stale(distributions(path=paths), {"twin"}), "twin").state == "warning"
+    assert list(installed.stale(distributions(path=[*paths[:1], *paths[:1]]), {"twin"})) == []
 
 
 def test_two_versions_in_one_folder(site: Site) -> None:
     site.add("twin", "", version="1.0")
     site.add("twin", "", version="2.0")
-    assert of(inspection.stale(distributions(path=[str(site.folder)]), {"twin"}), "twin").state == (
+    assert of(installed.stale(distributions(path=[str(site.folder)]), {"twin"}), "twin").state == (
         "problem"
     )
 
@@ -152,14 +152,14 @@ def test_folders_without_metadata_are_survived(site: Site) -> None:
     (site.folder / "latin-1.0.dist-info/METADATA").write_bytes(b"Name: \xff\n")
     info = site.add("whole", "")
     (info / "direct_url.json").write_text("{")
-    assert list(inspection.stale(distributions(path=[str(site.folder)]), {"whole"})) == []
+    assert list(installed.stale(distributions(path=[str(site.folder)]), {"whole"})) == []
 
 
 @pytest.mark.parametrize("content", ["[]", "1", '{"dir_info": 1}', '{"dir_info": {"editable": 1}}',
                                      '{"dir_info": {"editable": 1}, "url": 5}', "{"])  # fmt: skip
 def test_a_direct_url_that_says_nothing_is_survived(site: Site, content: str) -> None:
     (site.add("odd", "") / "direct_url.json").write_text(content)
-    assert list(inspection.stale(distributions(path=[str(site.folder)]), {"odd"})) == []
+    assert list(installed.stale(distributions(path=[str(site.folder)]), {"odd"})) == []
 
 
 @pytest.mark.parametrize("headers", ["", "Name: numpy", "Version: 1", "Name: numpy\nVersion: odd",
@@ -197,12 +197,12 @@ def test_editable_against_its_source_tree(
     info = site.add("mine", "")
     link = {"dir_info": {"editable": True}, "url": tree.as_uri()}
     (info / "direct_url.json").write_text(json.dumps(link))
-    (finding,) = inspection.stale(distributions(path=[str(site.folder)]), {"mine"})
+    (finding,) = installed.stale(distributions(path=[str(site.folder)]), {"mine"})
     assert message in finding.message
     assert finding.state == ("ok" if "same" in message else "problem")
     assert finding.state == "ok" or finding.advice == f"run `pip install -e {tree}` again"
     shutil.rmtree(tree)
-    (finding,) = inspection.stale(distributions(path=[str(site.folder)]), {"mine"})
+    (finding,) = installed.stale(distributions(path=[str(site.folder)]), {"mine"})
     assert (finding.state, "cannot be read" in finding.message) == ("problem", True)
 
 
@@ -223,7 +223,7 @@ def test_variables() -> None:
 
 
 def test_devices() -> None:
-    assert "threads" in of(inspection.devices(), "cpu").message
+    assert "threads" in of(machine.devices(), "cpu").message
 
 
 @pytest.mark.parametrize("error", [ImportError("no torch"), OSError("libfoo.so is missing")])
@@ -236,25 +236,25 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, error: E
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    (finding,) = inspection.devices()
+    (finding,) = machine.devices()
     assert finding.state == "problem"
     assert str(error) in finding.message
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", sys.executable)
-    assert of(inspection.compilers({}, gpu=False), "C++").message == sys.executable
+    assert of(machine.compilers({}, gpu=False), "C++").message == sys.executable
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert of(inspection.compilers({}, gpu=False), "C++").state == "warning"
+    assert of(machine.compilers({}, gpu=False), "C++").state == "warning"
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "g++" in str(of(inspection.compilers({}, gpu=False), "C++").advice)
+    assert "g++" in str(of(machine.compilers({}, gpu=False), "C++").advice)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert of(inspection.compilers({}, gpu=False), "Python.h").state == "warning"
+    assert of(machine.compilers({}, gpu=False), "Python.h").state == "warning"
 
 
 def test_triton_is_missed_on_a_gpu_only(tmp_path: Path) -> None:
-    assert not [f for f in inspection.compilers({}, gpu=False) if f.subject == "triton"]
-    assert of(inspection.compilers({}, gpu=True), "triton").state == "warning"
+    assert not [f for f in machine.compilers({}, gpu=False) if f.subject == "triton"]
+    assert of(machine.compilers({}, gpu=True), "triton").state == "warning"
     installed = installation(tmp_path, triton="3.5")
-    assert of(inspection.compilers(installed, gpu=True), "triton").message == "3.5"
+    assert of(machine.compilers(installed, gpu=True), "triton").message == "3.5"

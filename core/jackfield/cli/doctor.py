@@ -11,7 +11,7 @@ from jackfield.cli.options import JsonOption
 from jackfield.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from jackfield.registry.inspection import Finding
+    from jackfield.registry.findings import Finding
 
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
