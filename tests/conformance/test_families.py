@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES, WINDOW, build, config_of, prompts, references
 
 import jackfield
-from jackfield.bridge.requirements import attention_modules
+from jackfield.bridge.model_layers import attention_modules
 from jackfield.errors import PlanError
 
 LENGTHS = (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)

@@ -16,8 +16,8 @@ from transformers.models.git.modeling_git import GitModel
 
 import jackfield
 from jackfield.bridge import requirements
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.probe import Probe, probe
-from jackfield.bridge.requirements import meta_model
 from jackfield.errors import CheckpointError, PlanError
 
 GATED = FAMILIES["llama"].arguments

@@ -8,8 +8,8 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from jackfield.bridge import quirks
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.quirks import TABLE, Quirk
-from jackfield.bridge.requirements import meta_model
 
 NAMES = {id(value): name for name, value in vars(quirks).items() if isinstance(value, Quirk)}
 CASES = [pytest.param(quirk, kind, id=f"{NAMES[id(quirk)]}-{kind}")

@@ -17,7 +17,7 @@ from two_ranks import UNEVEN
 
 import jackfield
 from jackfield.bridge import sharding
-from jackfield.bridge.requirements import meta_model
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.sharding import Shard, check_loaded, sharded
 from jackfield.bridge.shared_models import part_of
 from jackfield.contracts.requirements import BYTES

@@ -19,9 +19,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
+from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.native_attention import NativeAttention
 from jackfield.bridge.probe import FEATURE_KWARGS
-from jackfield.bridge.requirements import attention_modules
 from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
     BindContext,

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.model_layers import attention_modules, layer_types
 from jackfield.bridge.opaque import (
     Comparison,
     OpaqueStep,
@@ -26,7 +27,6 @@ from jackfield.bridge.opaque import (
     within,
 )
 from jackfield.bridge.recorded import RecordedSteps
-from jackfield.bridge.requirements import attention_modules, layer_types
 from jackfield.bridge.step_trial import StepTrial
 from jackfield.errors import PlanError, quoted
 from jackfield.guarded import fault, guarded

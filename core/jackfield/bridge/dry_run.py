@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, PreTrainedConfig
 
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.prompt_flops import PromptFlops
-from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import part_of
 from jackfield.bridge.source import config_tree, quiet

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from jackfield.bridge.requirements import attention_modules, replaceable
+from jackfield.bridge.model_layers import attention_modules, replaceable
 from jackfield.contracts import (
     BoundAttention,
     PackedLayer,

@@ -17,7 +17,7 @@ from torch import nn
 
 from jackfield.bridge.footprint import tensors_of
 from jackfield.bridge.gguf import GgufModel
-from jackfield.bridge.requirements import meta_model
+from jackfield.bridge.meta_model import meta_model
 from jackfield.contracts import Requirements, StoredTensor, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
 from jackfield.contracts.quantizing import plain_bytes

@@ -7,23 +7,14 @@ modules themselves are asked, and one step is probed.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    cache_utils,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from jackfield.bridge.batch_trial import Asked, tried
 from jackfield.bridge.devices import pick_device
@@ -42,16 +33,17 @@ from jackfield.bridge.footprint import (
     stored_quantization,
     weights_of,
 )
+from jackfield.bridge.meta_model import meta_model
+from jackfield.bridge.model_layers import attention_modules, layer_types, replaceable, windows
 from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
 from jackfield.bridge.quirks import (
     COUNTS_ROWS,
     HAS_EXPERTS_OF_NOTHING,
     READS_A_PREFIX,
-    READS_THE_NAME,
     ROTATES_BY_LENGTH,
     STRETCHES_POSITIONS,
 )
-from jackfield.bridge.source import ModelSource, config_tree, quiet
+from jackfield.bridge.source import ModelSource
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.devices import input_device
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
@@ -204,73 +196,6 @@ def _context_length(model: PreTrainedModel, text: PreTrainedConfig) -> int | Non
     return limit if limit is not None and limit > 0 else None
 
 
-def meta_model(
-    config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None
-) -> PreTrainedModel:
-    """The model of `config` on the meta device; neither `config` nor memory is touched.
-
-    `cls` is the class to build, by default the one for text generation.
-    """
-    config = copy.deepcopy(config)
-    for part in config_tree(config):
-        part._attn_implementation_internal = "eager"
-    try:
-        with quiet(), torch.device("meta"):
-            build = AutoModelForCausalLM.from_config if cls is None else cls
-            model: PreTrainedModel = build(config)
-    except Exception as error:
-        raise CheckpointError(
-            f"a config of type {config.model_type!r} gives no text-generation model: "
-            f"{first_line(error)}"
-        ) from error
-    return model
-
-
-def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """The (layer index, module) of every attention layer of the decoder.
-
-    Older models do not number theirs: there the innermost attention modules count, in their order.
-    """
-    named = [
-        module
-        for module in model.modules()
-        if "Attention" in type(module).__name__ and not _is_cross(module)
-    ]
-    numbered = [m for m in named if isinstance(getattr(m, "layer_idx", None), int)]
-    if numbered:
-        yield from ((int(module.layer_idx), module) for module in numbered)  # type: ignore[arg-type]
-        return
-    inner = [m for m in named if not any(other in named for other in list(m.modules())[1:])]
-    yield from enumerate(inner)
-
-
-def _is_cross(module: nn.Module) -> bool:
-    """Whether it attends to images or an encoder's text, which is not there."""
-    return bool(getattr(module, "is_cross_attention", "CrossAttention" in type(module).__name__))
-
-
-def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
-    """How each layer remembers, as transformers' own dynamic cache lays it out."""
-    text = config.get_text_config(decoder=True)
-    chunked = getattr(text, "attention_chunk_size", None) is not None
-    cache = DynamicCache(config=config)
-    names = []
-    for layer in cache.layers:
-        if "Linear" in type(layer).__name__ or not hasattr(layer, "keys"):
-            names.append("linear_attention")
-        elif getattr(layer, "is_sliding", False):
-            names.append("chunked_attention" if chunked else "sliding_attention")
-        else:
-            names.append("full_attention")
-    return tuple(names)
-
-
-def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """The window of each cached layer in tokens, None where it sees everything."""
-    layers = DynamicCache(config=config).layers
-    return tuple(getattr(layer, "sliding_window", None) for layer in layers)
-
-
 def _dynamic_only(text: PreTrainedConfig) -> tuple[str, ...]:
     """Layer types with a cache of their own (compressed keys) that has no static form."""
     known = getattr(cache_utils, "STATIC_LAYER_TYPE_MAPPING", None)
@@ -323,31 +248,6 @@ def _features(
             else f"{name} does not use transformers' AttentionInterface"
         )
     return found
-
-
-def replaceable(model: PreTrainedModel) -> bool:
-    """Whether the model calls its attention through AttentionInterface, whatever its name is.
-
-    Where a text model has a vision model beside it, only one of them may use the interface (GIT).
-    """
-    if not type(model)._can_set_attn_implementation():
-        return False
-    kinds = dict(enumerate(layer_types(model.config)))
-    attending = (m for i, m in attention_modules(model) if kinds.get(i) != "linear_attention")
-    classes: set[Any] = {type(module) for module in attending}
-    if not all(map(_looks_up, classes)):
-        return False
-    return not READS_THE_NAME.holds(model)
-
-
-@functools.cache
-def _looks_up(cls: Any) -> bool:
-    """Whether an attention class, or one that it derives from, uses AttentionInterface."""
-    for base in cls.__mro__:
-        with contextlib.suppress(OSError, TypeError):  # written at a prompt, or not in Python
-            if issubclass(base, nn.Module) and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(base):
-                return True
-    return False
 
 
 def _declines(model: PreTrainedModel) -> frozenset[str]:

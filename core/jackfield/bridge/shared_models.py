@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jackfield.bridge.footprint import numbers_of_a_token, weights_of
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.probe import probe
-from jackfield.bridge.requirements import meta_model, probed, shapes_by_layer
+from jackfield.bridge.requirements import probed, shapes_by_layer
 from jackfield.bridge.sharding import Shard, are_cut, sharded
 from jackfield.contracts.requirements import BYTES, Requirements
 from jackfield.errors import PlanError

@@ -13,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import KEY, AttentionBinding
-from jackfield.bridge.requirements import describe, meta_model, replaceable
+from jackfield.bridge.meta_model import meta_model
+from jackfield.bridge.model_layers import replaceable
+from jackfield.bridge.requirements import describe
 from jackfield.contracts import BindContext
 from jackfield.devices import input_device
 from jackfield.engine.reading import check_free

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.placement import Placement
-from jackfield.bridge.requirements import meta_model, requirements_of
+from jackfield.bridge.requirements import requirements_of
 from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import shared_out
 from jackfield.bridge.source import ModelSource, blamed, find

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from jackfield.bridge.devices import check_device, named_device, pick_device
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.placement import DISK, Placement, spell
-from jackfield.bridge.requirements import meta_model
 from jackfield.bridge.source import ModelSource
 from jackfield.bridge.spreading import (
     Weigh,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from jackfield.bridge.model_attention import model_attention
-from jackfield.bridge.requirements import attention_modules, describe
+from jackfield.bridge.model_layers import attention_modules
+from jackfield.bridge.requirements import describe
 from jackfield.contracts import (
     AttentionCapabilities,
     BindContext,

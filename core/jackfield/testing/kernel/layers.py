@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from jackfield.bridge.requirements import describe, meta_model
+from jackfield.bridge.meta_model import meta_model
+from jackfield.bridge.requirements import describe
 from jackfield.contracts import BindContext, FusedLayer, KernelCapabilities, Requirements
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.checks import NotTriedError, WrongError

@@ -1,0 +1,33 @@
+"""A model on torch's meta device: modules and shapes, no memory."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jackfield.bridge.source import config_tree, quiet
+from jackfield.errors import CheckpointError, first_line
+
+
+def meta_model(
+    config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """The model of `config` on the meta device; neither `config` nor memory is touched.
+
+    `cls` is the class to build, by default the one for text generation.
+    """
+    config = copy.deepcopy(config)
+    for part in config_tree(config):
+        part._attn_implementation_internal = "eager"
+    try:
+        with quiet(), torch.device("meta"):
+            build = AutoModelForCausalLM.from_config if cls is None else cls
+            model: PreTrainedModel = build(config)
+    except Exception as error:
+        raise CheckpointError(
+            f"a config of type {config.model_type!r} gives no text-generation model: "
+            f"{first_line(error)}"
+        ) from error
+    return model
