@@ -16,7 +16,7 @@ from families import build, prompts
 
 import jackfield
 from jackfield.bridge import attention
-from jackfield.engine import worker
+from jackfield.engine import closing, worker
 from jackfield.errors import ExecutionError, JackfieldError, PluginError
 from jackfield.guarded import all_of
 from jackfield_plugins.attention.sdpa import SdpaAttention as Sdpa
@@ -29,7 +29,7 @@ Gate = Callable[[Any], Callable[..., Any]]
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Makes a function hang until the test ends."""
-    monkeypatch.setattr(worker, "CLOSE_WITHIN", 0.2)
+    monkeypatch.setattr(closing, "CLOSE_WITHIN", 0.2)
     opened, entered = threading.Event(), threading.Event()
 
     def hanging(inner: Any) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def test_an_idle_engine_keeps_its_thread_on_a_gpu_until_it_is_closed(
     assert thread is not None
     del engine
     gc.collect()
-    thread.join(worker.STOP_WITHIN)
+    thread.join(closing.STOP_WITHIN)
     assert not thread.is_alive()
 
 

@@ -15,7 +15,7 @@ import pytest
 from served import Served, serving
 
 import jackfield
-from jackfield.engine import worker
+from jackfield.engine import closing
 from jackfield.errors import RanksError, UsageError
 from jackfield.serving import pool
 
@@ -265,7 +265,7 @@ def test_a_step_that_raises_is_told_to_all_and_is_over(faults: Faults) -> None:
 def test_a_step_that_hangs_is_told_and_the_model_is_loaded_again_within_bounds(
     faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "CLOSE_WITHIN", 0.4)
+    monkeypatch.setattr(closing, "CLOSE_WITHIN", 0.4)
     monkeypatch.setattr(pool, "WATCH_EVERY", 0.02)
     with serving(faults.load, stall_after=0.3, restarts=1) as served:
         (model,) = served.pool.models.values()

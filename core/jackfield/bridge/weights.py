@@ -57,19 +57,10 @@ def _fetched(source: ModelSource, check: Callable[[Tensors], None] | None = None
         return fetch(source.location, folder, _named(source), check)
 
 
-def load_model(
-    source: ModelSource,
-    needs: Requirements,
-    where: Placement,
-    quantization: Quantization,
-    folder: Path | None = None,
-    shard: Shard | None = None,
-) -> PreTrainedModel:
-    """Load the weights of `source`, as `needs` have them, to their places. Raises CheckpointError.
+def _checked(source: ModelSource, needs: Requirements, quantization: Quantization) -> Path | None:
+    """Where a hub model was fetched to, once its tensors are known to be what will be read.
 
-    What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
-    it in another form. A weight that the checkpoint lacks is an error, not a random number. With
-    `shard`, of which torch has a process group by now, only its part is read.
+    Those of a folder or a file are looked at too. Raises CheckpointError.
     """
 
     def check(tensors: Tensors) -> None:
@@ -84,6 +75,24 @@ def load_model(
             raise CheckpointError(f"{source.location}: {'; '.join(reasons)}")
         if source.gguf is None:  # whose tensors were compared with the model when it was found
             check(tensors)
+    return fetched
+
+
+def load_model(
+    source: ModelSource,
+    needs: Requirements,
+    where: Placement,
+    quantization: Quantization,
+    folder: Path | None = None,
+    shard: Shard | None = None,
+) -> PreTrainedModel:
+    """Load the weights of `source`, as `needs` have them, to their places. Raises CheckpointError.
+
+    What lies on disk stays in the checkpoint, or is written to `folder` where transformers stores
+    it in another form. A weight that the checkpoint lacks is an error, not a random number. With
+    `shard`, of which torch has a process group by now, only its part is read.
+    """
+    fetched = _checked(source, needs, quantization)
     quantized = stored_quantization(source.config) is not None or quantization.config is not None
     # Read to their device one by one: otherwise main memory would have to hold all of them first.
     # A quantizer puts weights where they belong as it makes them.

@@ -70,20 +70,8 @@ def memory(
     Example: jackfield memory demo --tp 2 --replicas 4 --device h200
     """
     from jackfield.estimates.estimating import estimate
-    from jackfield.estimates.hardware import hardware
 
-    if hardware(backends.device) and (check or device.measure_bandwidth):
-        raise UsageError(
-            f"--device {backends.device} is a data sheet, and --check and --measure-bandwidth "
-            "measure this machine; drop one of them"
-        )
-
-    if plot is not None:
-        from jackfield.estimates.plotting import check_plot
-
-        check_plot(plot)
-    if device.bandwidth is not None and device.measure_bandwidth:
-        raise UsageError("--bandwidth and --measure-bandwidth say the same; give one of them")
+    _usable(backends, device, plot, check=check)
     found = estimate(
         model,
         device_memory=device.device_memory,
@@ -107,6 +95,23 @@ def memory(
         _print_check(checked)
     if plot is not None:
         note(f"drawn in {plot}")
+
+
+def _usable(backends: Backends, device: Device, plot: Path | None, *, check: bool) -> None:
+    """Raise UsageError for what does not go together, before anything is read."""
+    from jackfield.estimates.hardware import hardware
+
+    if hardware(backends.device) and (check or device.measure_bandwidth):
+        raise UsageError(
+            f"--device {backends.device} is a data sheet, and --check and --measure-bandwidth "
+            "measure this machine; drop one of them"
+        )
+    if plot is not None:
+        from jackfield.estimates.plotting import check_plot
+
+        check_plot(plot)
+    if device.bandwidth is not None and device.measure_bandwidth:
+        raise UsageError("--bandwidth and --measure-bandwidth say the same; give one of them")
 
 
 def _measured(model: str, backends: Backends) -> float:

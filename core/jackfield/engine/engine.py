@@ -16,7 +16,9 @@ from rich.progress import track
 
 from jackfield.engine.assembly import assemble
 from jackfield.engine.batch_limits import BatchLimits
+from jackfield.engine.closing import drop, finish
 from jackfield.engine.completions import Completion, Delta
+from jackfield.engine.health import Health
 from jackfield.engine.intake import Intake
 from jackfield.engine.reading import Assistance
 from jackfield.engine.report import Report
@@ -24,7 +26,6 @@ from jackfield.engine.requests import Reader, Request
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.streaming import check_streamer, tell
-from jackfield.engine.worker import Health, drop, finish
 from jackfield.errors import (
     JackfieldError,
     SettingsError,
@@ -309,7 +310,7 @@ class Engine:
         """End every request, wait for the step that runs, give the model back as it was.
 
         A second call does nothing. Raises ExecutionError where the step hangs
-        (`worker.CLOSE_WITHIN` seconds), which says in what, and what plugins raise; all else is
+        (`closing.CLOSE_WITHIN` seconds), which says in what, and what plugins raise; all else is
         given back all the same.
         """
         if self._finalizer.detach() is not None:

@@ -6,15 +6,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from jackfield.engine.completions import Delta
+from jackfield.engine.health import Health
 from jackfield.engine.loop import Loop
 from jackfield.engine.report import Report
 from jackfield.engine.requests import FORKED, Request, Waker, wake
@@ -28,36 +27,13 @@ from jackfield.errors import (
     UsageError,
     error_text,
 )
-from jackfield.guarded import all_of, plugin_call_of
+from jackfield.guarded import plugin_call_of
 from jackfield.sampling.fenced import request_code_of
 
 logger = logging.getLogger("jackfield.statistics")
 
 LINGER = 0.2  # seconds that an idle thread waits for more on the CPU, so that calls share one
 LOG_EVERY = 10.0  # seconds between log lines of statistics
-STOP_WITHIN = 5.0  # seconds that an engine which is dropped waits for its last step
-CLOSE_WITHIN = 30.0  # seconds that one which is closed waits
-
-
-@dataclass(frozen=True)
-class Health:
-    """How an engine is.
-
-    `alive`: it is open. `ready`: it takes requests now. `stalled`: one step has been running for
-    longer than `stall_after` seconds; `step_seconds` says for how long (0: none is running), and
-    `inside` names what the step is inside of: a call of a plugin, code of a request, the model.
-    `failure` is what made the last step fail, None when it did not.
-    """
-
-    alive: bool
-    ready: bool
-    stalled: bool
-    step_seconds: float
-    failure: str | None
-    inside: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Worker:
@@ -337,33 +313,6 @@ def linger_on(device: str) -> float | None:
     slow at first. On the CPU an idle engine holds no thread.
     """
     return LINGER if device == "cpu" else None
-
-
-def finish(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
-    """Close, and do all of `acts`, which give back what the engine held.
-
-    Raises ExecutionError where a step hangs, which says in what.
-    """
-    _give_back(worker, acts, CLOSE_WITHIN)
-
-
-def drop(worker: Worker, acts: Iterable[Callable[[], None]]) -> None:
-    """The same for an engine that nobody closed; there is nobody to raise to."""
-    try:
-        _give_back(worker, acts, STOP_WITHIN)
-    except BaseException as error:  # noqa: BLE001 - of plugins, mostly
-        logging.getLogger("jackfield").error("an engine was dropped: %s", error_text(error))
-
-
-def _give_back(worker: Worker, acts: Iterable[Callable[[], None]], seconds: float) -> None:
-    def stop() -> None:
-        if (hanging := worker.close(seconds)) is not None:
-            raise ExecutionError(
-                f"the engine is closed, and a step did not end within {seconds:g} s: it hangs in "
-                f"{hanging}; its thread is left behind, and the model may be in use by it"
-            )
-
-    all_of((stop, *acts))
 
 
 def _compute_with(threads: int) -> None:

@@ -51,7 +51,7 @@ class Prompts:
         head_dim]`, are set. Memory beside it is a few blocks a thread. Raises ExecutionError where
         the kernel cannot read what it is given, also where a page table leads out of the pools.
         """
-        keys, values, page_size, tables = layer.keys, layer.values, layer.page_size, layer.tables
+        keys, values, page_size = layer.keys, layer.values, layer.page_size
         try:
             if query.stride(2) != 1:
                 query = query.contiguous()
@@ -72,20 +72,11 @@ class Prompts:
             or not out.is_contiguous()
         ):
             raise unreadable(NAME, PACKED, query=query, keys=keys, values=values, out=out)
-        alike = query, keys, values, out
-        attend = self._attend.get(query.dtype)
-        if attend is None or not all(t.dtype is query.dtype and t.is_cpu for t in alike):
-            raise unreadable(NAME, ALIKE, query=query, keys=keys, values=values, out=out)
-        if query.requires_grad:
-            raise ExecutionError(f"{NAME} computes no gradients; call it under torch.no_grad()")
-        step = tables.step
-        rows = Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
-        if not are_tables(rows):
-            raise unreadable(NAME, TABLES, **rows._asdict())
+        attend, rows = self._function(query, keys, values, out), _rows_of(layer)
         if not out.numel():
             return
         held = [tensor.data_ptr() for tensor in rows]
-        read = [tensor.data_ptr() for tensor in alike]
+        read = [tensor.data_ptr() for tensor in (query, keys, values, out)]
         if not (all(held) and all(read)):
             given = {"query": query, "keys": keys, "values": values, **rows._asdict()}
             raise unreadable(NAME, MEMORY, **given)
@@ -103,3 +94,24 @@ class Prompts:
                 f"{NAME} cannot read what its page tables say: a page, a length or a start is not "
                 f"within {pages} pages of {page_size}, {rows.table.shape[1]} a row, {tokens} tokens"
             )
+
+    def _function(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[bytes], bool]:
+        """The kernel for their dtype. Raises ExecutionError."""
+        attend = self._attend.get(query.dtype)
+        alike = query, keys, values, out
+        if attend is None or not all(t.dtype is query.dtype and t.is_cpu for t in alike):
+            raise unreadable(NAME, ALIKE, query=query, keys=keys, values=values, out=out)
+        if query.requires_grad:
+            raise ExecutionError(f"{NAME} computes no gradients; call it under torch.no_grad()")
+        return attend
+
+
+def _rows_of(layer: PackedLayer) -> Rows:
+    """A row for each sequence of the step. Raises ExecutionError."""
+    tables, step = layer.tables, layer.tables.step
+    rows = Rows(tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
+    if not are_tables(rows):
+        raise unreadable(NAME, TABLES, **rows._asdict())
+    return rows
