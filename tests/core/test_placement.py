@@ -23,7 +23,7 @@ from jackfield.bridge.placement import Placement, spell
 from jackfield.contracts import Requirements
 from jackfield.errors import CheckpointError, PlanError, UsageError
 from jackfield.planning.device_map import asked
-from jackfield.planning.planning import decide
+from jackfield.planning.selecting import decide
 from jackfield.registry.discovery import registry
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from jackfield.contracts import (
     Scheduler,
 )
 from jackfield.errors import OptionError, PlanError, SelectionError
-from jackfield.planning.planning import Plan, decide
+from jackfield.planning.planning import Plan
+from jackfield.planning.selecting import decide
 from jackfield.registry.backends import Registered, Registry
 
 NEEDS = Requirements(

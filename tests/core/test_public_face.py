@@ -88,7 +88,7 @@ print({p.cause for p in registry().plugins})
 def test_no_plugin_and_no_discovery_needs_torch() -> None:
     assert BUILT_INS
     out = python(
-        LIGHT, " ".join(HEAVY), " ".join(["jackfield", "jackfield.planning.planning", *BUILT_INS])
+        LIGHT, " ".join(HEAVY), " ".join(["jackfield", "jackfield.planning.selecting", *BUILT_INS])
     )
     assert out == "{None}\n"
 

@@ -15,7 +15,7 @@ from families import WINDOW, config_of, prompts
 import jackfield
 from jackfield.contracts import Requirements
 from jackfield.errors import PlanError
-from jackfield.planning.planning import decide
+from jackfield.planning.selecting import decide
 from jackfield.registry.discovery import registry
 from jackfield_plugins.attention.metal_flash_sdpa import MetalFlashSdpa
 from jackfield_plugins.attention.published import kernel_of

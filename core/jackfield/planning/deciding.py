@@ -25,7 +25,8 @@ from jackfield.errors import UsageError
 from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.fitting import check_size
 from jackfield.planning.placing import first_device, place
-from jackfield.planning.planning import Plan, decide
+from jackfield.planning.planning import Plan
+from jackfield.planning.selecting import decide
 from jackfield.planning.sharing import check_shared, own_device, shard_of
 from jackfield.planning.spec import PlanSpec
 from jackfield.planning.stored import check_stored

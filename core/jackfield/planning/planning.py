@@ -1,4 +1,4 @@
-"""From selections to a plan: one backend per kind, decided before a weight is loaded."""
+"""A plan: one backend per kind, decided before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from jackfield.bridge.adapter import Adapter
 from jackfield.bridge.placement import Placement
 from jackfield.contracts import Requirements
 from jackfield.devices import free_bytes, numbered
-from jackfield.errors import JackfieldError, PlanError, SelectionError
-from jackfield.planning.candidates import Candidates
-from jackfield.planning.fused import chosen_kernels
+from jackfield.errors import JackfieldError
 from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
-from jackfield.planning.solving import ORDER, Refusal, Solution, failure, reasons_of, solve
-from jackfield.planning.strategies import chosen_beside, implied, offered, split
-from jackfield.planning.wording import selected
-from jackfield.registry.backends import Choice, Registry
+from jackfield.planning.solving import Refusal, reasons_of
+from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
 
 logger = logging.getLogger("jackfield")
@@ -74,6 +70,15 @@ class Plan:
             if reasons := reasons_of(*asked):
                 against.append(f"{kind} {choice.registered.name} ({'; '.join(reasons)})")
         return tuple(against)
+
+    @property
+    def experts(self) -> str | None:
+        """How the experts of a mixture run, and why so; None: as transformers has them."""
+        needs = self.requirements
+        if not needs.experts_implementation:
+            return None
+        why = needs.no_grouped_experts
+        return f"{needs.experts_implementation}, since transformers' grouped product {why}"
 
     @property
     def shared(self) -> str | None:
@@ -222,8 +227,8 @@ class Plan:
         needs = self.requirements
         lines = [f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout"]
         lines += [f"  needs {name}: {evidence}" for name, evidence in needs.features.items()]
-        if needs.experts_implementation:
-            lines.append(f"  experts: {_experts(needs)}")
+        if self.experts:
+            lines.append(f"  experts: {self.experts}")
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
@@ -253,71 +258,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _notice(plan: Plan, choice: Choice) -> str | None:
-    """What a user has to know of a choice of `auto`, and what is better, with what it lacks."""
-    if choice.how != AUTO:
-        return None
-    notice = choice.registered.ask("notice", plan.requirements)
-    if notice and choice is plan["attention"] and plan.faster:
-        notice += f"; faster, and not to be had: {', '.join(map(str, plan.faster))}"
-    return notice  # type: ignore[no-any-return]
-
-
 def _recorded(against: tuple[str, ...]) -> str:
     if not against:
         return "whole decode steps; those with drafts between attentions"
     return f"between attentions; whole decode steps are not: {'; '.join(against)}"
-
-
-def _experts(needs: Requirements) -> str:
-    why = needs.no_grouped_experts
-    return f"{needs.experts_implementation}, since transformers' grouped product {why}"
-
-
-def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any]) -> Plan:
-    """Choose one backend per kind. Raises SelectionError, OptionError or PlanError.
-
-    A kind that `selections` leaves out is "auto". A named backend is never swapped; "auto" tries
-    backends by rank; a list is tried in its order.
-    Plugins that are missing from the choice are logged.
-    """
-    registry.warn()
-    if needs.varies:
-        raise PlanError(needs.varies)
-    selections = selected(selections, registry)
-    kernels = selections.pop("kernel", AUTO)
-    if kernels != AUTO and selections.get("compiler", AUTO) == AUTO:
-        selections["compiler"] = "none"  # which layers that are called one by one can do without
-    default, first, others = split(selections.get("decoding", AUTO))
-    beside = chosen_beside(registry, needs, others)
-    needs = implied(needs, beside)
-    selections = _plain_selections({**selections, "decoding": first})
-    candidates = {kind: Candidates(registry, kind, selections[kind], needs) for kind in ORDER}
-    found = solve(ORDER, needs, candidates)
-    if not isinstance(found, Solution):
-        raise PlanError(failure(found, registry, needs, candidates, selections))
-    plan = Plan(found.requirements, found.choices, found.refusals)
-    plan = replace(
-        plan,
-        decodings=offered(registry, plan.requirements, plan["decoding"], default, beside),
-        kernels=chosen_kernels(registry, plan.requirements, kernels),
-    )
-    for choice in plan.choices.values():
-        notice = _notice(plan, choice)
-        if notice:
-            logger.warning("auto chose %s: %s", choice.registered, notice)
-        elif choice.how != "named":
-            logger.info("%s chose %s", choice.how, choice.registered)
-    if needs.experts_implementation:
-        logger.info("experts run as %s", _experts(needs))
-    for refusal in plan.refusals:
-        what = "would be faster" if refusal in plan.faster else "passed over"
-        logger.info("%s %s: %s", what, refusal.registered, "; ".join(refusal.reasons))
-    return plan
-
-
-def _plain_selections(given: Mapping[str, Any]) -> dict[str, Any]:
-    """One selection a kind, "auto" where none is given."""
-    if stray := [kind for kind, value in given.items() if isinstance(value, Mapping)]:
-        raise SelectionError(f"only decodings are offered by name, not one {stray[0]} of several")
-    return {kind: given.get(kind, AUTO) for kind in ORDER}

@@ -12,7 +12,8 @@ from jackfield.errors import JackfieldError, PlanError
 from jackfield.planning.assistance import with_assistant
 from jackfield.planning.deciding import Job, resolve_job, spread_over
 from jackfield.planning.locking import check, opened
-from jackfield.planning.planning import Plan, decide
+from jackfield.planning.planning import Plan
+from jackfield.planning.selecting import decide
 from jackfield.planning.solving import ORDER, reasons_against
 from jackfield.planning.spec import PlanSpec
 from jackfield.registry.backends import Choice, Registered, Registry
