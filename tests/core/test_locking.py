@@ -18,7 +18,8 @@ import pytest
 import jackfield
 from jackfield.cli import run
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning.locking import _libraries, content_of, lock_of
+from jackfield.planning.installed_code import content_of, versions_of
+from jackfield.planning.locking import lock_of
 
 CHOSEN: dict[str, Any] = {
     "attn_implementation": "sdpa",
@@ -279,13 +280,13 @@ def test_what_cannot_be_known_of_a_distribution_is_no_lock(
 
     monkeypatch.setattr(importlib.metadata, "requires", asked)
     with pytest.raises(PlanError, match=told):
-        _libraries({"my-scheduler"})
+        versions_of({"my-scheduler"})
 
 
 def test_a_requirement_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     named = ["no-such-thing-at-all>=1", "only-with-an-extra; extra == 'more'", "rich"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: named)
-    found = _libraries({"my-scheduler"})
+    found = versions_of({"my-scheduler"})
     assert found["no-such-thing-at-all"] == "not there"
     assert found["rich"] == importlib.metadata.version("rich")
     assert "only-with-an-extra" not in found

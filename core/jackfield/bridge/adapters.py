@@ -1,4 +1,4 @@
-"""Adapters of PEFT: checked on a meta model before weights are read, loaded, merged, switched."""
+"""Adapters of PEFT: checked on a meta model before weights are read, loaded and merged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.bridge.adapter import Adapter, AdapterUse
-from jackfield.bridge.adapter_biases import Biases, biases_of, note_biases
+from jackfield.bridge.adapter import Adapter
+from jackfield.bridge.adapter_biases import biases_of, note_biases
 from jackfield.bridge.adapter_files import (
     ADDS_MORE,
     CONFIG,
@@ -73,7 +73,7 @@ def find_adapter(
         for name, parameter in model.named_parameters()
         if name in names
     ]
-    adapter = _told(str(location), found, len(_layers(model)), merged=merge)
+    adapter = _told(str(location), found, len(adapted_layers(model)), merged=merge)
     reads = merge or bool(config.get("use_dora"))
     return FoundAdapter(folder, adapter, () if merge else tuple(weights), reads)
 
@@ -223,7 +223,7 @@ def _beside(model: PreTrainedModel) -> Iterator[None]:
         model.hf_device_map = given
 
 
-def _layers(model: Any) -> list[Any]:
+def adapted_layers(model: Any) -> list[Any]:
     """The modules that adapters have changed."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -236,7 +236,7 @@ def live_adapter(source: ModelSource) -> Adapter | None:
     """The adapter that a live model has; None: none. Raises UsageError for one that is too much."""
     if source.live is None or not source.adapters:
         return None
-    layers = _layers(source.live)
+    layers = adapted_layers(source.live)
     active = list(dict.fromkeys(name for layer in layers for name in layer.active_adapters))
     configs = [source.adapters[name] for name in active if name in source.adapters]
     if not configs:
@@ -258,48 +258,3 @@ def live_adapter(source: ModelSource) -> Adapter | None:
         merged,
         any(adapter.biases for adapter in adapters),
     )
-
-
-class AdapterSwitch:
-    """The adapter of a bound model: looks at what its modules do, switches them on and off."""
-
-    def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        self.adapter = adapter
-        self._layers = [] if adapter.merged else _layers(model)
-        self._biases = Biases(model, brought=adapter.biases and not adapter.merged)
-        self._before = [layer.disable_adapters for layer in self._layers]
-        # PEFT has switching decide what is trained; a live model keeps what it had.
-        self._trained = [(p, p.requires_grad) for m in self._layers for p in m.parameters()]
-
-    def use(self) -> AdapterUse:
-        """What the modules will do in the next step."""
-        if self.adapter.merged:
-            return AdapterUse(self.adapter, "merged")
-        off = {layer.disable_adapters for layer in self._layers}
-        return AdapterUse(self.adapter, "off" if off == {True} else "on")
-
-    def switch(self, *, on: bool) -> None:
-        """Have every module use its adapter, or none. Raises UsageError for one that is merged.
-
-        transformers' `enable_adapters` leaves out the modules that an adapter saved whole.
-        """
-        if self.adapter.merged:
-            raise UsageError(
-                "the adapter is merged into the weights and cannot be switched; load without "
-                "merge_adapter"
-            )
-        self._biases.switch(on=on)
-        for layer in self._layers:
-            layer.enable_adapters(on)
-        self._keep_gradients()
-
-    def restore(self) -> None:
-        """Put back what was there when the model was bound."""
-        self._biases.switch(on=True)
-        for layer, off in zip(self._layers, self._before, strict=True):
-            layer.enable_adapters(not off)
-        self._keep_gradients()
-
-    def _keep_gradients(self) -> None:
-        for parameter, trained in self._trained:
-            parameter.requires_grad_(trained)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jackfield.bridge.adapters import AdapterSwitch
+from jackfield.bridge.adapter_switch import AdapterSwitch
 from jackfield.bridge.attention import AttentionBinding, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of

@@ -8,18 +8,15 @@ nothing of a plugin that changes nothing.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import random
 import signal
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from jackfield.registry.kept_streams import STREAMS, KeptStream
+from jackfield.registry.process_state import PARTS, put_back
 
 TIMER, DESCRIPTORS, PRINTS = "the timer of SIGALRM", "file descriptors", "standard streams"
 
@@ -55,191 +52,10 @@ def contained(changes: Changes | None = None, *, writes: bool = False) -> Iterat
         finally:
             for part, values in before:
                 own = None if changes is None else changes[part.what]
-                if names := _put_back(part, values, own):
+                if names := put_back(part, values, own):
                     seen.changes[part.what] = names
     if told := [part.what for part in PARTS if part.what in seen.changes]:
         seen.problems.append(f"it changed {', '.join(told)} while it loaded, which was put back")
-
-
-class Part(NamedTuple):
-    """Something that a whole process shares: names and values, of which each is put back alone.
-
-    `fresh` is what it begins with where there was no such thing before.
-    """
-
-    what: str
-    read: Callable[[], dict[str, Any]]
-    write: Callable[[str, Any], object]
-    drop: Callable[[str], object] = lambda name: None
-    fresh: Callable[[], dict[str, Any]] = dict
-
-
-def _put_back(part: Part, before: dict[str, Any], own: Collection[str] | None) -> list[str]:
-    """The names of what had to be; of others than `own` it is somebody else who changed them."""
-    now = part.read()
-    before = before or (part.fresh() if now else {})
-    names = [n for n in {**before, **now} if own is None or n in own]
-    names = [n for n in names if not (n in before and n in now and _same(before[n], now[n]))]
-    for name in names:
-        with contextlib.suppress(OSError):  # a folder that is gone
-            if name in before:
-                part.write(name, before[name])
-            else:
-                part.drop(name)
-    return names
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or bool(one == other)
-
-
-def _folder() -> dict[str, Any]:
-    try:
-        return {"": os.getcwd()}
-    except OSError:
-        return {}
-
-
-def _path() -> dict[str, Any]:
-    """Its entries; None behind each, since another one in front of it does not change it."""
-    return dict.fromkeys(sys.path)
-
-
-def _add_path(name: str, _: Any) -> None:
-    sys.path.append(name)
-
-
-def _drop_path(name: str) -> None:
-    sys.path.remove(name)
-
-
-def _logging() -> dict[str, Any]:
-    root = logging.root
-    return {"level": root.level, "disable": root.manager.disable, "handlers": tuple(root.handlers)}
-
-
-def _set_logging(name: str, value: Any) -> None:
-    if name == "level":
-        logging.root.setLevel(value)
-    elif name == "disable":
-        logging.disable(value)
-    else:
-        logging.root.handlers[:] = value
-
-
-#: name -> the module that has it
-_HOOKS: dict[str, Any] = {
-    "sys.excepthook": sys,
-    "sys.displayhook": sys,
-    "sys.unraisablehook": sys,
-    "threading.excepthook": threading,
-    "warnings.showwarning": warnings,
-}
-
-
-def _hooks() -> dict[str, Any]:
-    return {name: getattr(own, name.partition(".")[2]) for name, own in _HOOKS.items()}
-
-
-def _builtins() -> dict[str, Any]:
-    import builtins
-
-    return vars(builtins)
-
-
-class _Filters:
-    """Filters of warnings. What a library says of messages of its own changes nobody else's."""
-
-    def __init__(self) -> None:
-        self.all = list(warnings.filters)
-
-    def __eq__(self, later: object) -> bool:
-        """Whether none is gone since, and none came that is of all warnings."""
-        assert isinstance(later, _Filters)
-        came = [f for f in later.all if f not in self.all]
-        gone = [f for f in self.all if f not in later.all]
-        return not gone and all(map(_is_of_its_own, came))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def put_back(self) -> None:
-        came = [f for f in warnings.filters if f not in self.all and _is_of_its_own(f)]
-        warnings.filters[:] = [*came, *self.all]  # type: ignore[index]
-        with warnings.catch_warnings():  # tells it that they are others
-            pass
-
-
-def _is_of_its_own(one: Any) -> bool:
-    _, message, _, module, _ = one
-    return message is not None or module is not None
-
-
-def _torch() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_rng_state"):
-        return {}
-    return {
-        "dtype": torch.get_default_dtype(),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "random": bytes(torch.get_rng_state().tolist()),
-    }
-
-
-def _fresh_torch() -> dict[str, Any]:
-    torch: Any = sys.modules["torch"]
-    random = bytes(torch.Generator().get_state().tolist())
-    return {
-        "dtype": torch.float32,
-        "precision": "highest",
-        "deterministic": False,
-        "random": random,
-    }
-
-
-def _set_torch(name: str, value: Any) -> None:
-    torch: Any = sys.modules["torch"]
-    if name == "dtype":
-        torch.set_default_dtype(value)
-    elif name == "precision":
-        torch.set_float32_matmul_precision(value)
-    elif name == "deterministic":
-        torch.use_deterministic_algorithms(value)
-    else:
-        torch.set_rng_state(torch.tensor(list(value), dtype=torch.uint8))
-
-
-PARTS = (
-    Part("the current folder", _folder, lambda _, value: os.chdir(value)),
-    Part(
-        "environment variables",
-        lambda: dict(os.environ),
-        os.environ.__setitem__,
-        lambda name: os.environ.pop(name, None),
-    ),
-    Part("sys.path", _path, _add_path, _drop_path),
-    Part("the root logger", _logging, _set_logging),
-    Part(
-        "sys.excepthook or another hook",
-        _hooks,
-        lambda name, value: setattr(_HOOKS[name], name.partition(".")[2], value),
-    ),
-    Part(
-        "the builtins",
-        lambda: dict(_builtins()),
-        lambda name, value: _builtins().__setitem__(name, value),
-        lambda name: _builtins().pop(name, None),
-    ),
-    Part(
-        "the filters of all warnings", lambda: {"": _Filters()}, lambda _, value: value.put_back()
-    ),
-    Part(
-        "Python's random numbers",
-        lambda: {"": random.getstate()},
-        lambda _, value: random.setstate(value),
-    ),
-    Part("torch's defaults or random numbers", _torch, _set_torch, fresh=_fresh_torch),
-)
 
 
 @contextlib.contextmanager
