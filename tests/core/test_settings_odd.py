@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from jackfield.bridge.source import find, quiet
+from jackfield.bridge.quiet import quiet
+from jackfield.bridge.source import find
 from jackfield.contracts import Settings
 from jackfield.demo import DRAFT_PATH
 from jackfield.errors import CheckpointError, PromptError, SettingsError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.footprint import head_is_tied
-from jackfield.bridge.source import quiet
+from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, first_line, quoted, shown
 from jackfield.foreign import read_json
 from jackfield.spelling import nearest

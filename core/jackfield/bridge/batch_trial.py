@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
+from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.quiet import quiet
 from jackfield.bridge.shrinking import VOCAB, build, shrunk
-from jackfield.bridge.source import config_tree, quiet
 from jackfield.contracts import ModelInputs
 from jackfield.errors import first_line
 

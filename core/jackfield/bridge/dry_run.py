@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, PreTrainedConfig
 
+from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.prompt_flops import PromptFlops
+from jackfield.bridge.quiet import quiet
 from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import part_of
-from jackfield.bridge.source import config_tree, quiet
 from jackfield.bridge.stand_ins import standing_in
 from jackfield.bridge.step_reads import ExpertWeights, StepReads, Table
 from jackfield.contracts.requirements import BYTES, Requirements

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from jackfield.bridge.source import config_tree
+from jackfield.bridge.config_files import config_tree
 from jackfield.contracts.requirements import Requirements
 from jackfield.errors import PlanError
 

@@ -7,7 +7,8 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from jackfield.bridge.source import config_tree, quiet
+from jackfield.bridge.config_files import config_tree
+from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, first_line
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from jackfield.bridge.source import quiet
+from jackfield.bridge.quiet import quiet
 from jackfield.bridge.stand_ins import standing_in
 from jackfield.errors import first_line
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from jackfield.bridge.batch_trial import apart, drawn
+from jackfield.bridge.config_files import config_tree
+from jackfield.bridge.quiet import quiet
 from jackfield.bridge.sharding import Shard, loading
 from jackfield.bridge.shrinking import VOCAB, shrunk
-from jackfield.bridge.source import config_tree, quiet
 from jackfield.errors import first_line
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from jackfield.bridge.source import config_tree
+from jackfield.bridge.config_files import config_tree
 
 VOCAB = 97
 _SEEN = 4  # what a window or a sparse attention is made

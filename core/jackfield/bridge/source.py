@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.bridge.config_files import is_folder, read_config
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
-from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line, quoted, shown
-from jackfield.foreign import error_line, read_json
-from jackfield.spelling import nearest
+from jackfield.bridge.quiet import quiet
+from jackfield.errors import CheckpointError, JackfieldError, UsageError, quoted
+from jackfield.foreign import error_line
 
 logger = logging.getLogger("jackfield")
 
-#: Keys by which a model's files could choose code. Never honoured (CVE-2026-4372).
-SELECTORS = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "attn_implementation",
-        "experts_implementation",
-    }
-)
-
 #: The models inside the package.
 PACKAGED = ("demo", "demo-draft")
-
-#: The files of a folder that somebody may open and then wait for, if they are pipes.
-_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".txt"})
 
 
 @dataclass(frozen=True)
@@ -105,7 +88,7 @@ def find(
             gguf = open_gguf(location, revision)
         return ModelSource(gguf.config, location, revision, gguf=gguf)
     location = packaged(location)
-    config = _read_config(location, revision)
+    config = read_config(location, revision)
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{location} is an encoder-decoder model; jackfield runs decoders only"
@@ -154,74 +137,6 @@ def _live(model: Any) -> ModelSource:
     return ModelSource(model.config, live=model, adapters=dict(adapters))
 
 
-def _read_config(location: str, revision: str | None) -> PreTrainedConfig:
-    folder = Path(location)
-    written = _check_folder(folder, location)
-    where = f"the config.json of {location}"
-    check_values(written, where)  # before transformers makes a list of so many layers
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            location, revision=revision, trust_remote_code=False
-        )
-    except Exception as error:
-        raise CheckpointError(_explain(location, error)) from error
-    check_values(config.to_dict(), where)
-    _ignore_selectors(config, written, location)
-    return config
-
-
-def _check_folder(folder: Path, location: str) -> dict[str, Any]:
-    """What is in the config.json of a folder, after making sure that it is one with a model in it,
-    and nothing in it that one could wait for. An empty dict for a hub id. Raises CheckpointError.
-    """
-    if not is_folder(folder, location):
-        return {}
-    for path in folder.iterdir():
-        if path.suffix in _SUFFIXES and not path.is_file():
-            raise CheckpointError(f"{path} is not a file, or leads nowhere; fetch it again")
-    config = folder / "config.json"
-    if (folder / "adapter_config.json").is_file():
-        what = "an adapter beside a" if config.is_file() else "an adapter and no"
-        raise CheckpointError(
-            f"{location} is {what} model, and which of them runs would not be said; give the model "
-            "in a folder of its own, and adapter=… that of the adapter"
-        )
-    if not config.is_file():
-        raise CheckpointError(
-            f"{location} has no config.json, so it is not a model folder; give the folder that "
-            "save_pretrained wrote"
-        )
-    if (defaults := folder / "generation_config.json").is_file():
-        _check_defaults(defaults)
-    return read_json(config)
-
-
-def _check_defaults(file: Path) -> None:
-    """transformers would go on without a broken one and not say so, or fail after the weights were
-    read, with no name. Raises CheckpointError.
-    """
-    found = read_json(file)
-    if (error := _objection(found)) is None:
-        return
-    for name, value in found.items():
-        if _objection({name: value}) is not None:
-            raise CheckpointError(
-                f"{file} says {name}={quoted(value)}, which transformers does not take: "
-                f"{first_line(error)}; mend it, or delete it"
-            )
-    raise CheckpointError(f"{file} is not what transformers takes: {first_line(error)}; mend it")
-
-
-def _objection(fields: dict[str, Any]) -> Exception | None:
-    """What transformers raises over such a generation config."""
-    with quiet():
-        try:
-            GenerationConfig.from_dict(dict(fields))
-        except Exception as error:  # noqa: BLE001 - of many kinds, as nothing checks types
-            return error
-    return None
-
-
 @contextlib.contextmanager
 def blamed(source: ModelSource) -> Iterator[None]:
     """Tell what a config makes of a model's code as a CheckpointError that says whose config it is.
@@ -242,87 +157,3 @@ def blamed(source: ModelSource) -> Iterator[None]:
         raise CheckpointError(
             f"{source.origin} gives no model that runs: {error_line(error)}"
         ) from error
-
-
-def is_folder(folder: Path, location: str) -> bool:
-    """Whether it is one; False for what may be a hub id. Raises CheckpointError."""
-    try:
-        if folder.is_dir():
-            os.listdir(folder)
-            return True
-        is_path = os.path.lexists(folder) or location.startswith(("/", "./", "../", "~"))
-    except (OSError, ValueError) as error:  # ValueError: a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{shown(location)} cannot be read ({reason})") from None
-    if is_path:
-        raise CheckpointError(f"{shown(location)} is not a folder; give a model folder or a hub id")
-    return False
-
-
-def _explain(location: str, error: Exception) -> str:
-    text = str(error)
-    if "trust_remote_code" in text:
-        return (
-            f"{location} needs code from its own repository to run, which jackfield never executes"
-        )
-    if Path(location).is_dir() or "valid JSON" in text:
-        return f"cannot read the config.json of {location}: {first_line(error)}"
-    return (
-        f"cannot find the model {quoted(location)}: it is neither a folder here nor a model that "
-        f"the hub gives (no network, a private one, or a misspelling){nearest(location, ['demo'])}"
-    )
-
-
-#: transformers changes its own classes, and we its loggers, while something is loaded: of two
-#: threads that do so at once, the one that ends last would leave the other's changes for ever.
-LOADING = threading.RLock()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from printing what it notes while it builds things of no interest.
-
-    One thread at a time.
-    """
-    with LOADING:
-        before = transformers_logging.get_verbosity()
-        bars = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        try:
-            yield
-        finally:
-            transformers_logging.set_verbosity(before)
-            if bars:
-                transformers_logging.enable_progress_bar()
-
-
-def _ignore_selectors(config: PreTrainedConfig, written: dict[str, Any], location: str) -> None:
-    """Undo what config.json says about implementations: names come from the caller only."""
-    for key, value in _selectors(written).items():
-        logger.warning(
-            "ignored %s=%s in the config.json of %s: data never selects code",
-            key,
-            quoted(value),
-            location,
-        )
-    for part in config_tree(config):
-        part._attn_implementation_internal = None
-        part._experts_implementation_internal = None
-
-
-def _selectors(data: dict[str, Any]) -> dict[str, Any]:
-    found = {key: data[key] for key in data if key in SELECTORS and data[key] is not None}
-    for value in data.values():
-        if isinstance(value, dict):
-            found |= _selectors(value)
-    return found
-
-
-def config_tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """`config` and every config nested in it."""
-    yield config
-    for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if isinstance(part, PreTrainedConfig):
-            yield from config_tree(part)

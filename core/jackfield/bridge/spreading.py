@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jackfield.bridge.placement import DISK, Placement, spell
-from jackfield.bridge.source import quiet
+from jackfield.bridge.quiet import quiet
 from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.devices import free_bytes, input_device
 from jackfield.errors import ExecutionError, UsageError

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from jackfield.bridge.source import config_tree
+from jackfield.bridge.config_files import config_tree
 
 _serial = itertools.count(1)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, ProcessorMixin
 
+from jackfield.bridge.config_files import is_folder
 from jackfield.bridge.gguf import is_gguf
 from jackfield.bridge.hub_files import cached_folder, fetch_first
-from jackfield.bridge.source import ModelSource, find, is_folder, packaged
+from jackfield.bridge.source import ModelSource, find, packaged
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
 from jackfield.foreign import named, read_json
 

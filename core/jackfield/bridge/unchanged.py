@@ -6,7 +6,7 @@ import copy
 import re
 from typing import TYPE_CHECKING, Any
 
-from jackfield.bridge.source import config_tree
+from jackfield.bridge.config_files import config_tree
 from jackfield.errors import ExecutionError, quoted
 
 if TYPE_CHECKING:

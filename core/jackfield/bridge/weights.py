@@ -14,10 +14,11 @@ from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
 from jackfield.bridge.placement import Placement
+from jackfield.bridge.quiet import quiet
 from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.sharding import Shard, check_loaded, loading
 from jackfield.bridge.shared_models import part_of
-from jackfield.bridge.source import ModelSource, quiet
+from jackfield.bridge.source import ModelSource
 from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
 from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.contracts.checkpoint import Tensors

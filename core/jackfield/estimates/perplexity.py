@@ -83,7 +83,7 @@ def perplexity(
 
 def check_text(tokens: Text, text: str | Sequence[int]) -> list[int]:
     """The token ids of a text that can be scored. Raises PromptError."""
-    from jackfield.bridge.source import quiet
+    from jackfield.bridge.quiet import quiet
 
     with quiet():  # that a text is longer than the context is no news here
         ids = tokens.encode(text if isinstance(text, str) else list(text))
