@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.replicas.prefixes import BLOCK, MOST_BLOCKS, OpenRequests, Prefixes, blocks
+from jackfield.replicas.prefixes import BLOCK, MOST, OpenRequests, Prefixes, blocks, ends
 
 NAMES = st.sampled_from("abcdefgh")
 LOADS = st.dictionaries(NAMES, st.integers(0, 40), min_size=1)
@@ -109,9 +110,30 @@ def test_what_stands_before_a_prompt_makes_it_another(other: dict[str, object]) 
 
 def test_settings_of_the_answer_do_not_count_and_long_prompts_are_bounded() -> None:
     assert blocks("", chat("x" * 300)) == blocks("", chat("x" * 300, temperature=0.5, stream=True))
-    assert len(blocks("", {"prompt": "x" * 10**6})) == MOST_BLOCKS
+    longest, half = blocks("", {"prompt": "x" * 10**6}), blocks("", {"prompt": "x" * (MOST // 2)})
+    assert longest == blocks("", {"prompt": "x" * MOST}) != half
+    assert len(longest) < 50
     assert blocks("", {"prompt": [1, 2, 3] * 100})
     assert blocks("", {}) == ()
+
+
+@given(st.integers(0, 10 * MOST))
+def test_beginnings_are_told_apart_to_an_eighth(length: int) -> None:
+    found = list(ends(length))
+    assert found == [end for end in ends(20 * MOST) if end <= length]
+    assert all(end % BLOCK == 0 for end in found)
+    for one, other in itertools.pairwise([0, *found, length]):
+        assert one <= other < one + max(BLOCK, one / 8) + BLOCK
+
+
+def test_of_many_replicas_the_best_and_some_others_are_named() -> None:
+    prefixes, loads = Prefixes(), {f"r{n}": n % 7 + 1 for n in range(500)}
+    loads["r123"] = 0
+    found = prefixes.choose((1, 2), loads)
+    assert found[0] == "r123"
+    assert len(set(found)) == len(found) > 20
+    assert [loads[name] for name in found] == sorted(loads[name] for name in found)
+    assert prefixes.choose((1, 2, 3), loads)[0] == "r123"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), NAMES), max_size=60))
