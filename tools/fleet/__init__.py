@@ -1,0 +1,1 @@
+"""Thousands of replicas on one core: real schedulers, queues and routing, simulated models."""
