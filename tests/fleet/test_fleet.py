@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from fleet import replica as replicas
+from fleet.__main__ import PAGE, TABLES
+from fleet.replica import Replica
+from fleet.requests import BLOCK, Request, Traffic
+from fleet.routing import Anywhere, ByPrefix, LeastLoaded, Router
+from fleet.simulation import Fleet, Rules, Upgrade
+from fleet.speed import Speed
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from fleet import replica as replicas  # noqa: E402
-from fleet.__main__ import PAGE, TABLES  # noqa: E402
-from fleet.replica import Replica  # noqa: E402
-from fleet.requests import BLOCK, Request, Traffic  # noqa: E402
-from fleet.routing import Anywhere, ByPrefix, LeastLoaded, Router  # noqa: E402
-from fleet.simulation import Fleet, Rules, Upgrade  # noqa: E402
-from fleet.speed import Speed  # noqa: E402
-
-from jackfield.replicas.prefixes import ends  # noqa: E402
-from jackfield_plugins.scheduler.fifo import FifoSchedule  # noqa: E402
+from jackfield.replicas.prefixes import ends
+from jackfield_plugins.scheduler.fifo import FifoSchedule
 
 SPEED = Speed(
     weight_bytes=69 * 10**9, token_bytes=163_840, token_flops=68 * 10**9, pair_flops=10**6,

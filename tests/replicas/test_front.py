@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fleet import Fleet, fleet, talking
+from fronted import Fleet, fleet, talking
 from prometheus_client.parser import text_string_to_metric_families
 
 import jackfield
