@@ -73,7 +73,10 @@ def test_kernels_are_counted_where_they_differ() -> None:
 
 
 def test_explain_has_what_the_report_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    with jackfield.load(build("llama", torch.float32)) as engine:
+    # a pool of its own size: otherwise it is by the memory that is free when it is asked
+    with jackfield.load(
+        build("llama", torch.float32), cache_implementation="paged?num_tokens=512"
+    ) as engine:
         plain = engine.explain()
         assert "weights: 14 of" not in plain
         monkeypatch.setattr(engine._bound, "stored", "14 of 15 linear layers, by X")
