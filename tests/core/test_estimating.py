@@ -394,6 +394,12 @@ def test_a_data_sheet_names_a_device() -> None:
     assert same.prompt_limit(128) is None
 
 
+@pytest.mark.parametrize("given", [{"device_memory": 0}, {"device_memory": ""}, {"bandwidth": 0}])
+def test_what_is_given_beside_a_data_sheet_is_not_passed_over(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(given))):
+        estimate(MODEL_PATH, device_map="h200", **given)
+
+
 def test_replicas_are_added_up(cli: Cli) -> None:
     one = estimate(MODEL_PATH, device_map="h200", tp_size=3, lengths=[128])
     many = estimate(MODEL_PATH, device_map="h200", tp_size=3, lengths=[128], replicas=5)

@@ -141,6 +141,27 @@ def test_a_bad_version_stops_at_its_canaries() -> None:
     assert fleet.least_up >= 3
 
 
+def drained_by(act: str) -> tuple[Fleet, Replica]:
+    """A replica that goes back to version 0 while a long answer runs in it; `act` befalls it."""
+    replica = Replica("r", SPEED, FifoSchedule(30.0), 64)
+    fleet = Fleet([replica], LeastLoaded(), Rules(start=5.0, load_bytes=0.0, drain=20.0))
+    fleet.at(0.0, fleet.replace, replica, 1)
+    fleet.at(8.0, fleet.replace, replica, 0)  # the first drain, of nobody, was over at once
+    if act == "kill":
+        fleet.at(9.0, fleet.kill, replica)
+    fleet.run([Request(1, 0, 0, 300, 1500, 6.0)], until=200.0)
+    return fleet, replica
+
+
+@pytest.mark.parametrize(("act", "ended"), [("kill", 9.0), ("drain", 28.0)])
+def test_what_drains_comes_back_as_what_was_asked_for(act: str, ended: float) -> None:
+    fleet, replica = drained_by(act)
+    assert (replica.version, fleet.loads) == (0, {"r": 0})
+    assert [request.fate for request in fleet.over] == ["lost"]
+    restarted = ended + 5.0
+    assert fleet.now == pytest.approx(restarted if act == "drain" else 28.0)
+
+
 def test_the_page_has_a_place_for_every_table() -> None:
     text = PAGE.read_text()
     assert re.findall(r"<!-- (\w+) -->", text) == list(TABLES)

@@ -48,9 +48,8 @@ class Replica:
         self._speed, self._schedule, self._places = speed, schedule, places
         self.clear()
 
-    def clear(self) -> list[Request]:
-        """It is started anew; returns whom it had."""
-        had = [*self.running, *self.waiting] if hasattr(self, "running") else []
+    def clear(self) -> None:
+        """It is started anew, without anybody."""
         self.waiting: WaitingQueue[Request] = WaitingQueue(self._schedule)
         self.running: list[Request] = []
         self.steps: Steps | None = None
@@ -59,7 +58,6 @@ class Replica:
         self._used = 0  # tokens that nobody can do without
         self._kept = 0  # of beginnings that nobody uses now
         self._budget = TokenBudget(TARGET_STEP_SECONDS, STEP_TOKENS)
-        return had
 
     def add(self, request: Request) -> None:
         """Let it wait."""

@@ -46,7 +46,7 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._loading = 0
-        self._draining: dict[str, Callable[[], None]] = {}
+        self._draining: dict[str, tuple[int, float]] = {}  # its next version, since when
 
     def at(self, time: float, act: Callable[..., None], *args: Any) -> None:
         """Do it then."""
@@ -93,8 +93,8 @@ class Fleet:
         end = replica.begin(self.now)
         if end is not None:
             self.at(end, self._step_over, replica, replica.steps)
-        elif (done := self._draining.pop(replica.name, None)) is not None:
-            done()
+        else:
+            self._drained(replica)
 
     def _step_over(self, replica: Replica, steps: Steps) -> None:
         if replica.steps is not steps:
@@ -118,11 +118,13 @@ class Fleet:
         """Its process ends: who got no token goes elsewhere, the others are lost."""
         self._out(replica.name)
         self._lose(replica)
-        self._draining.pop(replica.name, None)
-        self._restart(replica, replica.version)
+        version, _ = self._draining.pop(replica.name, (replica.version, 0.0))
+        self._restart(replica, version)
 
     def _lose(self, replica: Replica) -> None:
-        for request in replica.clear():
+        had = [*replica.running, *replica.waiting]
+        replica.clear()
+        for request in had:
             if request.first is None and request.tries < self._rules.retries:
                 self._open.pop(request.id)
                 self.rerouted += 1
@@ -150,20 +152,23 @@ class Fleet:
     def replace(self, replica: Replica, version: int) -> None:
         """It takes no more, ends what it has (within the drain), and comes back as `version`."""
         self._out(replica.name)
+        self._draining[replica.name] = (version, self.now)
+        if replica.running or replica.waiting:
+            self.at(self.now + self._rules.drain, self._late, replica, self.now)
+        else:
+            self._drained(replica)
 
-        def anew() -> None:
+    def _late(self, replica: Replica, since: float) -> None:
+        """Whoever still runs in what drains since then is cut off."""
+        if self._draining.get(replica.name, (0, -1.0))[1] == since:
+            self._drained(replica)
+
+    def _drained(self, replica: Replica) -> None:
+        """It has nobody, or those it has may go on no longer: it starts anew, if that is wanted."""
+        if replica.name in self._draining:
+            version, _ = self._draining.pop(replica.name)
             self._lose(replica)
             self._restart(replica, version)
-
-        if not replica.running and not replica.waiting:
-            anew()
-            return
-        self._draining[replica.name] = anew
-        self.at(self.now + self._rules.drain, self._late, replica.name)
-
-    def _late(self, name: str) -> None:
-        if (anew := self._draining.pop(name, None)) is not None:
-            anew()
 
 
 def _poisoned(replica: Replica, steps: Steps) -> bool:
@@ -196,14 +201,14 @@ class Upgrade:
     def begin(self) -> None:
         first, self._left = self._left[: self._canaries], self._left[self._canaries :]
         self._take(first)
-        self._fleet.at(self._fleet.now + self._bake, self._look, self._bake)
+        self._fleet.at(self._fleet.now + self._bake, self._look)
 
     def _take(self, replicas: list[Replica]) -> None:
         for replica in replicas:
             self._fleet.replace(replica, 1)
         self._under_way += replicas
 
-    def _look(self, wait: float) -> None:
+    def _look(self) -> None:
         """Every second once the canaries have baked: who is back, and who is next."""
         fleet = self._fleet
         if fleet.deaths - self._deaths > self._bearable:
@@ -219,7 +224,7 @@ class Upgrade:
         if not self._left and not self._under_way:
             self.ended_at = fleet.now
             return
-        fleet.at(fleet.now + 1.0, self._look, 1.0)
+        fleet.at(fleet.now + 1.0, self._look)
 
     def _back(self, replaced: list[Replica]) -> None:
         """Every second, until all have the version that was."""

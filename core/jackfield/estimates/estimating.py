@@ -62,8 +62,8 @@ def estimate(
     sheet = hardware(selections.get("device_map"))
     if sheet is not None:
         selections["device_map"] = sheet.kind
-        device_memory = device_memory or sheet.memory
-        bandwidth = bandwidth or sheet.bandwidth
+        device_memory = sheet.memory if device_memory is None else device_memory
+        bandwidth = sheet.bandwidth if bandwidth is None else bandwidth
     rate = None if bandwidth is None else parse_bandwidth(bandwidth)
     size = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     check_sizes(prefill_tokens=prefill_tokens)
