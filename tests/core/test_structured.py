@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -252,13 +253,24 @@ def test_what_cannot_be_is_refused(engine: Any, asked: dict[str, Any], words: st
 
 
 def test_a_grammar_that_costs_too_much_ends_its_own_request(engine: Any) -> None:
-    late = r"[a-z]\d{40}(a{1000}){1000}"
-    found = engine.generate([PROMPT] * 2, settings=[{"regex": late}, {}], max_new_tokens=60)
+    ways = [f'x{n}: "a" y{n}\ny{n}: "b{n}"\n' for n in range(2500)]
+    names = " | ".join(f"x{n}" for n in range(2500))
+    late = f"start: /[a-z][0-9]{{40}}/ ({names})\n" + "".join(ways)
+    (alone,) = engine.generate(PROMPT, max_new_tokens=60)
+    found = engine.generate([PROMPT] * 2, settings=[{"grammar": late}, {}], max_new_tokens=60)
     assert [c.finish_reason for c in found] == ["error", "stop"]
-    assert "cannot be followed" in found[0].error
+    assert found[0].error.startswith("its structure cannot be followed: grammar: ")
+    assert found[0].error.isprintable()
     assert len(found[0].token_ids) >= 40
-    with pytest.raises(SettingsError, match="too many expressions"):
-        engine.generate(PROMPT, regex="(a{1000}){1000}")
+    assert found[1].token_ids == alone.token_ids
+    with pytest.raises(SettingsError, match="Current row has 2501 items"):
+        engine.generate(PROMPT, grammar=late.replace("[a-z][0-9]{40}", "a"))
+
+
+def test_a_regex_costs_what_is_reached_of_it(engine: Any) -> None:
+    (found,) = engine.generate(PROMPT, regex=r"[a-z]\d{9}(a{1000}){1000}", max_new_tokens=30)
+    assert (found.finish_reason, found.error) == ("length", None)
+    assert re.fullmatch(r"[a-z]\d{9}a+", found.text)
 
 
 def test_a_model_without_a_tokenizer_has_no_text() -> None:
@@ -388,6 +400,81 @@ def test_as_many_properties_as_there_may_be(engine: Any) -> None:
     needed = wide(2000)
     needed["required"] = list(needed["properties"])
     assert engine.generate(PROMPT, json_schema=needed, max_new_tokens=20)[0].error is None
+
+
+#: Ways to write a special token's spelling in which it does not stand as a whole.
+WAYS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "escaped": ("regex", re.escape),
+    "a class": ("regex", lambda s: s.replace("|", "[|]")),
+    "code points": ("regex", lambda s: "".join(rf"\x{ord(c):02x}" for c in s)),
+    "groups": ("regex", lambda s: "".join(f"({re.escape(c)})" for c in s)),
+    "repeated": ("regex", lambda s: "".join(f"[{c}]{{1}}" for c in s)),
+    "either": ("regex", lambda s: f"{re.escape(s)}|{re.escape(s)}"),
+    "either case": ("regex", lambda s: "".join(f"[{c}{c.upper()}]" for c in s)),
+    "strings": ("grammar", lambda s: "start: " + " ".join(json.dumps(c) for c in s)),
+    "rules": ("grammar", lambda s: f"start: a b\na: {json.dumps(s[:3])}\nb: {json.dumps(s[3:])}"),
+    "a string and a regex": (
+        "grammar",
+        lambda s: f"start: {json.dumps(s[:3])} /{re.escape(s[3:])}/",
+    ),
+    "an escape in a string": ("grammar", lambda s: f'start: "\\u003c{s[1:]}"'),
+    "a schema in a grammar": ("grammar", lambda s: "start: %json " + json.dumps({"const": s})),
+    "an escape in a schema": ("json_schema", lambda s: f'{{"const": "\\u003c{s[1:]}"}}'),
+    "one of an enum": ("json_schema", lambda s: json.dumps({"enum": [s]})),
+    "a pattern": (
+        "json_schema",
+        lambda s: json.dumps({"type": "string", "pattern": f"^{s.replace('|', '[|]')}$"}),
+    ),
+    "lengths": (
+        "json_schema",
+        lambda s: json.dumps({"const": s, "type": "string", "minLength": len(s)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("special", ["<|end|>", "<|pad|>"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_spelling_of_a_special_token_is_text_however_it_is_written(
+    engine: Any, way: str, special: str
+) -> None:
+    kind, write = WAYS[way]
+    own = [{"decoding": name} for name in STRATEGIES]
+    asked: dict[str, Any] = {kind: write(special)}
+    known = set(engine.tokenizer.all_special_ids)
+    for found in engine.generate([PROMPT] * len(own), settings=own, max_new_tokens=40, **asked):
+        assert (found.error, found.finish_reason) == (None, "stop"), asked
+        text = json.loads(found.text) if found.text.startswith('"') else found.text
+        assert text.lower() == special, asked
+        assert not known & set(found.token_ids[:-1]), asked
+
+
+def test_an_end_that_a_grammar_names_does_not_stand_inside_of_it(engine: Any) -> None:
+    """As a token, by its name or number; whole texts alone may be followed by one."""
+    for inside in ("<|end|>", "<[1]>", "<[0-1]>", "<[^2-700]>"):
+        bias = [[[1], 30.0]]
+        asked = {"max_new_tokens": 20, "sequence_bias": bias, "grammar": f'start: "a" {inside} "b"'}
+        if inside in ("<|end|>", "<[1]>"):
+            with pytest.raises(SettingsError, match="none but an EOS token can follow"):
+                engine.generate(PROMPT, **asked)
+            continue
+        own = [{"decoding": name} for name in STRATEGIES]
+        for found in engine.generate([PROMPT] * len(own), settings=own, **asked):
+            assert (found.error, found.finish_reason) == (None, "stop")
+            assert found.text.startswith("a")
+            assert found.text.endswith("b")
+            assert 1 not in found.token_ids[:-1]
+    looping = 'start: "a" (<[0-9]>){5} "b"'
+    for name in STRATEGIES:
+        (found,) = engine.generate(
+            PROMPT, grammar=looping, decoding=name, sequence_bias=[[[1], 30.0]], max_new_tokens=9
+        )
+        assert (found.error, found.finish_reason, found.text[-1]) == (None, "stop", "b")
+    late = 'start: /[ab]{20}/ <|end|> "b"'
+    (alone,) = engine.generate(PROMPT, max_new_tokens=60)
+    found = engine.generate([PROMPT] * 2, settings=[{"grammar": late}, {}], max_new_tokens=60)
+    assert found[0].finish_reason == "error"
+    assert "forbid every token" in found[0].error
+    assert found[1].token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("special", ["<|end|>", "<|pad|>"])

@@ -24,10 +24,11 @@ from jackfield.engine.steps import RunningStep, ScheduledRunning
 from jackfield.errors import quoted
 from jackfield.guarded import all_of, fault
 from jackfield.requests.text_errors import complete_too_soon
+from jackfield.sampling.constraint import Wanted
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
 from jackfield.sampling.sampler import Sampler
-from jackfield.sampling.structured import Structures, Wanted
+from jackfield.sampling.structured import Structures
 
 logger = logging.getLogger("jackfield")
 

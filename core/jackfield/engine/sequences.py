@@ -23,9 +23,9 @@ from jackfield.engine.completions import FinishReason
 from jackfield.engine.report import Report
 from jackfield.requests.detokenize import Detokenizer
 from jackfield.requests.text_errors import FORBIDDEN, too_few_texts
+from jackfield.sampling.constraint import Constraint
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced, met
-from jackfield.sampling.structured import Constraint
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ import functools
 import json
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jackfield.contracts.settings import Structure
 from jackfield.errors import SettingsError
-from jackfield.requests.text_errors import failed
+from jackfield.sampling.constraint import Constraint, Wanted, broken
 from jackfield.sampling.fenced import OwnFailure, fenced
 
 if TYPE_CHECKING:
@@ -31,44 +31,6 @@ _KEPT = 128  # compiled grammars
 _REHEARSED = 16  # tokens
 
 _NO_END = "<|jackfield: no end|>"
-
-
-class Constraint:
-    """What may follow in one sequence. Grows with it; the next request gets one of its own."""
-
-    def __init__(self, matcher: Any, forbidden: tuple[int, ...]) -> None:
-        self.matcher = matcher
-        self.failure: str | None = None  # the error that it ends with
-        self.forbidden = forbidden  # ends that the grammar knows and the request does not
-
-    def copy(self) -> Constraint:
-        """One that goes on from here by itself."""
-        return Constraint(self.matcher.deep_copy(), self.forbidden)
-
-    def advance(self, tokens: Seq[int]) -> int | None:
-        """The sequence grows by `tokens`; None, or how many of them there are before its end."""
-        for count, token in enumerate(tokens, 1):
-            self.matcher.consume_token(token)
-            if self.matcher.is_stopped():
-                return count
-        return None
-
-    @property
-    def error(self) -> str | None:
-        """Why nobody knows what may follow (it costs too much to find out), as the error of the
-        request; None: all is well.
-        """
-        if self.failure is None and self.matcher.is_error():
-            self.failure = failed("structure", _broken(self.matcher.get_error()))
-        return self.failure
-
-
-class Wanted(NamedTuple):
-    """A text whose next tokens are wanted, of which request, and the drafts that are tried."""
-
-    request: int
-    constraint: Constraint
-    drafts: Seq[int] = ()
 
 
 class Structures:
@@ -91,7 +53,8 @@ class Structures:
         Raises SettingsError where nothing can ever fit, or it costs too much to know.
         """
         own = ends or (self._with_end.eos_token_id,)
-        constraint = Constraint(self._compiled(structure, own).deep_copy(), () if ends else own)
+        made = self._compiled(structure, own).deep_copy()
+        constraint = Constraint(made, structure.kind, own, may_end=bool(ends))
         if not ends and not self._goes_on(constraint):
             raise SettingsError(
                 f"{structure.kind} is met by the empty text alone, and the request has no "
@@ -101,7 +64,7 @@ class Structures:
 
     def _goes_on(self, constraint: Constraint) -> bool:
         """Whether a text begins with any token that is no end."""
-        return not set(self._next(constraint.matcher)) <= set(constraint.forbidden)
+        return not set(self._next(constraint.matcher)) <= set(constraint.ends)
 
     def _next(self, matcher: Any) -> list[int]:
         """The tokens that may follow."""
@@ -121,35 +84,29 @@ class Structures:
             grammar = _grammar(structure)
         except ValueError as error:
             raise SettingsError(f"{structure.kind} cannot be read: {error}") from None
-        vocabulary, apart = self._vocabulary(ends)
-        if apart or self._spells_a_token(structure):
-            grammar = _unforced(grammar)
-        made = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        vocabulary = self._vocabulary(ends)
+        made = llguidance.LLMatcher(vocabulary, _unforced(grammar), log_level=0, limits=limits)
         if (cause := self._flaw(made, ends)) is not None:
             raise SettingsError(f"{structure.kind} cannot be met: {cause}; change it")
         return made
 
-    def _spells_a_token(self, structure: Structure) -> bool:
-        """Whether a special token's spelling is to be text, which would be read as that token."""
-        source = structure.source.replace("\\", "")
-        return any(token in source for token in self._tokenizer.all_special_tokens)
-
     def _flaw(self, made: Any, ends: tuple[int, ...]) -> str | None:
         """Why a text of some tokens cannot be made; None: it can."""
-        tried, forced = (made if made.is_error() else made.deep_copy()), True
+        tried, forced, stuck = (made if made.is_error() else made.deep_copy()), True, False
         for step in range(_REHEARSED):
             if tried.is_error() or tried.is_stopped():
                 break
             following = [token for token in self._next(tried) if token not in ends]
             if not following:
+                stuck = not tried.is_accepting()
                 break
             forced &= len(following) == 1
             tried.consume_token(following[7919 * step % len(following)])
-        if not tried.is_error():
-            return None
-        if "NoExtension" not in tried.get_error():
-            return _broken(tried.get_error())
-        return "none but an EOS token can follow its beginning" if forced else None
+        if tried.is_error() and "NoExtension" not in tried.get_error():
+            return broken(tried.get_error())
+        if forced and (stuck or tried.is_error()):
+            return "none but an EOS token can follow its beginning"
+        return None
 
     @functools.cached_property
     def _with_end(self) -> Any:
@@ -169,18 +126,17 @@ class Structures:
         added = self._with_end is not self._tokenizer
         return max(self._vocab_size, self._with_end.eos_token_id + 1 if added else 0)
 
-    def _read_vocabulary(self, ends: tuple[int, ...]) -> tuple[Any, bool]:
-        """What llguidance knows of the tokens, and whether some of `ends` are otherwise text."""
+    def _read_vocabulary(self, ends: tuple[int, ...]) -> Any:
+        """What llguidance knows of the tokens."""
         from llguidance.hf import from_tokenizer
 
         try:
             tokenizer = _set_apart(self._with_end, ends)
-            found = from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
+            return from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(ends))
         except Exception as error:
             raise SettingsError(
                 f"structured output does not work with this tokenizer: {error}"
             ) from error
-        return found, tokenizer is not self._with_end
 
     def close(self) -> None:
         """End the thread, if there is one."""
@@ -207,32 +163,34 @@ class Structures:
             rows += 1 + len(one.drafts)
         words = -(-self._width // 32)
         bits = torch.zeros(rows, words, dtype=torch.int32)  # what nobody fills in is forbidden
-        where = (bits.data_ptr(), words * 4, rows)
         try:
-            self._fill(starts, where)
+            self._fill(starts, bits)
         except BaseException:  # noqa: BLE001 - a panic of llguidance is no Exception
             for start in starts:  # so that it ends the one whose structure it is
-                self._fill_alone(start, where)
-        for first, one in starts:
-            for token in one.constraint.forbidden:
-                bits[first : first + 1 + len(one.drafts), token // 32] &= ~_bit(token % 32)
+                self._fill_alone(start, bits)
         return bits
 
-    def _fill(self, starts: Seq[tuple[int, Wanted]], where: tuple[int, int, int]) -> None:
+    def _fill(self, starts: Seq[tuple[int, Wanted]], bits: torch.Tensor) -> None:
         """Have llguidance write the rows of these texts, each from its first one on."""
+        where = (bits.data_ptr(), bits.shape[1] * 4, bits.shape[0])
         plain = [(one.constraint.matcher, row) for row, one in starts if not one.drafts]
         if plain:
             self._many.unsafe_compute_mask_ptr(plain, *where)
         guessed = [(w.constraint.matcher, row, list(w.drafts)) for row, w in starts if w.drafts]
         if guessed:
             self._many.unsafe_compute_mask_ptr_with_draft_token(guessed, *where)
+        for first, one in starts:
+            if closed := [first + count for count in one.constraint.closed(one.drafts)]:
+                for token in one.constraint.ends:
+                    bits[closed, token // 32] &= ~_bit(token % 32)
 
-    def _fill_alone(self, start: tuple[int, Wanted], where: tuple[int, int, int]) -> None:
+    def _fill_alone(self, start: tuple[int, Wanted], bits: torch.Tensor) -> None:
         """The same for one; where that fails, its rows stay forbidden and its request ends."""
-        one = start[1]
+        first, one = start
         try:
-            fenced("structure", one.request, lambda: self._fill([start], where))
+            fenced("structure", one.request, lambda: self._fill([start], bits))
         except OwnFailure as failure:
+            bits[first : first + 1 + len(one.drafts)] = 0
             one.constraint.failure = str(failure)
 
 
@@ -287,16 +245,10 @@ def _grammar(structure: Structure) -> str:
 def _unforced(grammar: str) -> str:
     """The same, where llguidance takes no token because nothing else is left.
 
-    It would look for it in the tokenizer's own way to cut the text, which may have an end in it.
+    It would look for it in the tokenizer's own way to cut the text, which has a special token
+    wherever one is spelled; and it would pay at once for all that is left.
     """
     raw = not grammar.startswith('{"grammars"')
     (inner,) = [{"lark_grammar": grammar}] if raw else json.loads(grammar)["grammars"]
     outer = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @inner', "name": "outer"}
     return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
-
-
-def _broken(error: str) -> str:
-    """What llguidance says, in one line: its last sentence about the cause."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (causes or lines or ["its grammar costs too much"])[0][:300]
