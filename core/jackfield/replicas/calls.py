@@ -8,11 +8,22 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
+class Reply:
+    """Where the answer to a call is brought, and its number there; `token` is shown first."""
+
+    host: str
+    port: int
+    token: bytes
+    number: int
+
+
+@dataclass(frozen=True)
 class Call:
     """A request as a replica is handed it.
 
     `id` is that of the request in both logs; `blocks` stand for the beginning of its prompt
     (`prefixes.blocks`); `to` names the replica that has what the request is about, if one has.
+    `reply` is there once it is handed on.
     """
 
     id: str
@@ -23,6 +34,7 @@ class Call:
     body: bytes
     blocks: tuple[int, ...] = ()
     to: str | None = None
+    reply: Reply | None = None
 
 
 @dataclass(frozen=True)

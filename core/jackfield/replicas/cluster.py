@@ -141,6 +141,13 @@ class Cluster:
     def __init__(self, own: bool) -> None:
         self._own = own
 
+    @property
+    def host(self) -> str:
+        """The address of this machine, as the others of the cluster reach it."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
     def has(self, name: str) -> bool:
         from ray import serve
 

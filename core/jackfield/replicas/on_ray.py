@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -16,7 +17,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from jackfield.replicas.calls import Began, Call, Messages, ReplicaLostError
 from jackfield.replicas.prefixes import OpenRequests, Prefixes
+from jackfield.replicas.receiving import Answer, Incoming
 from jackfield.replicas.replica import Replica
+from jackfield.replicas.sending import Outgoing
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -79,10 +82,11 @@ class Deployed:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = await asyncio.to_thread(Replica, settings, expected, name)
         await self._replica.open()
+        self._outgoing = Outgoing(name)
 
-    async def answer(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
-        async for said in self._replica.answer(call):
-            yield said
+    async def answer(self, call: Call) -> None:
+        """Return once its answer has been brought to `call.reply`."""
+        await self._outgoing.bring(call, self._replica.answer)
 
     async def metrics(self) -> tuple[str, bytes]:
         return await asyncio.to_thread(self._replica.metrics)
@@ -101,22 +105,38 @@ class Deployed:
 
 
 class RayReplicas:
-    """The replicas of a deployment, asked through Ray."""
+    """The replicas of a deployment, asked through Ray; what they answer comes in at `host`.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    Used in one event loop.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], host: str) -> None:
         self._handle = handle
-        self._answers = handle.options(method_name="answer", stream=True)
+        self._incoming = Incoming(host)
+        self._watching: set[asyncio.Task[None]] = set()
 
     async def ask(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
-        answer = self._answers.remote(call)
+        async with self._incoming.opened() as answer:
+            asked = self._handle.answer.remote(replace(call, reply=answer.reply))
+            watching = asyncio.create_task(self._watch(asked, answer))
+            self._watching.add(watching)
+            watching.add_done_callback(self._watching.discard)
+            try:
+                async for said in answer:
+                    yield said
+            except (GeneratorExit, asyncio.CancelledError):  # whoever asked has gone
+                asked.cancel()
+                watching.cancel()
+                raise
+
+    async def _watch(self, asked: Any, answer: Answer) -> None:
+        """Wait until Ray says that the call is over: where it failed, nothing more comes."""
         try:
-            async for said in answer:
-                yield said
+            await asked
         except _LOST as error:
-            raise ReplicaLostError(type(error).__name__) from error
-        except (GeneratorExit, asyncio.CancelledError):  # whoever asked has gone
-            answer.cancel()
-            raise
+            answer.fail(ReplicaLostError(type(error).__name__))
+        except Exception as error:  # noqa: BLE001 - raised to who waits for the answer
+            answer.fail(error)
 
     async def metrics(self) -> Mapping[str, bytes]:
         try:

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import importlib.metadata
 import platform
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jackfield.api
 from jackfield.errors import ExecutionError
 from jackfield.registry.discovery import installed
-from jackfield.replicas.calls import Began, Call, Messages
+from jackfield.replicas.calls import Call
 from jackfield.serving.app import create_app
+from jackfield.serving.guards import Send
 from jackfield.serving.pool import Load, Pool
 from jackfield.serving.settings import ServerSettings
 
@@ -81,55 +82,39 @@ class Replica:
     def metrics(self) -> tuple[str, bytes]:
         return self.name, self._app.state.metrics.show()
 
-    async def answer(self, call: Call) -> AsyncIterator[Began | Messages]:
-        """What the application sends; it is told that the client has gone when this is closed."""
-        yield Began(self.name)
-        exchange = _Exchange(call)
-        task = asyncio.create_task(self._app(exchange.scope, exchange.receive, exchange.send))
-        task.add_done_callback(lambda _: exchange.come.set())
+    async def answer(self, call: Call, send: Send) -> None:
+        """Have the application send its answer; it is told that the client has gone when this is
+        cancelled.
+        """
+        gone = asyncio.Event()
+        body: list[Any] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+        async def receive() -> Any:
+            if body:
+                return body.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.create_task(self._app(_scope(call), receive, send))
         try:
-            while not task.done() or exchange.messages:
-                await exchange.come.wait()
-                exchange.come.clear()
-                if messages := exchange.take():
-                    yield messages
+            await asyncio.wait({task})
             await task
         finally:
-            exchange.gone.set()
+            gone.set()
             done, _ = await asyncio.wait({task}, timeout=_LEAVES_WITHIN)
             if not done:
                 task.cancel()
 
 
-class _Exchange:
+def _scope(call: Call) -> dict[str, Any]:
     """One call as ASGI has it."""
-
-    def __init__(self, call: Call) -> None:
-        self.scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1", "method": call.method, "scheme": "http", "path": call.path,
-            "raw_path": call.path.encode(), "query_string": call.query, "root_path": "",
-            "headers": list(call.headers), "client": None, "server": None,
-            "state": {"id": call.id},
-        }  # fmt: skip
-        self._body: bytes | None = call.body
-        self.messages: Messages = []
-        self.come, self.gone = asyncio.Event(), asyncio.Event()
-
-    async def receive(self) -> dict[str, Any]:
-        if (body := self._body) is not None:
-            self._body = None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Any) -> None:
-        self.messages.append(dict(message))
-        self.come.set()
-
-    def take(self) -> Messages:
-        taken, self.messages = self.messages, []
-        return taken
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1", "method": call.method, "scheme": "http", "path": call.path,
+        "raw_path": call.path.encode(), "query_string": call.query, "root_path": "",
+        "headers": list(call.headers), "client": None, "server": None,
+        "state": {"id": call.id},
+    }  # fmt: skip
 
 
 def check_versions(expected: Mapping[str, str], here: Mapping[str, str], name: str) -> None:

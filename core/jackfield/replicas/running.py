@@ -76,7 +76,7 @@ def _serve(
         for plan in handle.plans.remote().result(timeout_s=60):
             say(plan)
         metrics = Metrics()
-        app = create_front(settings, RayReplicas(handle), metrics)
+        app = create_front(settings, RayReplicas(handle, cluster.host), metrics)
         app.state.running = {"deployment": asked.name, "settings": _digest(settings)}
         found = f"{cluster.replicas(asked.name)} replicas"
         where = url(listening, settings)
