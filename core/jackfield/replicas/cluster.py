@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import ExecutionError, UsageError, first_line, shown
+from jackfield.replicas import encryption
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -124,7 +125,7 @@ def _check_form(address: str) -> None:
 
 def _check_reached(grpc: Any, address: str) -> None:
     """Raise UsageError where no cluster answers: Ray itself would wait for minutes, and exit."""
-    with grpc.insecure_channel(address) as channel:
+    with encryption.channel(grpc, address) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=REACHED_WITHIN)
         except grpc.FutureTimeoutError:

@@ -6,6 +6,7 @@ Imported only where Ray is there.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from jackfield.replicas.calls import Began, Call, Messages, ReplicaLostError
+from jackfield.replicas.encryption import context
 from jackfield.replicas.prefixes import OpenRequests, Prefixes
 from jackfield.replicas.receiving import Answer, Incoming
 from jackfield.replicas.replica import Replica
@@ -82,7 +84,7 @@ class Deployed:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = await asyncio.to_thread(Replica, settings, expected, name)
         await self._replica.open()
-        self._outgoing = Outgoing(name)
+        self._outgoing = Outgoing(name, context(ssl.PROTOCOL_TLS_CLIENT))
 
     async def answer(self, call: Call) -> None:
         """Return once its answer has been brought to `call.reply`."""
@@ -112,7 +114,7 @@ class RayReplicas:
 
     def __init__(self, handle: DeploymentHandle[Any], host: str) -> None:
         self._handle = handle
-        self._incoming = Incoming(host)
+        self._incoming = Incoming(host, context(ssl.PROTOCOL_TLS_SERVER))
         self._watching: set[asyncio.Task[None]] = set()
 
     async def ask(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
