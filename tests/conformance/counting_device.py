@@ -229,8 +229,8 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
     attributes: Any = torch.Tensor
     if func == attributes.device.__get__:
         return DEVICE
-    if func == attributes.is_cuda.__get__:
-        return True
+    if func in (attributes.is_cuda.__get__, attributes.is_cpu.__get__):
+        return func == attributes.is_cuda.__get__
     return tree_map_only(torch.Tensor, _placed, _plainly(func, args, {}))
 
 

@@ -271,6 +271,14 @@ def test_a_kernel_that_lies(feature: str, needle: str, lie: str, kernel) -> None
     assert "it is wrong by " in tried(kernel(SOURCE.replace(needle, lie)), feature)
 
 
+def test_a_kernel_that_takes_no_tokens_behind_the_last_sequence(kernel) -> None:
+    """As padded batches have them, whose lengths nobody waits for."""
+    asserted = SOURCE.replace("q.shape[0] >= cu_seqlens_q[-1]", "q.shape[0] == cu_seqlens_q[-1]")
+    assert asserted != SOURCE
+    said = tried(kernel(asserted))
+    assert "with tokens behind the last sequence it raises AssertionError" in said
+
+
 def test_a_lie_is_a_refusal_before_weights(kernel) -> None:
     kernel(SOURCE.replace("if left >= 0:", "if False:"))
     message = refusal(MADE, "mistral")

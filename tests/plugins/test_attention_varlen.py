@@ -38,8 +38,12 @@ class Metrics:
     ) -> torch.Tensor:
         assert all(t.is_contiguous() for t in (query, keys, values))
         assert rows.cu_seqlens_q.dtype == rows.cu_seqlens_k.dtype == torch.int32
-        assert rows.max_seqlen_q == rows.cu_seqlens_q.diff().max()
-        assert rows.max_seqlen_k == rows.cu_seqlens_k.diff().max()
+        assert 1 <= rows.cu_seqlens_q.diff().min() <= rows.cu_seqlens_q.diff().max()
+        assert 1 <= rows.cu_seqlens_k.diff().min() <= rows.cu_seqlens_k.diff().max()
+        assert rows.cu_seqlens_q.diff().max() <= rows.max_seqlen_q
+        assert rows.cu_seqlens_k.diff().max() <= rows.max_seqlen_k
+        if rows.max_seqlen_q == 1:
+            assert len(query) == len(rows.cu_seqlens_q) - 1
         self.calls.append((rows, scoring))
         if rows.block_table is not None:
             table = rows.block_table.long()
@@ -51,7 +55,9 @@ class Metrics:
                 torch.cat([t[table[i]].flatten(0, 1)[:n] for i, n in enumerate(lengths)])
                 for t in (keys, values)
             )
-        return reference(query, keys, values, rows, scoring)
+        found = reference(query, keys, values, rows, scoring)
+        found[rows.cu_seqlens_q[-1] :] = float("nan")
+        return found
 
 
 def padded(metrics: Metrics, window: int | None = None) -> BoundAttention:
@@ -115,14 +121,18 @@ def test_padding_is_taken_out_and_put_back(name: str, queries: int, window: int 
         mask_function=SLIDING if window else CAUSAL, attention_mask=valid,
     )  # fmt: skip
     assert mask is not None
+    expected = by_columns(*tensors, visible(valid, queries, window))
+    for tensor in tensors[1:]:  # what is hidden may be anything
+        tensor.masked_fill_(~valid[:, None, :, None], float("nan"))
     found = attend(bound, mask, *tensors)
-    torch.testing.assert_close(found, by_columns(*tensors, visible(valid, queries, window)))
+    torch.testing.assert_close(found, expected)
     assert (found[~valid[:, -queries:]] == 0).all()
     ((rows, scoring),) = metrics.calls
     assert scoring.window == window
-    asking = valid[:, -queries:].any(1)
-    assert rows.cu_seqlens_q.diff().tolist() == valid[asking, -queries:].sum(1).tolist()
-    assert rows.cu_seqlens_k.diff().tolist() == valid[asking].sum(1).tolist()
+    lengths = valid[:, -queries:].sum(1), valid.sum(1)
+    found_lengths = rows.cu_seqlens_q.diff(), rows.cu_seqlens_k.diff()
+    for due, had in zip(lengths, found_lengths, strict=True):  # a row of padding has one, too
+        assert had.tolist() == due.clamp(min=1).tolist()
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -245,6 +245,9 @@ class PaddedKVCache(KVCache):
         # Unlike `batch_select_indices`, this knows offloaded, quantized and linear layers.
         self._past.reorder_cache(index)  # type: ignore[arg-type]  # names a subclass
         self._mask = None if self._mask is None else self._mask.index_select(0, index)
+        whole = [[0, self._columns]]
+        if all(row is not None and self._places[row.id] == whole for row in self._rows):
+            self._mask = None  # what is left has no padding
 
     def release(self, sequences: Seq[Sequence]) -> None:
         gone = {id(sequence) for sequence in sequences}

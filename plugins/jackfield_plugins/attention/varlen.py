@@ -25,9 +25,10 @@ class Rows:
     """Where the sequences of one call lie.
 
     Sequence i owns query rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`, at least one, and the same
-    of the keys; its queries are the last of its keys. Both are int32 `[sequences + 1]`. With
-    `block_table` (int32 `[sequences, pages]`) keys and values are pages, of which the first
-    `seqused_k[i]` tokens (int32 `[sequences]`) are its keys.
+    of the keys; its queries are the last of its keys. Both are int32 `[sequences + 1]`. What lies
+    behind the last sequence is nobody's: its output may be anything. No sequence is longer than
+    `max_seqlen_q` and `max_seqlen_k`. With `block_table` (int32 `[sequences, pages]`) keys and
+    values are pages, of which the first `seqused_k[i]` tokens (int32 `[sequences]`) are its keys.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -82,12 +83,17 @@ def bind_varlen(
 
 @dataclass(eq=False, slots=True)
 class _Unpadded:
-    """Rows, and which of the padded queries and keys they are made of (None: all of them)."""
+    """Rows, and in which order the padded queries and keys make them (None: as they are).
+
+    Who is in no row comes last. `unasked` are the queries whose output is nobody's, `[batch,
+    q_len]`.
+    """
 
     rows: Rows
-    queries: torch.Tensor | None = None  # indices into [batch * q_len]
+    queries: torch.Tensor | None = None  # indices into [batch * q_len], all of them
     batch_of_key: torch.Tensor | None = None
     column_of_key: torch.Tensor | None = None
+    unasked: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +156,9 @@ class _Padded:
         if valid.shape[1] != end:  # it is, where `generate` made the mask ahead with this function
             valid = valid[:, int(kv_offset) : int(kv_offset) + end]
             valid = F.pad(valid, (0, end - valid.shape[1]))
-        return None if end == kv_length and bool(valid.all()) else valid
+        # On an accelerator the look would wait for all that was computed so far.
+        whole = end == kv_length and valid.is_cpu and bool(valid.all())
+        return None if whole else valid
 
     def forward(
         self,
@@ -181,12 +189,13 @@ class _Padded:
             keys, values = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (key, value))
             found = self._kernel.attend(queries.contiguous(), keys, values, lay.rows, scoring)
             return found.view(batch, length, heads, size), None
+        assert lay.unasked is not None
         at = (lay.batch_of_key, lay.column_of_key)
         keys, values = (t.transpose(1, 2)[at].contiguous() for t in (key, value))
         found = self._kernel.attend(queries[lay.queries], keys, values, lay.rows, scoring)
-        output = queries.new_zeros(queries.shape)
-        output[lay.queries] = found
-        return output.view(batch, length, heads, size), None
+        output = torch.empty_like(queries).index_copy_(0, lay.queries, found)
+        output = output.view(batch, length, heads, size)
+        return output.masked_fill_(lay.unasked[..., None, None], 0), None
 
     def _lay(
         self, mask: torch.Tensor | _Unusable | None, query: torch.Tensor, key: torch.Tensor
@@ -211,16 +220,33 @@ def _whole(batch: int, q_length: int, k_length: int, device: torch.device) -> _U
 
 
 def _unpadded(valid: torch.Tensor, q_length: int) -> _Unpadded:
-    of_queries = valid[:, -q_length:]
-    queries = of_queries.flatten().nonzero().flatten()
-    # A row without a query has no place: kernels take steps of single queries for one each.
-    asking = of_queries.any(1)
-    batch_of_key, column_of_key = (valid & asking[:, None]).nonzero(as_tuple=True)
-    lengths = torch.stack([of_queries.sum(1), valid.sum(1)])[:, asking]
-    longest_q, longest_k = lengths.amax(1).tolist()
-    cu_q, cu_k = F.pad(lengths.cumsum(1), (1, 0)).to(torch.int32)
-    rows = Rows(cu_q.contiguous(), cu_k.contiguous(), longest_q, longest_k)
-    return _Unpadded(rows, queries, batch_of_key, column_of_key)
+    """How many tokens there are is known on the device alone, and nobody waits to hear of it.
+
+    So all of them are brought along, those of no row behind the rows.
+    """
+    columns = valid.shape[1]
+    asked = valid[:, -q_length:]
+    queries, keys = _one_at_least(asked), _one_at_least(valid)
+    order = _marked_first(keys)
+    cu_q, cu_k = (
+        F.pad(marks.sum(1).cumsum(0), (1, 0)).to(torch.int32) for marks in (queries, keys)
+    )
+    rows = Rows(cu_q, cu_k, q_length, columns)
+    return _Unpadded(rows, _marked_first(queries), order // columns, order % columns, ~asked)
+
+
+def _one_at_least(marks: torch.Tensor) -> torch.Tensor:
+    """`marks` `[batch, columns]`, and the last one of a row that has none.
+
+    Kernels take steps of single queries for one each, and a row without keys for no row.
+    """
+    last = marks[:, -1:] | ~marks.any(1, keepdim=True)
+    return torch.cat([marks[:, :-1], last], 1)
+
+
+def _marked_first(marks: torch.Tensor) -> torch.Tensor:
+    """The numbers of all places of `marks`, row by row: those that are marked, then the others."""
+    return marks.flatten().to(torch.uint8).argsort(descending=True, stable=True)
 
 
 class _Packed:

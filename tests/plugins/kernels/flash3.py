@@ -27,15 +27,15 @@ def flash_attn_varlen_func(
     softcap=0.0,
     num_splits=1,
 ):
-    assert q.shape[0] == cu_seqlens_q[-1]
-    assert k.shape[0] == v.shape[0] == cu_seqlens_k[-1]
+    assert q.shape[0] >= cu_seqlens_q[-1]
+    assert k.shape[0] == v.shape[0] >= cu_seqlens_k[-1]
     calls.append("varlen")
     rows = zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False)
     outputs = [
         attend(q[a:b], k[c:d], v[c:d], softmax_scale, causal, window_size, softcap)
         for a, b, c, d in rows
     ]
-    return torch.cat(outputs), "lse"
+    return torch.cat([*outputs, torch.full_like(q[cu_seqlens_q[-1] :], float("nan"))]), "lse"
 
 
 def flash_attn_with_kvcache(
