@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         try:
             value = getattr(importlib.import_module(_HOMES[name]), name)
-        except OSError as error:
+        except (OSError, ImportError, RecursionError) as error:
             raise errors.unusable_folder(error) or error from None
     globals()[name] = value
     return value

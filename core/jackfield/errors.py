@@ -42,6 +42,7 @@ __all__ = [
     "unusable_folder",
 ]
 
+_NESTED = 100  # folders; Python makes them by recursion
 LONGEST = 10_000  # characters of a message, whatever a plugin or a library puts into it
 
 _short = reprlib.Repr()
@@ -156,19 +157,30 @@ class RanksError(ExecutionError):
     """One of the processes that share a model has ended or failed; its engine cannot go on."""
 
 
-def unusable_folder(error: OSError) -> UsageError | None:
+def unusable_folder(error: BaseException) -> UsageError | None:
     """What to say of an error by which torch, while it is imported, makes no folder of its own.
 
-    torch makes the one for what it compiles as soon as transformers is imported, whatever is asked.
-    None: it is about something else.
+    torch makes the one for what it compiles as soon as transformers is imported, whatever is asked;
+    transformers' own error may follow from it. None: it is about something else.
     """
     variable = "TORCHINDUCTOR_CACHE_DIR"
     named = os.environ.get(variable, "")
-    if not named or not isinstance(error.filename, str):
-        return None
-    if error.filename not in (named, *map(str, Path(named).parents)):
-        return None
-    return UsageError(
-        f"{variable}={quoted(named)} is no folder that torch can use ({error.strerror}); set it to "
-        "one that can be written, or unset it"
-    )
+    cause: BaseException | None = error
+    while named and cause is not None:
+        if (why := _why_unusable(cause, named)) is not None:
+            return UsageError(
+                f"{variable}={quoted(named)} is no folder that torch can use ({why}); set it to "
+                "one that can be written, or unset it"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _why_unusable(error: BaseException, named: str) -> str | None:
+    """Why this error says that the folder `named` cannot be made; None: it does not."""
+    parents = Path(named).parents
+    if isinstance(error, RecursionError) and len(parents) > _NESTED:
+        return f"{len(parents)} folders inside of one another"
+    if isinstance(error, OSError) and error.filename in (named, *map(str, parents)):
+        return error.strerror
+    return None

@@ -127,17 +127,46 @@ def test_what_torch_says_of_such_a_folder_is_known(
     assert unusable_folder(caught.value) is None
 
 
+@pytest.mark.parametrize("named", ["/" + "d/" * 2000, "d/" * 1500])
+def test_folders_nested_too_deeply_for_python_are_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str
+) -> None:
+    monkeypatch.setenv(CACHE_DIR, named)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecursionError) as caught:
+        os.makedirs(tmp_path / named.lstrip("/"))
+    later = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    later.__cause__ = caught.value
+    for error in (caught.value, later):
+        said = str(unusable_folder(error))
+        assert "folders inside of one another" in said
+        assert len(said) < 500
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path))
+    assert unusable_folder(later) is None
+
+
+#: What can stand in the environment and is no folder that can be made: part of the message.
+NO_FOLDERS = {
+    "/dev/null/below": "Not a directory",
+    "/" + "d/" * 2000: "2000 folders inside of one another",
+}
+
+
+@pytest.mark.parametrize("named", NO_FOLDERS)
 @pytest.mark.parametrize(
     "call", ["jackfield.load", "sys.exit(run(['generate', 'hi', '--compile', 'inductor']))"]
 )
-def test_a_folder_that_torch_cannot_make_is_named_where_torch_comes_in(call: str) -> None:
+def test_a_folder_that_torch_cannot_make_is_named_where_torch_comes_in(
+    call: str, named: str
+) -> None:
     """torch makes it while transformers is imported, before anything is planned."""
     code = f"import sys, jackfield; from jackfield.cli import run; {call}"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, CACHE_DIR: "/dev/null/below"}, capture_output=True, text=True,
+        env={**os.environ, CACHE_DIR: named}, capture_output=True, text=True,
     )  # fmt: skip
     last = done.stderr.splitlines()[-1]
     assert done.returncode
-    assert f"{CACHE_DIR}='/dev/null/below' is no folder" in last
+    assert f"{CACHE_DIR}='{named[:5]}" in last
+    assert f"is no folder that torch can use ({NO_FOLDERS[named]})" in last
     assert "unexpected" not in done.stderr

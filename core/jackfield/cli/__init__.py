@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
 def _report(error: Exception, debug: bool, arguments: Sequence[str]) -> int:
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, OSError):
+    if not isinstance(error, JackfieldError):
         error = unusable_folder(error) or error
     if isinstance(error, JackfieldError):
         say(f"error: {error}")
