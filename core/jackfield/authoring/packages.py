@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from jackfield.errors import JackfieldError, UsageError, first_line, quoted
+from jackfield.errors import JackfieldError, UsageError, first_line, quoted, shown
 from jackfield.hookspecs import HOOKS
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.registry.discovery import registry
@@ -158,7 +158,7 @@ def _check_folder(folder: Path) -> None:
                     f"the folder {folder} is there and is not empty; name another with --folder"
                 )
         elif not folder.absolute().parent.is_dir():
-            raise UsageError(f"there is no folder {folder.absolute().parent}; make it first")
+            raise UsageError(f"there is no folder {shown(folder.absolute().parent)}; make it first")
     except OSError as error:
         raise _unwritable(folder, error) from None
 
@@ -196,7 +196,9 @@ def _write(answers: dict[str, Any], folder: Path) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:
     why = error.strerror or first_line(error)
-    return UsageError(f"the folder {folder} cannot be written: {why}; name another with --folder")
+    return UsageError(
+        f"the folder {shown(folder)} cannot be written: {why}; name another with --folder"
+    )
 
 
 def _compatible(version: str) -> str:

@@ -36,7 +36,7 @@ class JobFile:
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - `__exit__` closes it
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+            raise UsageError(f"{shown(path)} cannot be written: {error.strerror}") from None
         with contextlib.ExitStack() as stack:
             stack.callback(self._file.close)
             if not (_hold(self._file) and _is_there(self._file, path)):
@@ -159,7 +159,7 @@ def content_of_model(model: str) -> str | None:
         try:
             whole.update(_ends_of(file))
         except OSError as error:
-            raise UsageError(f"cannot read {file}: {error.strerror}") from None
+            raise UsageError(f"cannot read {shown(file)}: {error.strerror}") from None
     return f"sha256:{whole.hexdigest()}"
 
 

@@ -31,7 +31,7 @@ from jackfield.batch.results import Results, fresh
 from jackfield.batch.sources import Source, open_source
 from jackfield.engine.engine import Engine
 from jackfield.engine.report import Report
-from jackfield.errors import ExecutionError, UsageError, quoted
+from jackfield.errors import ExecutionError, UsageError, quoted, shown
 from jackfield.planning.planning import Plan
 from jackfield.serving.answering import ENDPOINTS, Answering, Exchange
 from jackfield.serving.asking import Asking
@@ -137,7 +137,7 @@ def _check_free(job: Job) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+            raise UsageError(f"{shown(path)} cannot be written: {error.strerror}") from None
         raise UsageError(f"{path} is there, and is of no job; remove it, or give another file")
 
 

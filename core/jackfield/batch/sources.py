@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Protocol
 
 from jackfield.batch import parquet
 from jackfield.batch.seen import CHUNK, Seen
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, shown
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.json_bodies import read_json
 
@@ -46,7 +46,7 @@ def open_source(path: Path, most: int, depth: int) -> Source:
             raise UsageError(f"{path} is not a file; give a file of lines in OpenAI's batch format")
         seen = Seen(path)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown(path)}: {error.strerror}") from None
     if parquet.is_parquet(path):
         return parquet.Rows(path, seen, most, depth)
     return JsonLines(path, seen, most, depth)

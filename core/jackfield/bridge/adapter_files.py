@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.config_files import is_folder
 from jackfield.bridge.footprint import head_is_tied
 from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, first_line, quoted, shown
@@ -54,15 +55,13 @@ def hushed() -> Iterator[None]:
 
 def folder_of(location: str) -> Path:
     path = Path(location)
-    if path.is_dir():
+    if is_folder(path, location, "an adapter's folder"):
         if not (path / CONFIG).is_file():
             raise CheckpointError(
                 f"{location} has no {CONFIG}, so it is not an adapter; give the folder that PEFT's "
                 "save_pretrained wrote"
             )
         return path
-    if path.is_file() or location.startswith(("/", "./", "../", "~")):
-        raise CheckpointError(f"{location} is not a folder; give an adapter's folder or a hub id")
     from huggingface_hub import snapshot_download
 
     name, _, revision = location.partition("@")

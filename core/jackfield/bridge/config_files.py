@@ -103,7 +103,7 @@ def _objection(fields: dict[str, Any]) -> Exception | None:
     return None
 
 
-def is_folder(folder: Path, location: str) -> bool:
+def is_folder(folder: Path, location: str, what: str = "a model folder") -> bool:
     """Whether it is one; False for what may be a hub id. Raises CheckpointError."""
     try:
         if folder.is_dir():
@@ -114,7 +114,7 @@ def is_folder(folder: Path, location: str) -> bool:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{shown(location)} cannot be read ({reason})") from None
     if is_path:
-        raise CheckpointError(f"{shown(location)} is not a folder; give a model folder or a hub id")
+        raise CheckpointError(f"{shown(location)} is not a folder; give {what} or a hub id")
     return False
 
 

@@ -81,7 +81,8 @@ def _usable(device: str, limit: float, html: Path | None) -> None:
     """Raise UsageError for what cannot be, before anything is checked."""
     import torch
 
-    from jackfield.errors import UsageError
+    from jackfield.errors import UsageError, quoted
+    from jackfield.paths import why_no_file
 
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device takes cpu or cuda, not {device!r}")
@@ -89,8 +90,8 @@ def _usable(device: str, limit: float, html: Path | None) -> None:
         raise UsageError("--device cuda: torch sees no CUDA GPU here; leave it out for the CPU")
     if not 0 < limit < float("inf"):
         raise UsageError(f"--limit takes a factor above 0, not {limit:g}")
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise UsageError(f"--html {html}: there is no folder for such a file; make it first")
+    if html is not None and (why := why_no_file(html)) is not None:
+        raise UsageError(f"--html {quoted(str(html))} cannot be written: {why}")
 
 
 def _nothing(patterns: tuple[str, ...]) -> Exception:

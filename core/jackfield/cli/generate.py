@@ -11,7 +11,7 @@ import typer
 
 from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, Settings, load
 from jackfield.cli.output import note, print_json, ran
-from jackfield.errors import ExecutionError, UsageError
+from jackfield.errors import ExecutionError, UsageError, shown
 
 if TYPE_CHECKING:
     from jackfield.engine.completions import Completion
@@ -92,7 +92,7 @@ def read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown(file)}: {error.strerror}") from None
 
 
 def decoded(data: bytes, origin: str) -> str:

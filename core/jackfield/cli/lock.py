@@ -10,7 +10,7 @@ import typer
 
 from jackfield.cli.options import Backends, JsonOption, ModelOption
 from jackfield.cli.output import print_json, say
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, shown
 
 DEFAULT = Path("jackfield.lock.json")
 
@@ -38,7 +38,9 @@ def lock(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"the lock cannot be written to {output}: {error.strerror}") from None
+        raise UsageError(
+            f"the lock cannot be written to {shown(output)}: {error.strerror}"
+        ) from None
     if json:
         print_json(found)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jackfield.demo import stories
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, shown
 
 Prompts = Callable[[int], str]
 """The prompt of each request, by its number."""
@@ -52,7 +52,7 @@ def of_file(file: Path) -> Lines:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown(file)}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not UTF-8 text; convert it") from None
     lines = tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, shown
+from jackfield.paths import why_no_file
 from jackfield.units import in_units
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ _COLORS = ("#1f5fa8", "#c4541a", "#2d7d46", "#7a4fa3", "#8a6d1d", "#5a5f66")
 def check_plot(file: Path) -> None:
     """Raise UsageError where `file` cannot become a drawing, before anything else is done."""
     if file.suffix.lower() not in _SUFFIXES:
-        raise UsageError(f"cannot draw {file}: name it {', '.join(_SUFFIXES[:-1])} or .svg")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"cannot draw {file}: there is no folder {file.absolute().parent}")
+        names = f"{', '.join(_SUFFIXES[:-1])} or .svg"
+        raise UsageError(f"cannot draw {shown(file)}: name it {names}")
+    if (why := why_no_file(file)) is not None:
+        raise UsageError(f"cannot draw {shown(file)}: {why}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("drawing needs matplotlib: pip install 'jackfield[plot]'")
 

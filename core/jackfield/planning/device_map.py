@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.bridge.placement import DISK
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, quoted
+from jackfield.paths import why_no_folder
 from jackfield.spelling import AUTO
 from jackfield.units import parse_bytes
 
@@ -110,6 +111,8 @@ def _folder(folder: Any) -> Path | None:
     if not isinstance(folder, str | Path) or not str(folder):
         raise UsageError(f"offload_folder must be a folder's path, not {folder!r}")
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"offload_folder={str(folder)!r} is not a folder; name one")
+    if (why := why_no_folder(path)) is not None:
+        raise UsageError(
+            f"offload_folder={quoted(str(folder))} cannot be used: {why}; name a folder"
+        )
     return path

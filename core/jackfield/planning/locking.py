@@ -87,7 +87,7 @@ def read_lock(file: str | Path) -> Lock:
     try:
         text = path.read_bytes()[: LARGEST + 1] if path.is_file() else None
     except OSError as error:
-        raise UsageError(f"the lock {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"the lock {shown(path)} cannot be read: {error.strerror}") from None
     if text is None:
         raise UsageError(f"there is no lock {path}; `jackfield lock -o {path}` writes one")
     try:

@@ -270,6 +270,6 @@ def _read(file: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             return tomllib.load(stream)
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown(file)}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file} is not TOML: {shown(error)}") from None
