@@ -57,7 +57,9 @@ def load(
     (``{"cpu": "4GB", 0: "10GB"}``). What transformers has to write for weights on disk goes into a
     folder of its own in `offload_folder`, or among the temporary ones, until the engine is closed.
     `adapter` is a folder or hub id of a PEFT adapter; with `merge_adapter` it is added into the
-    weights.
+    weights. `adapters` maps names to LoRAs, of which each request names one or none by the setting
+    `adapter`; they run in one batch, and more come and go (`Engine.load_adapter`), `max_adapters`
+    at a time.
 
     `decoding` may also be a mapping of names to selections, which requests choose from by the
     setting of that name; the first is the default, and plain decoding is always among them.
@@ -200,6 +202,7 @@ class Prepared:
                 assistance=draft,
                 leader=shared if isinstance(shared, Leader) else None,
                 free=free,
+                beside=self.job.held(self.plan, self.spec.max_adapters),
             )
             engine.when_closed(files.pop_all().close)
         return engine

@@ -58,10 +58,10 @@ def oracle(selection: str, dtype: str, folder: str = str(MODEL_PATH)) -> list[Ex
     if own:
         for module in model.modules():
             vars(module).pop("dequantize_weight", None)  # not compiled, which takes a minute
-    return [_said(model, prompt) for prompt in demo_prompts()]
+    return [said(model, prompt) for prompt in demo_prompts()]
 
 
-def _said(model: torch.nn.Module, prompt: list[int]) -> Expected:
+def said(model: torch.nn.Module, prompt: list[int]) -> Expected:
     ids = torch.tensor([prompt])
     done = model.generate(
         ids,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "default"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def _check_weights(folder: Path, model: PreTrainedModel, config: Any) -> set[str
     from peft import get_peft_model_state_dict
 
     header = safetensors_header(folder / WEIGHTS)
-    has = {key.removeprefix(_PREFIX): tuple(entry["shape"]) for key, entry in header.items()}
+    has = {key.removeprefix(PREFIX): tuple(entry["shape"]) for key, entry in header.items()}
     with hushed():
         state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    takes = {key.removeprefix(_PREFIX): tuple(tensor.shape) for key, tensor in state.items()}
+    takes = {key.removeprefix(PREFIX): tuple(tensor.shape) for key, tensor in state.items()}
     if not _is_converted(model):
         what = f"the adapter in {folder}{made_for(folder)}"
         for key in sorted(has.keys() & takes.keys()):

@@ -32,7 +32,7 @@ FEATURE_KWARGS = {
     "position_bias": "position_bias",
 }
 
-_TOKENS = 3  # more than one: a prompt, for which there is a mask
+TOKENS = 3  # more than one: a prompt, for which there is a mask
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -92,7 +92,7 @@ def probe(meta_model: PreTrainedModel) -> Probe:
     try:
         with quiet(), torch.no_grad(), torch.device("meta"), _listening(meta_model, calls):
             meta_model.eval()(
-                input_ids=torch.zeros(1, _TOKENS, dtype=torch.long),
+                input_ids=torch.zeros(1, TOKENS, dtype=torch.long),
                 attention_mask=None,  # models ask one whether all of it is valid
                 past_key_values=cache,
                 use_cache=True,

@@ -252,12 +252,17 @@ class Compiler(Backend):
         return reasons
 
     def impossible(self, requirements: Requirements) -> list[str]:
-        """That steps are shared by several processes, which no compiled step is.
+        """That steps are shared by several processes, or differ by request, as none compiled does.
 
         Args:
             requirements: The job.
         """
-        return one_process(requirements, "compiles steps of one process") if self.compiles else []
+        if not self.compiles:
+            return []
+        reasons = one_process(requirements, "compiles steps of one process")
+        if requirements.request_adapters:
+            reasons.append("compiles steps in which all requests have the same adapter (adapters)")
+        return reasons
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """That steps are compiled (`compiled`).

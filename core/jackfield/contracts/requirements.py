@@ -117,6 +117,8 @@ class Requirements:
             Heads, shapes, numbers and bytes are those of one of them, the one that plans.
         adapter: The job: the type of the adapter on top of the weights ("LORA"), None without one.
         merge_adapter: The job: the adapter is added into the weights.
+        request_adapters: The job: each request may have an adapter of its own, computed beside the
+            layers as they are called.
         layout: Of the cache: what it produces, "padded" or "packed".
         rollback: Of the decoding: tokens must be taken back.
         forks: Of the decoding: sequences go on as copies of others.
@@ -168,6 +170,7 @@ class Requirements:
     tp_size: int = 1
     adapter: str | None = None
     merge_adapter: bool = False
+    request_adapters: bool = False
     layout: str = "padded"
     rollback: bool = False
     forks: bool = False

@@ -88,6 +88,8 @@ class Settings(NamedTuple):
         priority: A higher one goes first.
         deadline: In seconds from submission; None: it may take any time.
         cache_salt: Only requests with an equal one share cached prefixes.
+        adapter: The one of the engine's adapters that computes it; None: the weights alone. What it
+            caches has a `cache_salt` of its own.
         decoding: The name of the engine's strategy that it runs with.
         drafts: What that is asked for.
         beams: What a search is asked for.
@@ -117,6 +119,7 @@ class Settings(NamedTuple):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    adapter: str | None = None
     decoding: str = ""
     drafts: DraftSettings = DraftSettings()
     beams: BeamSettings = BeamSettings()

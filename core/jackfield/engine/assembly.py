@@ -22,6 +22,7 @@ from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
 from jackfield.guarded import all_of
 from jackfield.parallel.ranks import Leader
+from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.requests.wishes import notice_selectors
 from jackfield.sampling.structured import Structures
@@ -58,18 +59,19 @@ def assemble(
     assistance: Assistance | None,
     leader: Leader | None = None,
     free: int | None = None,
+    beside: Beside | None = None,
 ) -> Assembly:
     """Bind everything, then put it into place. Where one fails, the model is as it was.
 
     Of a model that several processes share, `leader` has the others, and `free` bytes are free in
-    each of them.
+    each of them. `beside` are the adapters that requests may name.
     """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
     notice_selectors(model.generation_config, frozenset().union(*offered), whose)
     text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
-    bound = BoundModel(model, plan, *plan.room(), free)
+    bound = BoundModel(model, plan, *plan.room(), free, beside)
     held, restore = [bound.close], []  # what is given back where the rest fails
     try:
         scheduler = plan["scheduler"].registered
@@ -80,6 +82,8 @@ def assemble(
         held += [one.close for one in models[1:]]
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
+        if bound.adapters is not None:
+            loop.adapting = bound.adapters.choose
         # A backend that fails to bind must leave a live model as it was, so this comes last.
         restore = install_all(models)
         for one in models:

@@ -69,6 +69,7 @@ def check_limits(spec: LoadSpec) -> None:
         max_batch_tokens=spec.max_batch_tokens,
         prefill_chunk_size=spec.prefill_chunk_size,
         max_waiting=spec.max_waiting,
+        max_adapters=spec.max_adapters,
     )
     check_seconds(stall_after=spec.stall_after)
     if spec.target_step_seconds is not None:

@@ -14,11 +14,13 @@ from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
 from jackfield.bridge.unchanged import Unchanged
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
+from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.errors import ExecutionError, PlanError, UsageError
 from jackfield.guarded import all_of, guarded
+from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
 
@@ -49,7 +51,8 @@ def install_all(models: Iterable[BoundModel]) -> list[Callable[[], None]]:
 class BoundModel:
     """What the loop calls of a model. Nothing is changed in the model before `install`.
 
-    `step_bytes`, `memory_share` and `free` are for its cache, as in `BindContext`.
+    `step_bytes`, `memory_share` and `free` are for its cache, as in `BindContext`; `beside` are the
+    adapters that it begins with, None where none may come.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class BoundModel:
         step_bytes: int = 0,
         memory_share: float = 1.0,
         free: int | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -67,7 +71,8 @@ class BoundModel:
         self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
         )
-        self.adapter = AdapterSwitch(model, plan.adapter) if plan.adapter else None
+        self.adapters = None if beside is None else Adapters(model, beside)
+        self.adapter = self._switch()
         self.layers = bind_layers(
             plan.kernels, model, lambda choice: self.context("kernel", choice)
         )
@@ -102,6 +107,8 @@ class BoundModel:
         finally:
             self._steps = False
         attention.check_selected()
+        if self.adapters is not None:
+            self.adapters.check_called()
         if compiled is not None and compiled.steps > before:
             attention.check_called(self.plan["compiler"].registered)
         else:
@@ -123,6 +130,12 @@ class BoundModel:
             requirements=self.plan.requirements,
             options=(choice or self.plan[kind]).options,
         )
+
+    def _switch(self) -> Adapters | AdapterSwitch | None:
+        """What switches the adapter that all requests have; None where there is none."""
+        if self.adapters is not None:
+            return self.adapters
+        return AdapterSwitch(self.model, self.plan.adapter) if self.plan.adapter else None
 
     def _compiled(self) -> CompiledForward | None:
         compilation = self.plan["compiler"].registered.bind(self.context("compiler"))

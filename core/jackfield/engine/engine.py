@@ -8,12 +8,16 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rich.console import Console
 from rich.progress import track
 
+from jackfield.bridge.adapter import Adapter
+from jackfield.bridge.lora import check_name, find_lora
+from jackfield.engine.adapters import Adapters
 from jackfield.engine.assembly import assemble
 from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.closing import drop, finish
@@ -32,6 +36,7 @@ from jackfield.errors import (
     UsageError,
 )
 from jackfield.parallel.ranks import Leader
+from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.wishes import mapping
@@ -70,6 +75,7 @@ class Engine:
         assistance: Assistance | None = None,
         leader: Leader | None = None,
         free: int | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -85,6 +91,7 @@ class Engine:
             assistance=assistance,
             leader=leader,
             free=free,
+            beside=beside,
         )
         self._assembly, self._restore = made, made.restore
         self._bound, self._loop, self._worker = made.bound, made.loop, made.worker
@@ -101,6 +108,38 @@ class Engine:
         """Have `act`, which must not refer to the engine, called after it was closed or dropped."""
         self._restore.append(act)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that a request may name; none where it was loaded without `adapters`."""
+        held = self._bound.adapters
+        return {} if held is None else held.named
+
+    def load_adapter(self, name: str, location: str | Path) -> None:
+        """Have requests name one adapter more, a LoRA in a folder or on the hub.
+
+        Requests that run go on meanwhile. Raises UsageError for a name that is taken, where as many
+        are held as may be, and without `adapters`; CheckpointError for files that do not fit.
+        """
+        held = self._held_adapters("load_adapter")
+        check_name(name)
+        held.add(name, find_lora(self.model.config, location))
+
+    def unload_adapter(self, name: str) -> None:
+        """Have no new request name an adapter; those that run with it end with it.
+
+        Its memory is given back with the last of these. Raises UsageError where there is none.
+        """
+        self._held_adapters("unload_adapter").remove(name)
+
+    def _held_adapters(self, what: str) -> Adapters:
+        self._check_open()
+        held = self._bound.adapters
+        if held is None or held.use() is not None:
+            raise UsageError(
+                f"{what} needs an engine for several adapters: load it with adapters={{}}"
+            )
+        return held
+
     def enable_adapter(self) -> None:
         """Run with the adapter again. Raises UsageError while requests are open."""
         self._switch_adapter(on=True)
@@ -114,7 +153,7 @@ class Engine:
         cached with it is read without it. An adapter that is merged cannot be switched.
         """
         back, switch = contextlib.ExitStack(), self._bound.adapter
-        if switch is not None and switch.use().state == "on":
+        if switch is not None and (now := switch.use()) is not None and now.state == "on":
             back.callback(self.enable_adapter)
         self._switch_adapter(on=False)
         return back
@@ -137,9 +176,9 @@ class Engine:
         `attention_mask`: tensors or lists, with a row for each prompt, padded at the left.
         `common` settings hold for all prompts, `settings[i]` overrides them for prompt i. They
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
-        `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` (one of those that
-        the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`. Sampling is
-        on when `do_sample`, `temperature`, `top_k`, `top_p` or `min_p` asks for it. The
+        `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` and `adapter` (of
+        those that the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`.
+        Sampling is on when `do_sample`, `temperature`, `top_k`, `top_p` or `min_p` asks for it. The
         `num_return_sequences` completions of a prompt stand together. `progress` shows a bar on
         standard error. A `streamer` of transformers is put the prompt and each token, for one text.
         Raises SettingsError or PromptError before anything is computed.

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from jackfield.bridge.lora import HeldLora
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
 from jackfield.devices import input_device, refuse_autocast
@@ -75,7 +76,8 @@ class Intake:
             raise SettingsError(f"decoding={decoding!r}: {reason}")
         width = self._loop.decoding.width(settings)
         self._check_size(settings, len(ids), width)
-        made = self._made(ids, settings, width, streams=streams)
+        adapter, settings = self._adapter(settings)
+        made = self._made(ids, settings, width, adapter, streams=streams)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
     def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
@@ -87,8 +89,25 @@ class Intake:
         if reason := self._loop.cache.refuse(length, settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")
 
+    def _adapter(self, settings: Settings) -> tuple[HeldLora | None, Settings]:
+        """The adapter of a request, which then caches for itself. Raises SettingsError."""
+        if self._bound.adapters is not None:
+            return self._bound.adapters.asked(settings)
+        if settings.adapter is not None:
+            raise SettingsError(
+                f"adapter={settings.adapter!r}: the model was loaded without adapters that a "
+                "request could name; load it with adapters={'NAME': 'FOLDER'}"
+            )
+        return None, settings
+
     def _made(
-        self, ids: list[int], settings: Settings, width: int | None, *, streams: bool
+        self,
+        ids: list[int],
+        settings: Settings,
+        width: int | None,
+        adapter: HeldLora | None,
+        *,
+        streams: bool,
     ) -> list[RunningSequence]:
         """One sequence for each sample; of a search as many as there can be beams."""
         made: list[RunningSequence] = []
@@ -102,6 +121,7 @@ class Intake:
                 leader=made[0] if made and width is None else None,
                 sample=sample,
                 streams=streams,
+                adapter=adapter,
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

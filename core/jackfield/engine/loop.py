@@ -55,6 +55,7 @@ class Loop:
         self.running: list[RunningSequence] = []
         self._timed: SequenceHeap[RunningSequence] = SequenceHeap()  # by their deadlines
         self._full = False  # the cache refused who is next, and holds no less since
+        self.adapting: Callable[[RunningStep, ModelInputs], None] | None = None
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
@@ -98,6 +99,8 @@ class Loop:
         step = self._fitting(drafts)
         self.decoding.expect(step)
         inputs = self.cache.prepare(step)
+        if self.adapting is not None:
+            self.adapting(step, inputs)
         self.doing = "the model's forward call"
         logits = self.forward(inputs)
         self.doing = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from jackfield.bridge.adapter import AdapterUse
 from jackfield.bridge.tokenizer import Text
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
@@ -41,6 +42,7 @@ class Observer:
         self._stored = bound.stored
         self._compiled = bound.compiled
         self._adapter = bound.adapter
+        self._adapters = bound.adapters
         self._layers = bound.layers
         self._draft = draft
         self._verification = verification
@@ -67,6 +69,7 @@ class Observer:
             self._loop.decoding.speculation(),
             self._adapter.use() if self._adapter else None,
             self._verification.done if self._verification else None,
+            self._adapters.steps() if self._adapters else {},
         )
 
     def mark(self) -> Report:
@@ -132,6 +135,7 @@ class Observer:
             sequence.settings.decoding,
             None if group is None else group.width,
             self._drafted(sequence),
+            None if sequence.adapter is None else AdapterUse(sequence.adapter.adapter, "on"),
         )
 
     def _drafted(self, sequence: RunningSequence) -> Speculation | None:

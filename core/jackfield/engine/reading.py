@@ -56,7 +56,9 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
         changes = bound.config is not None or bound.finish is not Quantization.finish
         if changes or plan.requirements.stored is not None:
             check_read(model, choice, plan.requirements, tensors_in(source), source.gguf)
-        return load_adapter(model, job.found) if job.found else model
+        if job.found is None or job.held(plan, 1) is not None:
+            return model
+        return load_adapter(model, job.found)
     check_free(source.live)
     if str(source.live.dtype).removeprefix("torch.") != plan.requirements.dtype:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jackfield.bridge.adapter import AdapterUse
@@ -112,13 +112,15 @@ class Report:
 
     `speculation` is what drafts did, of one request or of the engine; None: nobody drafts.
     `adapter` is what was found in the modules: None where they have none. `verified` is what was
-    compared since the engine was loaded with `verify`; None: nothing is.
+    compared since the engine was loaded with `verify`; None: nothing is. `adapters` says in how
+    many steps each one that requests may name was computed; a request's own is its `adapter`.
     """
 
     observations: tuple[Observation, ...]
     speculation: Speculation | None = None
     adapter: AdapterUse | None = None
     verified: Verified | None = None
+    adapters: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Observation:
         for observation in self.observations:
@@ -137,6 +139,7 @@ class Report:
             spec.since(then) if spec and then else spec,
             self.adapter,
             self.verified,
+            {name: n - before.adapters.get(name, 0) for name, n in self.adapters.items()},
         )
 
     def of_request(self, decoding: Observation, drafted: Speculation | None) -> Report:
@@ -157,6 +160,8 @@ class Report:
             found["adapter"] = self.adapter.to_dict()
         if self.verified is not None:
             found["verified"] = asdict(self.verified)
+        if self.adapters:
+            found["adapters"] = dict(self.adapters)
         return found
 
     def __str__(self) -> str:
@@ -175,7 +180,7 @@ class Ran:
     """What had run when a request came (None: nothing) and when it ended, and its own part.
 
     `decoding` names its decoding, whose search had so many `beams`; `drafted` is what its drafts
-    did.
+    did, `adapter` the one that computed it.
     """
 
     before: Report | None
@@ -183,6 +188,7 @@ class Ran:
     decoding: str
     beams: int | None = None
     drafted: Speculation | None = None
+    adapter: AdapterUse | None = None
 
     def report(self) -> Report:
         """What ran in between; of the decodings only its own."""
@@ -191,6 +197,7 @@ class Ran:
         own = next(o for o in found.observations if (o.kind, o.name) == name)
         if self.beams is not None:
             own = replace(own, beams=self.beams)
+        found = replace(found, adapter=self.adapter or found.adapter, adapters={})
         return found.of_request(own, found.speculation and self.drafted)
 
 

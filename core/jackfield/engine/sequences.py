@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TypeVar
 
+from jackfield.bridge.lora import HeldLora
 from jackfield.contracts import (
     Accepted,
     Continuation,
@@ -36,12 +37,14 @@ class RunningSequence(Sequence):
     `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
     what a search found of it. `num_found` tokens were in the cache when it first entered.
     `passed_over` counts turns of its that others got. `report_before` is what had run when the
-    request came. `streams`: somebody reads along. Times are in seconds of `time.perf_counter`.
+    request came. `streams`: somebody reads along. `adapter` is computed
+    beside the model's layers. Times are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
-        "constraint", "detokenizer", "drafted", "error", "finish_reason", "first_token_at",
-        "logprobs", "num_found", "passed_over", "report_before", "score", "started", "streams",
+        "adapter", "constraint", "detokenizer", "drafted", "error", "finish_reason",
+        "first_token_at", "logprobs", "num_found", "passed_over", "report_before", "score",
+        "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -57,8 +60,10 @@ class RunningSequence(Sequence):
         leader: RunningSequence | None = None,
         sample: int = 0,
         streams: bool = False,
+        adapter: HeldLora | None = None,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
+        self.adapter = adapter
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
+from jackfield.bridge.lora import FoundLora
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.requirements import requirements_of
@@ -19,9 +20,10 @@ from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import shared_out
 from jackfield.bridge.source import ModelSource, blamed, find
 from jackfield.bridge.spreading import placed_live
-from jackfield.contracts.quantizing import plain_bytes
-from jackfield.contracts.requirements import BYTES, Requirements, Weight
-from jackfield.errors import UsageError
+from jackfield.contracts.quantizing import Quantizer, plain_bytes
+from jackfield.contracts.requirements import Requirements, Weight
+from jackfield.errors import PlanError, UsageError
+from jackfield.planning.beside import DEFAULT, Beside, found_beside, plain, with_weights
 from jackfield.planning.device_map import Asked, asked
 from jackfield.planning.fitting import check_size
 from jackfield.planning.placing import first_device, place
@@ -43,13 +45,17 @@ logger = logging.getLogger("jackfield")
 class Job:
     """A model that was found, and what it needs; no backend is chosen yet.
 
-    `shard` is the part of it that this process is to have; None: all of it.
+    `found` is the adapter on top of all requests, and `plain` the same where it can be computed
+    beside any layers. `beside` are those that requests choose from; None: no request may. `shard`
+    is the part of it that this process is to have; None: all of it.
     """
 
     source: ModelSource
     asked: Asked
     needs: Requirements
     found: FoundAdapter | None = None
+    plain: FoundLora | None = None
+    beside: Mapping[str, FoundLora] | None = None
     shard: Shard | None = None
 
     def decide(self, registry: Registry, selections: Mapping[str, Quantizable]) -> Plan:
@@ -69,7 +75,23 @@ class Job:
             if plan["quantizer"].registered is quantizer:
                 break
         self.check_layers(plan)
-        return replace(plan, placement=where, adapter=self._adapter())
+        self._check_adapter(plan)
+        held = {name: found.adapter for name, found in (self.beside or {}).items()}
+        return replace(plan, placement=where, adapter=self._adapter(), adapters=held)
+
+    def held(self, plan: Plan, most: int) -> Beside | None:
+        """The adapters that an engine computes beside the layers; None: PEFT does, or nobody."""
+        if self.beside is not None:
+            return Beside(self.beside, most)
+        return Beside({DEFAULT: self.plain}, 1, DEFAULT) if self.plain and _apart(plan) else None
+
+    def _check_adapter(self, plan: Plan) -> None:
+        """Raise PlanError where steps are compiled of layers that an adapter is beside."""
+        if self.plain and _apart(plan) and plan.requirements.compiled:
+            raise PlanError(
+                f"the adapter is computed beside the layers of {plan['quantizer'].registered}, "
+                f"which {plan['compiler'].registered} would compile without it; drop compile"
+            )
 
     def check_layers(self, plan: Plan) -> None:
         """Raise PlanError where a kernel finds no layer in the model, or two find the same.
@@ -98,6 +120,13 @@ class Job:
         if not where.spread:
             check_size(registry, plan, self.asked, where)
         return where
+
+
+def _apart(plan: Plan) -> bool:
+    """Whether an adapter is computed beside layers on which PEFT cannot put its own."""
+    quantizer = plan["quantizer"].backend
+    assert isinstance(quantizer, Quantizer)
+    return not quantizer.capabilities.adapters
 
 
 def spread_over(needs: Requirements, where: Placement) -> Requirements:
@@ -156,25 +185,32 @@ def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: Pl
     if isinstance(said.device_map, Mapping):
         where = Placement(str(first), said.device_map, {})
         needs = spread_over(needs, where) if where.spread else needs
+    return _with_adapters(Job(source, said, needs, shard=shard), spec)
+
+
+def _with_adapters(job: Job, spec: PlanSpec) -> Job:
+    """The same with the adapters that are asked for, or that a live model has."""
+    source, needs = job.source, job.needs
     if spec.merge_adapter and spec.adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
+    if (beside := found_beside(spec, source)) is not None:
+        added = [weight for found in beside.values() for weight in found.weights]
+        needs = replace(with_weights(needs, added), request_adapters=True)
+        return replace(job, needs=needs, beside=beside)
     if spec.adapter is None:
         own = live_adapter(source)
-        needs = replace(needs, adapter=own.peft_type if own else None)
-        return Job(source, said, needs, shard=shard)
+        return replace(job, needs=replace(needs, adapter=own.peft_type if own else None))
     if source.live is not None:
         raise UsageError(
             "a live model is used as it is: put the adapter on it yourself with "
             "model.load_adapter(…), or give the model's folder"
         )
-    found = find_adapter(spec.adapter, meta_model(source.config), merge=spec.merge_adapter)
-    weights = (*needs.weights, *found.weights)
-    size = sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights)
+    meta = meta_model(source.config)
+    found = find_adapter(spec.adapter, meta, merge=spec.merge_adapter)
+    alone = None if spec.merge_adapter else plain(found, meta)
     needs = replace(
-        needs,
-        adapter=found.adapter.peft_type,
+        with_weights(needs, alone.weights if alone else found.weights),
+        adapter=None if alone else found.adapter.peft_type,
         merge_adapter=spec.merge_adapter,
-        weights=weights,
-        weight_bytes=size,
     )
-    return Job(source, said, needs, found)
+    return replace(job, needs=needs, found=found, plain=alone)

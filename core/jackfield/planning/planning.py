@@ -24,7 +24,8 @@ logger = logging.getLogger("jackfield")
 class Plan:
     """One backend per kind that fit together, with the reasons against the rest.
 
-    `placement` says where weights go, `adapter` what is on top of them, None where nothing is.
+    `placement` says where weights go, `adapter` what is on top of them, None where nothing is, and
+    `adapters` what a request may name.
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
     is the plan of their draft model. `kernels` stand in for layers. `limits` are those of a step:
     the defaults of an engine, until one is made.
@@ -35,6 +36,7 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     placement: Placement | None = None
     adapter: Adapter | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     decodings: Mapping[str, Choice] = field(default_factory=dict)
     assistant: Plan | None = None
     kernels: tuple[Choice, ...] = ()
@@ -207,6 +209,7 @@ class Plan:
             "tp_size": needs.tp_size,
             "placement": self.placement.to_dict() if self.placement else None,
             "adapter": self.adapter.to_dict() if self.adapter else None,
+            "adapters": {name: each.to_dict() for name, each in self.adapters.items()},
             "memory": memory.to_dict() if memory else None,
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
@@ -240,6 +243,8 @@ class Plan:
             lines.append(f"  {self.shared}")
         if self.adapter:
             lines.append(f"  adapter: {self.adapter}")
+        for name, each in self.adapters.items():
+            lines.append(f"  adapter {name!r} for requests that name it: {each}")
         for choice in self.kernels:
             r = choice.registered
             lines.append(f"  kernel: {r.name} ({choice.how}), {r.distribution} {r.version}")

@@ -22,6 +22,7 @@ TORCHRUN = "torchrun --nproc-per-node N"
 _WITHOUT = {
     "adapter": "adapters are put on whole layers",
     "merge_adapter": "adapters are put on whole layers",
+    "adapters": "adapters are put on whole layers",
     "assistant_model": "a draft model runs in one process",
     "max_memory": "each process has its own device, and an equal part of the weights",
     "offload_folder": "each process keeps its part of the weights on its device",

@@ -39,6 +39,7 @@ class PlanSpec:
     offload_folder: Any = None
     adapter: Any = None
     merge_adapter: bool = False
+    adapters: Mapping[str, Any] | None = None
     revision: str | None = None
     deterministic: bool = False
     locked: str | Path | None = None
@@ -57,6 +58,7 @@ class LoadSpec(PlanSpec):
     """What a caller of `jackfield.load` says beside the model (`LoadArguments`)."""
 
     tokenizer: Any = None
+    max_adapters: int = 8
     max_batch_size: int = STEP_ROWS
     max_batch_tokens: int | None = None
     prefill_chunk_size: int | None = None

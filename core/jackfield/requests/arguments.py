@@ -36,6 +36,7 @@ class PlanArguments(TypedDict, total=False):
     offload_folder: str | Path | None
     adapter: str | Path | None
     merge_adapter: bool
+    adapters: Mapping[str, str | Path] | None
     revision: str | None
     deterministic: bool
     locked: str | Path | None
@@ -47,6 +48,7 @@ class LoadArguments(PlanArguments, total=False):
     """What `jackfield.load` takes beside the model."""
 
     tokenizer: Any
+    max_adapters: int
     max_batch_size: int
     max_batch_tokens: int | None
     prefill_chunk_size: int | None

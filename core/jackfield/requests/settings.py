@@ -2,7 +2,8 @@
 
 Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
 `presence_penalty`, `frequency_penalty`, what structures a text (`json_schema`, `regex`, `grammar`,
-`choices`), and, for a request among others, `decoding`, `priority`, `deadline` and `cache_salt`.
+`choices`), and, for a request among others, `adapter`, `decoding`, `priority`, `deadline` and
+`cache_salt`.
 `skip_special_tokens` is what `decode` of a tokenizer takes; `logits_processor`, `stopping_criteria`
 and `prefix_allowed_tokens_fn` are what `generate` takes under these names; `stop` is short for
 `stop_strings`, and `max_time` is `deadline`.
@@ -182,6 +183,7 @@ def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str,
         "priority": number.integer("priority", 0),
         "deadline": number.real("deadline", 0.0, above=0) if "deadline" in given else None,
         "cache_salt": token_settings.salt(given.get("cache_salt", "")),
+        "adapter": token_settings.adapter(given.get("adapter")),
     }
 
 

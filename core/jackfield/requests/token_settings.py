@@ -117,6 +117,13 @@ def salt(value: Any) -> str:
     return whole_text("cache_salt", value)
 
 
+def adapter(value: Any) -> str | None:
+    """The name of an adapter; whether there is one is seen when the request enters."""
+    if value is not None and not isinstance(value, str):
+        raise SettingsError(f"adapter must be the name of one that is loaded, not {quoted(value)}")
+    return value
+
+
 def whole_text(name: str, value: str) -> str:
     """`value`, which the setting `name` has. Raises SettingsError for one that is no Unicode."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 #: Settings that transformers has no name for, or has as arguments of `generate`.
 OWN = frozenset(
     {
-        "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
+        "adapter", "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
         "json_schema", "logits_processor", "logprobs", "prefix_allowed_tokens_fn",
         "presence_penalty", "priority", "regex", "seed", "skip_special_tokens",
         "stopping_criteria",
@@ -22,8 +22,8 @@ OWN = frozenset(
 #: Honoured by the loop itself, whatever the decoding strategy.
 LOOP = frozenset(
     {
-        "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar", "json_schema",
-        "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
+        "adapter", "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar",
+        "json_schema", "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
         "skip_special_tokens", "stop_strings",
     }
 )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The layers of a model with several LoRAs beside them, one or none for each token of a step.
+
+The matrices of all adapters stand below each other, so that a layer takes two products however many
+adapters a step has: what a token's own adapter did not ask for is set to zero between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from jackfield.bridge.lora import Matrices
+from jackfield.errors import ExecutionError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+#: The rank of each adapter in one layer, by slot; 0 where it leaves the layer alone.
+Ranks = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What of a layer's stack a step needs: rows from `start` to `stop`, and who may see which.
+
+    `mask` is bool `[rows, width or 1, stop - start]`; None: every token sees all of them.
+    """
+
+    start: int
+    stop: int
+    mask: torch.Tensor | None
+
+
+class Stack:
+    """One layer's matrices of all adapters, and how it adds what they say to its output."""
+
+    def __init__(self, name: str, module: nn.Module, layers: LoraLayers) -> None:
+        self.name = name
+        self.device = _device_of(module)
+        self.ranks: Ranks = ()
+        self.calls = 0
+        self._a: torch.Tensor  # [ranks, inputs]
+        self._b: torch.Tensor  # [ranks, outputs]
+        self._layers = layers
+        self._handle = module.register_forward_hook(self._add)
+
+    def build(self, parts: Sequence[Matrices | None]) -> list[Matrices | None]:
+        """Hold these matrices, one for each slot; returns them as views of what is held."""
+        there = [part for part in parts if part is not None]
+        self._a = torch.cat([part.a.to(self.device) for part in there])
+        self._b = torch.cat([part.b.to(self.device) for part in there])
+        self.ranks = tuple(0 if part is None else len(part.a) for part in parts)
+        cuts = [n for n in self.ranks if n]
+        views = iter(zip(self._a.split(cuts), self._b.split(cuts), strict=True))
+        return [None if part is None else Matrices(*next(views)) for part in parts]
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _add(self, _: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
+        chosen = self._layers.chosen
+        if chosen is None:
+            return None
+        self.calls += 1
+        start, stop, mask = chosen.part(self.ranks)
+        if start == stop:
+            return None
+        given: torch.Tensor = args[0]
+        inner = given.to(self._a) @ self._a[start:stop].T
+        if mask is not None:
+            inner = inner.masked_fill(~self._fitting(mask, inner), 0)
+        return output + (inner @ self._b[start:stop]).to(output)
+
+    def _fitting(self, mask: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """The mask for a layer that is given the tokens of all rows one after the other."""
+        if mask.device != inner.device:
+            mask = mask.to(inner.device)
+        if inner.dim() == mask.dim():
+            return mask
+        rows, width = self._layers.shape
+        if inner.dim() != 2 or len(inner) != rows * width:
+            raise ExecutionError(
+                f"{self.name} was called with tokens in another shape ({[*inner.shape]}) than the "
+                f"step has ([{rows}, {width}]), so that adapters cannot tell them apart; run "
+                "requests of one adapter at a time"
+            )
+        return mask.expand(rows, width, -1).reshape(len(inner), -1)
+
+
+@dataclass
+class Chosen:
+    """The adapters of one step: `slots` is int64 `[rows, width or 1]`, -1 for none.
+
+    `present` are the slots in it, sorted; `only` says that every token has the same one.
+    """
+
+    slots: torch.Tensor | None
+    present: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self._parts: dict[Ranks, Part] = {}
+
+    def part(self, ranks: Ranks) -> Part:
+        """What of a stack of these ranks is needed, made once a step."""
+        if (found := self._parts.get(ranks)) is None:
+            found = self._parts[ranks] = self._made(ranks)
+        return found
+
+    def _made(self, ranks: Ranks) -> Part:
+        first, last = self.present[0], self.present[-1]
+        start, stop = sum(ranks[:first]), sum(ranks[: last + 1])
+        if self.slots is None or start == stop:
+            return Part(start, stop, None)
+        owners = [slot for slot in range(first, last + 1) for _ in range(ranks[slot])]
+        owner = torch.tensor(owners, device=self.slots.device)
+        return Part(start, stop, self.slots[..., None] == owner)
+
+
+class LoraLayers:
+    """All layers of a model that some adapter changes. Nothing is hooked while there is none."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._stacks: dict[str, Stack] = {}
+        self.chosen: Chosen | None = None
+        self.shape = (0, 0)  # of the step: rows, width
+
+    def build(self, held: Sequence[dict[str, Matrices]]) -> None:
+        """Hold the adapters of these slots, and nothing else; each becomes a view of what is held.
+
+        Raises UsageError where the model has no such layer.
+        """
+        names = dict.fromkeys(name for adapter in held for name in adapter)
+        for name in self._stacks.keys() - names.keys():
+            self._stacks.pop(name).remove()
+        for name in names:
+            stack = self._stacks.get(name) or self._hooked(name)
+            views = stack.build([adapter.get(name) for adapter in held])
+            for adapter, view in zip(held, views, strict=True):
+                if view is not None:
+                    adapter[name] = view
+
+    def _hooked(self, name: str) -> Stack:
+        try:
+            module = self._model.get_submodule(name)
+        except AttributeError:
+            raise UsageError(f"{type(self._model).__name__} has no layer {name}") from None
+        self._stacks[name] = Stack(name, module, self)
+        return self._stacks[name]
+
+    def choose(self, chosen: Chosen | None, shape: tuple[int, int]) -> None:
+        """Have the next forward call use these adapters."""
+        self.chosen, self.shape = chosen, shape
+        for stack in self._stacks.values() if chosen is not None else ():
+            stack.calls = 0
+
+    def check_called(self) -> None:
+        """Raise ExecutionError where a layer was computed without being called."""
+        if self.chosen is None:
+            return
+        for name, stack in self._stacks.items():
+            if not stack.calls:
+                raise ExecutionError(
+                    f"{name} was computed without its own forward call, where the adapters are; "
+                    "load without adapters, or without what computes it (kernels, attention)"
+                )
+
+    def remove(self) -> None:
+        for stack in self._stacks.values():
+            stack.remove()
+        self._stacks = {}
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a layer computes, also one whose weights wait elsewhere."""
+    hook = getattr(module, "_hf_hook", None)
+    if (device := getattr(hook, "execution_device", None)) is not None:
+        return torch.device(device)
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((one.device for one in tensors), torch.device("cpu"))
