@@ -419,10 +419,12 @@ def test_weights_that_an_adapter_brings_and_nobody_takes(model: Path, mine: Path
         jackfield.load(model, adapter=mine)
 
 
-def test_a_quantizer_that_declares_no_adapters(model: Path, lora: Path) -> None:
-    given = QuantoConfig(weights="int8")
-    with pytest.raises(PlanError, match=r"takes no LORA adapter on top \(adapters\)"):
-        jackfield.load(model, adapter=lora, quantization=given)
+def test_a_quantizer_that_declares_no_adapters(model: Path, lora: Path, tmp_path: Path) -> None:
+    """A plain LoRA is computed beside any layers; PEFT is needed for all else."""
+    given, loha = QuantoConfig(weights="int8"), tmp_path
+    adapted("llama", "loha").save_pretrained(loha)
+    with pytest.raises(PlanError, match=r"takes no LOHA adapter on top \(adapters\)"):
+        jackfield.load(model, adapter=loha, quantization=given)
     with pytest.raises(PlanError, match=r"cannot merge an adapter into its weights \(merges\)"):
         jackfield.load(model, adapter=lora, merge_adapter=True, quantization=given)
     with pytest.raises(PlanError, match=r"keeps all weights on one device \(offload\)"):

@@ -36,6 +36,8 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "max_memory": ({"cpu": "1B"}, "used where it is", "max_memory gives cpu 1 byte"),
     "offload_folder": ("/nowhere", "used where it is", HONOURED),
     "adapter": ("/nowhere", "used as it is", "nowhere"),
+    "adapters": ({"a": "/nowhere"}, "nowhere", "nowhere"),
+    "max_adapters": (0, "max_adapters", "max_adapters"),
     "merge_adapter": (True, "none is given", "none is given"),
     "assistant": ({"dtype": "float32"}, "^assistant is used by none", "^assistant is used by none"),
     "assistant_model": ("demo-draft", "no tokenizer to go from", HONOURED),

@@ -54,6 +54,9 @@ class Matrices(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
 
+    def to(self, device: torch.device) -> Matrices:
+        return Matrices(self.a.to(device), self.b.to(device))
+
 
 NO_SLOT = -1  # that of a token which no adapter changes
 

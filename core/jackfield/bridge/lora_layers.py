@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jackfield.bridge.lora import Matrices
-from jackfield.errors import ExecutionError, UsageError
+from jackfield.errors import ExecutionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,6 @@ class Stack:
 
     def __init__(self, name: str, module: nn.Module, layers: LoraLayers) -> None:
         self.name = name
-        self.device = _device_of(module)
         self.ranks: Ranks = ()
         self.calls = 0
         self._a: torch.Tensor  # [ranks, inputs]
@@ -50,8 +49,8 @@ class Stack:
     def build(self, parts: Sequence[Matrices | None]) -> list[Matrices | None]:
         """Hold these matrices, one for each slot; returns them as views of what is held."""
         there = [part for part in parts if part is not None]
-        self._a = torch.cat([part.a.to(self.device) for part in there])
-        self._b = torch.cat([part.b.to(self.device) for part in there])
+        self._a = torch.cat([part.a for part in there])
+        self._b = torch.cat([part.b for part in there])
         self.ranks = tuple(0 if part is None else len(part.a) for part in parts)
         cuts = [n for n in self.ranks if n]
         views = iter(zip(self._a.split(cuts), self._b.split(cuts), strict=True))
@@ -90,7 +89,7 @@ class Stack:
         return mask.expand(rows, width, -1).reshape(len(inner), -1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Chosen:
     """The adapters of one step: `slots` is int64 `[rows, width or 1]`, -1 for none.
 
@@ -129,10 +128,7 @@ class LoraLayers:
         self.shape = (0, 0)  # of the step: rows, width
 
     def build(self, held: Sequence[dict[str, Matrices]]) -> None:
-        """Hold the adapters of these slots, and nothing else; each becomes a view of what is held.
-
-        Raises UsageError where the model has no such layer.
-        """
+        """Hold the adapters of these slots, and no others; each becomes a view of what is held."""
         names = dict.fromkeys(name for adapter in held for name in adapter)
         for name in self._stacks.keys() - names.keys():
             self._stacks.pop(name).remove()
@@ -144,11 +140,7 @@ class LoraLayers:
                     adapter[name] = view
 
     def _hooked(self, name: str) -> Stack:
-        try:
-            module = self._model.get_submodule(name)
-        except AttributeError:
-            raise UsageError(f"{type(self._model).__name__} has no layer {name}") from None
-        self._stacks[name] = Stack(name, module, self)
+        self._stacks[name] = Stack(name, self._model.get_submodule(name), self)
         return self._stacks[name]
 
     def choose(self, chosen: Chosen | None, shape: tuple[int, int]) -> None:
@@ -174,7 +166,7 @@ class LoraLayers:
         self._stacks = {}
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def computing_device(module: nn.Module) -> torch.device:
     """Where a layer computes, also one whose weights wait elsewhere."""
     hook = getattr(module, "_hf_hook", None)
     if (device := getattr(hook, "execution_device", None)) is not None:

@@ -89,6 +89,10 @@ class Backends:
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Add the adapter into the weights.")
     ] = False
+    adapters: Annotated[
+        str | None,
+        flag("--adapters", "NAME=ADAPTER", "LoRAs that requests may name: fr=FOLDER,de=FOLDER."),
+    ] = None
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits, whatever else runs; slower.")
     ] = False
@@ -109,10 +113,12 @@ class Backends:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         found = {name: _selectable(given.pop(kind)) for kind, name in ARGUMENTS.items()}
         device, sizes = given.pop("device"), given.pop("max_memory")
+        adapters = given.pop("adapters")
         return {
             **found,
             **given,
             "device_map": _device_map(device),
+            "adapters": _pairs("--adapters", adapters) if adapters else None,
             "max_memory": _pairs("--max-memory", sizes) if sizes else None,
         }
 

@@ -71,7 +71,8 @@ _ANSWERS: dict[str, str] = {
     "max-waiting-tokens",
     "write --max-waiting N": "max-concurrent-requests max-queued-requests",
     "write --default-seed N": "seed random-seed",
-    "write --adapter FOLDER": "lora lora-modules lora-adapters lora-paths enable-lora",
+    "write --adapters NAME=FOLDER,NAME=FOLDER": "lora lora-modules lora-adapters lora-paths "
+    "enable-lora",
     "write --cors-origin ORIGIN": "allowed-origins cors-allow-origin",
     "write --host HOST": "hostname",
     "write --deadline SECONDS": "timeout",

@@ -45,7 +45,8 @@ class QuantizerCapabilities:
         dtypes: Those of activations and of the weights that stay as they are.
         devices: torch device types on which its layers compute.
         offload: Layers may lie on several devices or on disk.
-        adapters: A LoRA adapter can be put on top of it.
+        adapters: PEFT can put adapters on its layers. A LoRA that is not merged needs no such
+            thing: it is computed beside any layers.
         merges: An adapter can be added into its weights; needs `adapters`.
         batch_invariant: The bits of a row of a layer's output do not depend on the other rows.
         compiles: Its layers can be traced by a compiler.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import weakref
@@ -12,7 +13,7 @@ import torch
 
 from jackfield.bridge.adapter import Adapter, AdapterUse
 from jackfield.bridge.lora import NO_SLOT, FoundLora, HeldLora, read_lora
-from jackfield.bridge.lora_layers import Chosen, LoraLayers
+from jackfield.bridge.lora_layers import Chosen, LoraLayers, computing_device
 from jackfield.contracts.settings import Settings
 from jackfield.contracts.staging import StepBlock
 from jackfield.devices import input_device
@@ -21,6 +22,7 @@ from jackfield.planning.beside import DEFAULT, Beside
 from jackfield.spelling import nearest
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from jackfield.contracts import ModelInputs
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
 class Adapters:
     """The adapters that an engine holds. `asked`, `add` and `remove` may be called in any thread.
 
-    Raises CheckpointError for files that cannot be read.
+    Their matrices are kept in `dtype`. Raises CheckpointError for files that cannot be read.
     """
 
-    def __init__(self, model: PreTrainedModel, beside: Beside) -> None:
+    def __init__(self, model: PreTrainedModel, beside: Beside, dtype: str) -> None:
         self._model = model
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._most = beside.most
         self._default = beside.default
         self._only = beside.loras[DEFAULT].adapter if beside.default else None
@@ -57,12 +60,16 @@ class Adapters:
 
     def add(self, name: str, found: FoundLora) -> None:
         """Read a checked adapter and hold it. Raises CheckpointError, UsageError."""
-        held = HeldLora(next(self._numbers), found.adapter, read_lora(found, self._model.dtype))
-        for layer in held.parts:
-            self._check_layer(layer, found)
+        parts = {
+            layer: part.to(computing_device(self._layer(layer, found)))
+            for layer, part in read_lora(found, self._dtype).items()
+        }
+        held = HeldLora(next(self._numbers), found.adapter, parts)
         with self._lock:
             if name in self._named:
                 raise UsageError(f"there is an adapter {name!r} already; unload it first")
+            if len(self._alive) >= self._most:
+                gc.collect()  # groups of beams that have ended may still have theirs
             if len(self._alive) >= self._most:
                 raise UsageError(self._too_many(name))
             self._named[name] = held
@@ -70,9 +77,9 @@ class Adapters:
             weakref.finalize(held, self._note)
             self._stale = True
 
-    def _check_layer(self, layer: str, found: FoundLora) -> None:
+    def _layer(self, layer: str, found: FoundLora) -> nn.Module:
         try:
-            self._model.get_submodule(layer)
+            return self._model.get_submodule(layer)
         except AttributeError:
             raise UsageError(
                 f"the adapter {found.adapter.location} changes {layer}, which "
@@ -109,8 +116,8 @@ class Adapters:
         return held, settings._replace(cache_salt=f"{number} {settings.cache_salt}")
 
     def _instead(self, name: object) -> str:
-        known = ", ".join(self._named) or "none is"
-        return f"{nearest(str(name), self._named)}; loaded: {known}"
+        known = ", ".join(self._named) or "none"
+        return f" (loaded: {known}){nearest(str(name), self._named)}"
 
     def choose(self, step: RunningStep, inputs: ModelInputs) -> None:
         """Have the forward call of this step compute each token with its sequence's adapter."""

@@ -71,7 +71,8 @@ class BoundModel:
         self._forward = self.compiled or forward_of(
             model, fixed_shapes=plan.requirements.batch_invariant
         )
-        self.adapters = None if beside is None else Adapters(model, beside)
+        dtype = plan.requirements.dtype
+        self.adapters = None if beside is None else Adapters(model, beside, dtype)
         self.adapter = self._switch()
         self.layers = bind_layers(
             plan.kernels, model, lambda choice: self.context("kernel", choice)

@@ -16,7 +16,7 @@ _HOLDERS = 4  # replicas that are remembered for a block
 
 #: Fields of a body in the order in which what they say stands in a prompt.
 _FIELDS = (
-    "model", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "tools",
+    "model", "adapter", "cache_salt", "prompt_cache_key", "chat_template_kwargs", "tools",
     "previous_response_id", "instructions", "messages", "prompt", "input",
 )  # fmt: skip
 

@@ -63,7 +63,9 @@ KEYWORDS: Mapping[str, Habit] = {
     "allow_all_kernels": Habit(
         "a kernel of the hub is named with its revision: 'hub?repo=…&revision=…'", inert=(False,)
     ),
-    "adapter_name": Habit("one adapter has no name; write adapter='FOLDER'", inert=("default",)),
+    "adapter_name": Habit(
+        "write adapter='FOLDER', or adapters={'NAME': 'FOLDER'}", inert=("default",)
+    ),
     "adapter_kwargs": Habit("write adapter='FOLDER', the folder of the adapter", inert=({},)),
     "assistant_tokenizer": Habit("write assistant={'tokenizer': …}"),
     "batch_size": Habit(ours="max_batch_size"),

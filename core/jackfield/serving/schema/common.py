@@ -20,7 +20,8 @@ Names = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 #: Fields of ours that OpenAI's protocol does not have, by the engine's names.
 OWN = (
-    "top_k", "min_p", "repetition_penalty", "cache_salt", "decoding", "regex", "grammar", "choices",
+    "top_k", "min_p", "repetition_penalty", "cache_salt", "adapter", "decoding", "regex", "grammar",
+    "choices",
 )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class Sampling(Body):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     cache_salt: Short | None = None
+    adapter: Short | None = None
     decoding: Short | None = None
     regex: Text | None = None
     grammar: Text | None = None

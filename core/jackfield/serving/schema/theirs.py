@@ -45,7 +45,7 @@ _ANSWERS = {
     "write chat_template_kwargs={'enable_thinking': …}": "enable_thinking thinking",
     "write temperature=0 for the likeliest text, or more": "do_sample greedy temp",
     "write decoding='beam', where the server offers it": "use_beam_search num_beams beam_width",
-    "a model of the server's file can have an adapter": "adapter_id lora_path lora_name",
+    "write adapter, with the name of one of --adapters": "adapter_id lora_path lora_name lora",
     "send it as the header X-Request-ID": "request_id rid",
     "the server has a deadline": "t_max_predict_ms timeout max_time",
     "prompts are always kept for the next, within one key; cache_salt parts them": "cache_prompt",
