@@ -16,7 +16,7 @@ import pytest
 from jobs import CHAT, TEXT, asks, done, errors_of, job, read, sorting, write
 
 import jackfield
-from jackfield.batch import running
+from jackfield.batch import answering, running
 from jackfield.batch.lines import Line
 from jackfield.batch.sources import open_source
 from jackfield.errors import ExecutionError, UsageError
@@ -252,7 +252,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Load], None]:
     """Has jobs load their engine by this."""
 
     def by(load: Load) -> None:
-        monkeypatch.setattr(running, "Answering", functools.partial(Answering, load=load))
+        monkeypatch.setattr(answering, "Answering", functools.partial(Answering, load=load))
 
     return by
 

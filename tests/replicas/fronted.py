@@ -38,8 +38,8 @@ class Fleet:
         self._choose = choose or (lambda call, loads: self.prefixes.choose(call.blocks, loads)[0])
 
     async def ask(self, call: Call) -> AsyncGenerator[Began | Messages, None]:
-        loads = self.requests.loads(self.replicas)
-        name = call.to if call.to in self.replicas else self._choose(call, loads)
+        loads = self.requests.loads(name for name in self.replicas if name not in call.lost)
+        name = call.to if call.to in loads else self._choose(call, loads)
         assert name is not None
         self.asked.append((name, call))
         left = self.losing.pop(0) if self.losing else None

@@ -113,6 +113,34 @@ def test_a_stream_that_has_begun_ends_with_an_error(path: str) -> None:
     run(act())
 
 
+def test_a_replica_whose_engine_is_lost_is_lost_with_the_cause() -> None:
+    """What has begun ends so, what is asked of it then goes to another."""
+
+    async def act() -> None:
+        async with fleet(2, choose=lambda call, loads: min(loads)) as (found, client):
+            (served,) = found.replicas["r0"].pool.models.values()
+            engine = served.engine
+            assert engine is not None
+            body = {**BODY, "stream": True, "max_tokens": 500, "logit_bias": {"0": -100}}
+            many = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)
+            ]
+            while engine.statistics().tokens_computed < 60:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(engine.close)
+            for answer in await asyncio.gather(*many):
+                *_, error, done = answer.text.strip().split("\n\n")
+                assert done == "data: [DONE]"
+                assert json.loads(error[6:])["error"]["code"] == "lost"
+                assert "lost before its end (demo: " in error
+            assert found.replicas["r0"].lost
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.headers["x-jackfield-replica"] == "r1"
+            assert [name for name, _ in found.asked[-2:]] == ["r0", "r1"]
+
+    run(act())
+
+
 def test_the_openai_client_hears_of_it() -> None:
     async def act() -> None:
         async with fleet(3) as (found, client):

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import os
-import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import extras
 import httpx
 import openai
 import pytest
+import torch
+import transformers
+from clusters import Command, imports_ray, linux, on_ray, ranks, replicas, served
+from clusters import cluster as running_cluster
 
+import jackfield
 from jackfield import cli
+from jackfield.bridge.source import packaged
 from jackfield.errors import UsageError
+from jackfield.parallel.world import World, world_of
 from jackfield.replicas import cluster
 from jackfield.replicas.cluster import Count
+from jackfield.replicas.room import Place
 
-on_ray = extras.marked("ray")
-imports_ray = pytest.mark.filterwarnings("ignore")  # Ray's modules use what others gave up
 TELL = {"model": "demo", "prompt": "Tell me", "max_tokens": 200, "temperature": 0,
         "logit_bias": {"0": -100, "1": -100}}  # fmt: skip
 
@@ -52,7 +57,6 @@ def test_numbers_of_replicas() -> None:
 
 
 def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--tp and --replicas" in failed(capsys, "--replicas", "2", "--tp", "2")
     assert "--replicas N" in failed(capsys, "--ray-address", "127.0.0.1:1")
 
 
@@ -99,71 +103,44 @@ def test_what_is_asked_for_and_what_is_there_are_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": machine}] * 2)
     free = {"CPU": 5.0, "GPU": 1.0}
     monkeypatch.setattr(ray, "available_resources", lambda: free)
-    cluster._check_room(Count(2, 2), {"num_cpus": 2.0}, before=False)  # 2 + 2 of 3 + 3
+    Place(1, 2.0, 0.0).check(2, replaces=False)  # 2 + 2 of 3 + 3
     with pytest.raises(UsageError, match=r"3 replicas .* 2 CPU; the cluster has 6 CPU, .* 5 CPU"):
-        cluster._check_room(Count(3, 3), {"num_cpus": 2.0}, before=False)
-    both = {"num_cpus": 1.0, "num_gpus": 1.0}
-    cluster._check_room(Count(2, 4), both, before=True)  # those that run make room
+        Place(1, 2.0, 0.0).check(3, replaces=False)
+    both = Place(1, 1.0, 1.0)
+    both.check(2, replaces=True)  # those that run make room
     with pytest.raises(UsageError, match=r"1 CPU and 1 GPU; .* 5 CPU and 1 GPU free"):
-        cluster._check_room(Count(2, 2), both, before=False)
+        both.check(2, replaces=False)
+    Place(3, 1.0, 0.0).check(1, replaces=False)  # 3 of 5
+    with pytest.raises(UsageError, match=r"2 replicas have no place: each asks for 3 times 1 CPU;"):
+        Place(3, 1.0, 0.0).check(2, replaces=False)
 
 
-class Command:
-    """`jackfield serve demo --replicas …`, once it serves; `lines` are what it says."""
+@on_ray
+@imports_ray
+def test_the_share_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "jackfield", "serve", "demo", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-        )  # fmt: skip
-        self.lines: list[str] = []
-        stderr = self.process.stderr
-        assert stderr is not None
-        for line in stderr:
-            self.lines.append(line)
-            if found := re.search(r"at (http://127\.0\.0\.1:(\d+)) ", line):
-                self.url, self.port = found[1], found[2]
-                self._reading = threading.Thread(target=lambda: self.lines.extend(stderr))
-                self._reading.start()
-                return
-        self.process.wait()
-        stderr.close()
-        raise AssertionError("".join(self.lines))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reading.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    assert Place.of(1, 2, own=True) == Place(1, 4.0, 0.0)
+    assert Place.of(3, 2, own=True) == Place(3, 1.3333, 0.0)
+    assert Place.of(2, 9, own=True) == Place(2, 0.5, 0.0)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 8.0})
+    assert Place.of(4, 2, own=False) == Place(4, 1.0, 1.0)
 
 
-def replicas() -> list[int]:
-    """Processes of replicas."""
-    return _called("ray::ServeReplica:")
+@on_ray
+@imports_ray
+def test_what_each_rank_is_told() -> None:
+    from jackfield.replicas.rank_group import environments
 
-
-def _called(title: str) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if title in (process / "cmdline").read_text():
-                found.append(int(process.name))
-    return found
-
-
-@contextlib.contextmanager
-def served(*arguments: str) -> Iterator[Command]:
-    """Ended by SIGTERM, which leaves no process behind."""
-    command = Command(*arguments)
-    try:
-        yield command
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(90) == 0, command.lines[-5:]
-        assert not replicas()
-    finally:
-        command.close()
+    told = environments(["a", "b", "a"], "10.0.0.1", 4000, gpus=False)
+    assert [world_of(each) for each in told] == [
+        World(0, 3, 0, 2, "10.0.0.1", 4000),
+        World(1, 3, 0, 1, "10.0.0.1", 4000),
+        World(2, 3, 1, 2, "10.0.0.1", 4000),
+    ]
+    with_gpus = environments(["a", "a"], "10.0.0.1", 4000, gpus=True)
+    assert {world_of(each).local_rank for each in with_gpus} == {0}  # type: ignore[union-attr]
 
 
 async def streams(url: str, count: int, **more: Any) -> Counter[str]:
@@ -186,21 +163,23 @@ async def streams(url: str, count: int, **more: Any) -> Counter[str]:
     return ends
 
 
-LOST = "begun: the replica that made this answer was lost before its end; ask again"
+LOST = "begun: the replica that made this answer was lost before its end"
 
 
-async def losing_one(url: str, count: int, after: float, **more: Any) -> Counter[str]:
-    """The same while a replica is killed."""
+async def losing_one(
+    url: str, count: int, after: float, of: Callable[[], list[int]] = replicas, **more: Any
+) -> Counter[str]:
+    """The same while a replica is killed; those that were lost, without the cause."""
 
     async def kill() -> None:
         await asyncio.sleep(after)
-        os.kill(replicas()[0], signal.SIGKILL)
+        os.kill(of()[0], signal.SIGKILL)
 
     ends, _ = await asyncio.gather(streams(url, count, **more), kill())
-    return ends
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+    found: Counter[str] = Counter()
+    for end, many in ends.items():
+        found[end.partition(" (")[0]] += many
+    return found
 
 
 @on_ray
@@ -215,21 +194,83 @@ def test_a_replica_is_lost_and_the_server_goes_on() -> None:
         assert asyncio.run(streams(command.url, 4, max_tokens=4)) == {"whole": 4}
 
 
+@pytest.fixture(scope="module")
+def shareable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that two processes can share, with the demo model's tokenizer."""
+    folder, demo = tmp_path_factory.mktemp("models") / "shareable", Path(packaged("demo"))
+    words = json.loads((demo / "config.json").read_text())["vocab_size"]
+    config = transformers.LlamaConfig(
+        vocab_size=words, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.35,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo / name, folder)
+    return folder
+
+
+async def until(number: int, of: Callable[[], list[int]]) -> None:
+    """Wait for so many processes."""
+    async with asyncio.timeout(120):
+        while len(of()) != number:
+            await asyncio.sleep(0.2)
+
+
+@on_ray
+@linux
+@pytest.mark.timeout(900)
+def test_a_rank_is_lost_and_its_replica_with_it(shareable: Path) -> None:
+    """One replica of two processes: what it said has the cause, and another takes its place."""
+    alike = {"model": "shareable", "max_tokens": 12}
+    with jackfield.load(shareable) as engine:
+        expected = engine.generate("0. Tell me", max_new_tokens=12)[0].text
+    with served("--replicas", "1", "--tp", "2", "--port", "0", model=str(shareable)) as command:
+        assert (len(replicas()), len(ranks())) == (1, 1)
+        before = replicas() + ranks()
+
+        def text() -> str:
+            body = {**TELL, **alike, "prompt": "0. Tell me", "logit_bias": None}
+            for _ in range(10):  # while no replica is there, 503 comes after 30 s
+                answer = httpx.post(f"{command.url}/v1/completions", json=body, timeout=120)
+                if answer.status_code != 503:
+                    break
+                assert answer.json()["error"]["code"] == "unavailable"
+            return str(answer.json()["choices"][0]["text"])
+
+        assert text() == expected
+        os.kill(ranks()[0], signal.SIGKILL)  # while nobody asks
+        assert text() == expected  # by another replica, once it is there
+        assert not {*before} & {*replicas(), *ranks()}
+
+
+@pytest.mark.long
+@on_ray
+@linux
+@pytest.mark.timeout(900)
+def test_ranks_and_replicas_are_lost_under_load(shareable: Path) -> None:
+    """Two replicas of two processes each: of one a rank is killed, then of one rank 0."""
+    many = {"model": "shareable", "max_tokens": 400}
+    with served("--replicas", "2", "--tp", "2", "--port", "0", model=str(shareable)) as command:
+        for of in (ranks, replicas):
+            assert (len(replicas()), len(ranks())) == (2, 2)
+            before = {*replicas(), *ranks()}
+            ends = asyncio.run(losing_one(command.url, 60, 1.0, of, **many))
+            assert sum(ends.values()) == 60
+            assert ends.keys() <= {"whole", LOST}, ends
+            assert ends[LOST]
+            assert ends["whole"] >= 20
+            asyncio.run(until(2, replicas))
+            asyncio.run(until(2, ranks))
+            assert len(before & {*replicas(), *ranks()}) == 2  # the other replica's
+            assert asyncio.run(streams(command.url, 20, **many)) == {"whole": 20}
+
+
 @pytest.fixture
 def head() -> Iterator[str]:
-    """The address of a cluster that runs already."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    token = {**os.environ, "RAY_AUTH_MODE": "token"}
-    subprocess.run([*ray, "get-auth-token", "--generate"], check=True, capture_output=True)
-    subprocess.run(
-        [*ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false",
-         "--object-store-memory=100000000", "--disable-usage-stats"],
-        check=True, capture_output=True, env=token, timeout=120,
-    )  # fmt: skip
-    yield f"127.0.0.1:{port}"
-    subprocess.run([*ray, "stop", "--force"], check=True, capture_output=True, timeout=60)
+    with running_cluster() as address:
+        yield address
 
 
 @pytest.mark.long

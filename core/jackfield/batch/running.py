@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from pydantic import ValidationError
+from typing import Any, Protocol
 
 from jackfield.batch import parquet
+from jackfield.batch.answering import Answerer, Here
 from jackfield.batch.job import JobFile, content_of_model
 from jackfield.batch.lines import (
-    Json,
     Line,
     answered,
     custom_id_of,
@@ -29,13 +28,10 @@ from jackfield.batch.lines import (
 )
 from jackfield.batch.results import Results, fresh
 from jackfield.batch.sources import Source, open_source
-from jackfield.engine.engine import Engine
 from jackfield.engine.report import Report
 from jackfield.errors import ExecutionError, UsageError, quoted, shown
 from jackfield.planning.planning import Plan
-from jackfield.serving.answering import ENDPOINTS, Answering, Exchange
-from jackfield.serving.asking import Asking
-from jackfield.serving.errors import ApiError, of_validation, refused, told
+from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.settings import ServerSettings, given_settings, name_of
 
 MOST_SAMPLES = 16  # texts of one line
@@ -43,6 +39,19 @@ _PLACES = 4  # lines in flight for each that runs in a step, so that a step is n
 _STOPS = (429, 503)  # there is no engine: neither this line's fault nor that of the next
 
 Progress = Callable[[int, int], None]
+
+
+class Elsewhere(Protocol):
+    """Where else a job is answered."""
+
+    @property
+    def count(self) -> int:
+        """By how many replicas at most."""
+        ...
+
+    def answerer(self, settings: ServerSettings, job: str) -> AbstractContextManager[Answerer]:
+        """Those that answer with `settings` for the job with this name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,10 @@ class Outcome:
     report: Report
 
 
-def run(job: Job, progress: Progress) -> Outcome:
+def run(job: Job, progress: Progress, elsewhere: Elsewhere | None = None) -> Outcome:
     """Answer what is not answered yet; `progress` is told how many lines are done, of how many.
+
+    An engine of this process answers, or replicas `elsewhere`.
 
     Raises UsageError, before weights are read, for files that are not of this job; ExecutionError
     where it cannot go on. Whatever ends it, what is answered stays, and another call goes on.
@@ -115,16 +126,22 @@ def run(job: Job, progress: Progress) -> Outcome:
             _check_free(job)
         # what was left open when it began is what was chosen then
         locked = {"locked": str(file.path)} if file.has_begun else {}
-        places = _PLACES * job.arguments["max_batch_size"]
+        each = _PLACES * job.arguments["max_batch_size"]
         settings = given_settings(
             models={name_of(job.model): {"model": job.model, **job.arguments, **locked}},
             stored_responses=0,  # a response that is stored is gone when the process ends
-            restarts=0, max_waiting=places * MOST_SAMPLES, max_samples=MOST_SAMPLES, **job.answers,
+            restarts=0, max_waiting=each * MOST_SAMPLES, max_samples=MOST_SAMPLES, **job.answers,
         )  # fmt: skip
         source = open_source(job.source, settings.max_body, settings.max_depth)
         asked = _asked(job, source.digest)
         file.check(asked)
-        return asyncio.run(_Work(job, settings, source, file, asked, progress).run(places))
+        with contextlib.ExitStack() as stack:
+            answerer: Answerer = Here(settings)
+            places = each
+            if elsewhere is not None:
+                answerer = stack.enter_context(elsewhere.answerer(settings, str(job.output)))
+                places = each * elsewhere.count
+            return asyncio.run(_Work(job, source, file, asked, progress).run(answerer, places))
 
 
 def _check_free(job: Job) -> None:
@@ -154,30 +171,18 @@ def _asked(job: Job, digest: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ran(engine: Engine, *, deterministic: bool) -> dict[str, Any]:
-    """What answers depend on beside what a lock has."""
-    needs, config = engine.plan.requirements, engine.model.config
-    # what is the same to the last bit is so for one number of threads
-    threads = {"threads": torch.get_num_threads()} if deterministic else {}
-    return {
-        "dtype": needs.dtype, "device": needs.device,
-        "commit": getattr(config, "_commit_hash", None), **threads,
-    }  # fmt: skip
-
-
 class _Work:
     """A job that goes on: `run` it once, in the event loop that it then has to itself."""
 
     def __init__(
         self,
         job: Job,
-        settings: ServerSettings,
         source: Source,
         file: JobFile,
         asked: Mapping[str, Any],
         progress: Progress,
     ) -> None:
-        self._job, self._settings, self._source = job, settings, source
+        self._job, self._source = job, source
         self._file, self._asked, self._progress = file, asked, progress
         said = json.dumps(asked, sort_keys=True, default=str)
         self._name = hashlib.sha256(said.encode()).hexdigest()
@@ -192,16 +197,12 @@ class _Work:
     def _done(self) -> int:
         return len(self._answers) + len(self._errors)
 
-    async def run(self, places: int) -> Outcome:
-        made = Answering(self._settings)
-        async with made.pool:
-            (served,) = made.pool.models.values()
-            engine = await served.preload()
-            ran = _ran(engine, deterministic=bool(self._asked.get("deterministic")))
-            self._file.begin(self._asked, engine.plan, ran, int(time.time()))
+    async def run(self, answerer: Answerer, places: int) -> Outcome:
+        async with answerer.open() as ran:
+            self._file.begin(self._asked, ran.plan, ran.more, int(time.time()))
             self._progress(self._before, self._source.total)
             try:
-                await self._answer_all(made, places)
+                await self._answer_all(answerer, places)
                 self._arrange()
             finally:
                 self._answers.close()
@@ -210,7 +211,7 @@ class _Work:
                 parquet.write_table(self._job.lines, self._job.output)
             return Outcome(
                 self._done, self._before, len(self._answers), len(self._errors),
-                self._first_failure(), engine.plan, engine.report(),
+                self._first_failure(), ran.plan, await answerer.report(),
             )  # fmt: skip
 
     def _first_failure(self) -> str | None:
@@ -219,7 +220,7 @@ class _Work:
         with self._job.errors.open(encoding="utf-8") as lines:
             return str(json.loads(next(lines))["error"]["message"])
 
-    async def _answer_all(self, made: Answering, places: int) -> None:
+    async def _answer_all(self, answerer: Answerer, places: int) -> None:
         room = asyncio.Semaphore(places)
         try:
             async with asyncio.TaskGroup() as group:
@@ -227,7 +228,7 @@ class _Work:
                     if (line := self._to_do(number, value)) is None:
                         continue
                     await room.acquire()
-                    one = group.create_task(self._answer(made, number, line))
+                    one = group.create_task(self._answer(answerer, number, line))
                     one.add_done_callback(lambda _: room.release())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -248,11 +249,10 @@ class _Work:
                 self._fail(number, custom_id, error, asked=False)
             return None
 
-    async def _answer(self, made: Answering, number: int, line: Line) -> None:
+    async def _answer(self, answerer: Answerer, number: int, line: Line) -> None:
         name = self._name_of(number)
-        asking = Asking(self._settings, "", name, lambda: self._file.began)
         try:
-            body = await _answer_to(line, asking, made)
+            body = await answerer.answer(line, name, self._file.began)
         except ApiError as error:
             if error.status in _STOPS:
                 raise ExecutionError(
@@ -285,21 +285,3 @@ class _Work:
             self._job.lines.touch()
         self._answers.arrange(keys)
         self._errors.arrange(sorted(self._errors))
-
-
-async def _answer_to(line: Line, asking: Asking, made: Answering) -> Json:
-    """The body of the answer. Raises ApiError."""
-    try:
-        body = ENDPOINTS[line.url].schema.model_validate(line.body)
-        if body.stream:
-            raise refused("stream: a batch has no streams; leave it out", "stream")
-        exchange = Exchange(line.url, body, asking, {}, made)
-        try:
-            answer = await exchange.start()
-            return await answer.whole(exchange.run)
-        finally:
-            await exchange.close()
-    except ValidationError as error:
-        raise of_validation(error.errors()) from None
-    except Exception as error:
-        raise told(error) from error

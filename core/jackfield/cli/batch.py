@@ -1,4 +1,4 @@
-"""`jackfield batch`: a file of requests in OpenAI's batch format, answered on this machine."""
+"""`jackfield batch`: a file of requests in OpenAI's batch format, answered here or by replicas."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jackfield.cli.on_ray import WITHOUT_REPLICAS, RayAddressOption, ReplicasOption
 from jackfield.cli.options import Answers, Backends, Batches, JsonOption, ModelOption
 from jackfield.cli.output import note, print_json, progress, ran
 from jackfield.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
     from jackfield.batch.running import Job, Outcome
+    from jackfield.replicas.lines import OnRay
 
 MISSING = "batch jobs need what a server needs; pip install jackfield[serve]"
 
@@ -35,6 +37,8 @@ def batch(
     source: InputArgument,
     output: OutputArgument,
     model: ModelOption = "demo",
+    replicas: ReplicasOption = None,
+    ray_address: RayAddressOption = None,
     json: JsonOption = False,
 ) -> None:
     """Answer the requests of a file in OpenAI's batch format.
@@ -50,15 +54,25 @@ def batch(
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error.name} is not here)") from None
     arguments = {**backends.arguments(), **batches.arguments()}
+    elsewhere = None if replicas is None else _on_ray(replicas, ray_address)
+    if elsewhere is None and ray_address is not None:
+        raise UsageError(WITHOUT_REPLICAS)
     job = running.Job(source, output, model, arguments, answers.given())
     with progress("lines") as moved:
-        outcome = running.run(job, moved)
+        outcome = running.run(job, moved, elsewhere)
     if json:
         print_json(_as_json(outcome))
     else:
         note(f"{_counts(outcome)} · {ran(outcome.report)}")
     if outcome.failed:
         raise ExecutionError(_failures(job, outcome))
+
+
+def _on_ray(replicas: str, address: str | None) -> OnRay:
+    from jackfield.replicas.cluster import Count
+    from jackfield.replicas.lines import OnRay
+
+    return OnRay(Count.of(replicas), address)
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jackfield.cli.on_ray import WITHOUT_REPLICAS, RayAddressOption, ReplicasOption
 from jackfield.cli.options import Answers, Backends, Batches, flag
 from jackfield.cli.output import say
 from jackfield.errors import UsageError
@@ -84,16 +85,8 @@ def serve(
         str | None,
         typer.Option("--new-key", metavar="NAME", help="Print an API key and its hash, and end."),
     ] = None,
-    replicas: Annotated[
-        str | None,
-        flag("--replicas", "N", "Processes that serve on Ray; MIN:MAX by what is asked of them."),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        flag(
-            "--ray-address", "ADDRESS", "A cluster of Ray: HOST:PORT, or auto; else one is begun."
-        ),
-    ] = None,
+    replicas: ReplicasOption = None,
+    ray_address: RayAddressOption = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Always on.")
     ] = True,
@@ -115,7 +108,7 @@ def serve(
     given = {**serving.given(), **answers.given()}
     found = _settings(model, backends, batches, given, config)
     if replicas is None and ray_address is not None:
-        raise UsageError("--ray-address is of replicas; say how many with --replicas N")
+        raise UsageError(WITHOUT_REPLICAS)
     with _logged():
         if replicas is None:
             running.serve(found, _say)

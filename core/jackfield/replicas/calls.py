@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from jackfield.batch.lines import Line
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,24 @@ class Reply:
     number: int
 
 
-@dataclass(frozen=True)
-class Call:
-    """A request as a replica is handed it.
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What some replica is asked.
 
-    `id` is that of the request in both logs; `blocks` stand for the beginning of its prompt
-    (`prefixes.blocks`); `to` names the replica that has what the request is about, if one has.
-    `reply` is there once it is handed on.
+    `blocks` stand for the beginning of its prompt (`prefixes.blocks`); `to` names the replica that
+    has what the request is about, if one has. Those of `lost` were asked, and end.
+    """
+
+    blocks: tuple[int, ...] = ()
+    to: str | None = None
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call(Routed):
+    """A request of a client as a replica is handed it.
+
+    `id` is that of the request in both logs; `reply` is there once it is handed on.
     """
 
     id: str
@@ -32,9 +46,16 @@ class Call:
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
-    blocks: tuple[int, ...] = ()
-    to: str | None = None
     reply: Reply | None = None
+
+
+@dataclass(frozen=True)
+class LineCall(Routed):
+    """A line of a batch job that began then; `name` is that of its request."""
+
+    line: Line
+    name: str
+    began: int
 
 
 @dataclass(frozen=True)

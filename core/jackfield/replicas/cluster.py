@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import ExecutionError, UsageError, first_line, shown
 from jackfield.replicas import encryption
+from jackfield.replicas.room import Place
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -66,6 +67,12 @@ class Deployment:
     settings: ServerSettings
     count: Count
     busy: int
+
+    @property
+    def ranks(self) -> int:
+        """How many processes share the model of one replica."""
+        sizes = (model.arguments.get("tp_size") for model in self.settings.models.values())
+        return max(size or 1 for size in sizes)
 
     @property
     def grace(self) -> float:
@@ -163,10 +170,10 @@ class Cluster:
         from ray import serve
         from ray.serve import RunTarget
 
-        each = self._resources(asked.count)
         before = self.has(asked.name)
-        _check_room(asked.count, each, before)
-        application = _application(asked, each, expected, self._own)
+        place = Place.of(asked.ranks, asked.count.most, self._own)
+        place.check(asked.count.least, replaces=before)
+        application = _application(asked, place, expected, self._own)
         serve.run_many(
             [RunTarget(application, name=asked.name, route_prefix=None)],
             wait_for_applications_running=False,
@@ -178,15 +185,6 @@ class Cluster:
                 self.delete(asked.name)
             raise
         return serve.get_deployment_handle(_DEPLOYMENT, asked.name)
-
-    def _resources(self, count: Count) -> dict[str, float]:
-        """Of one replica: a GPU where the cluster has some, and its share of processors here."""
-        import ray
-
-        there = ray.cluster_resources()
-        share = there.get("CPU", 1) // count.most if self._own else 1
-        found = {"num_cpus": max(1.0, share)}
-        return {**found, "num_gpus": 1.0} if there.get("GPU") else found
 
     def _wait(self, name: str) -> None:
         from ray import serve
@@ -220,9 +218,7 @@ class Cluster:
         serve.delete(name)
 
 
-def _application(
-    asked: Deployment, each: Mapping[str, float], expected: Mapping[str, str], own: bool
-) -> Any:
+def _application(asked: Deployment, place: Place, expected: Mapping[str, str], own: bool) -> Any:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -234,11 +230,19 @@ def _application(
         {"num_replicas": count.least} if count.least == count.most
         else {"autoscaling_config": {**varies, "target_ongoing_requests": asked.busy}}
     )  # fmt: skip
+    if place.ranks > 1:
+        # on one machine where there is room for them
+        bundles = [place.each] * place.ranks
+        many |= {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
     given = {} if own else {n: os.environ[n] for n in _VARIABLES if n in os.environ}
     deployment = serve.deployment(
         name=_DEPLOYMENT,
         max_ongoing_requests=asked.settings.max_requests + 64,  # the application says no itself
-        ray_actor_options={**each, "runtime_env": {"env_vars": given}},
+        ray_actor_options={
+            "num_cpus": place.processors,
+            "num_gpus": place.gpus,
+            "runtime_env": {"env_vars": given},
+        },
         health_check_period_s=_CHECK_EVERY,
         health_check_timeout_s=_CHECKED_WITHIN,
         graceful_shutdown_timeout_s=asked.grace,
@@ -248,38 +252,6 @@ def _application(
         **many,
     )(Deployed)
     return deployment.bind(asked.settings, dict(expected))
-
-
-def _check_room(count: Count, each: Mapping[str, float], before: bool) -> None:
-    """Raise UsageError where the cluster is too small or, for what is new, too much is taken."""
-    import ray
-
-    asked = {"CPU": each["num_cpus"], "GPU": each.get("num_gpus", 0.0)}
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    there = {name: sum(machine.get(name, 0.0) for machine in machines) for name in asked}
-    free = there if before else ray.available_resources()
-    places = min(
-        sum(_fit(machine, asked) for machine in machines),
-        _fit(free, asked),
-    )
-    if places < count.least:
-        raise UsageError(_no_room(count.least, asked, there, free))
-
-
-def _fit(there: Mapping[str, float], asked: Mapping[str, float]) -> int:
-    return int(min(there.get(name, 0.0) // amount for name, amount in asked.items() if amount))
-
-
-def _no_room(
-    count: int, asked: Mapping[str, float], there: Mapping[str, float], free: Mapping[str, float]
-) -> str:
-    def told(amounts: Mapping[str, float]) -> str:
-        return " and ".join(f"{amounts.get(n, 0.0):g} {n}" for n, amount in asked.items() if amount)
-
-    return (
-        f"{count} replicas have no place: each asks for {told(asked)}; the cluster has "
-        f"{told(there)}, of which {told(free)} free; ask for fewer, or add machines"
-    )
 
 
 def _cause(message: str) -> str:

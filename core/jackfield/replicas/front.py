@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +97,8 @@ class HandingOn:
         return Call(
             own["id"], scope["method"], path, scope["query_string"],
             tuple((bytes(key), bytes(value)) for key, value in scope["headers"]), body,
-            blocks(own["owner"], told) if told else (),
-            self._stored.replica_of(path, told),
+            blocks=blocks(own["owner"], told) if told else (),
+            to=self._stored.replica_of(path, told),
         )  # fmt: skip
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
@@ -109,12 +110,13 @@ class HandingOn:
             except ReplicaLostError as error:
                 logger.warning("%s: its replica is lost: %s", call.id, error)
                 if answer.begun:
-                    await answer.break_off()
+                    await answer.break_off(error)
                     return
                 if not left:
                     raise ApiError(
                         503, f"{_ATTEMPTS} replicas were lost with this request", code="lost"
                     ) from None
+                call = replace(call, lost=(*call.lost, answer.replica))
 
     async def _attempt(self, call: Call, answer: _Answer, scope: Scope) -> None:
         async with contextlib.aclosing(self._replicas.ask(call)) as said:
@@ -157,9 +159,9 @@ class _Answer:
         self.begun, self._head = True, None
         await self._send({**head, "headers": headers})
 
-    async def break_off(self) -> None:
+    async def break_off(self, cause: ReplicaLostError) -> None:
         """End a stream by an error; raise ReplicaLostError where it is none, to be cut off."""
-        why = "the replica that made this answer was lost before its end; ask again"
+        why = f"the replica that made this answer was lost before its end ({cause}); ask again"
         if not self._streams:
             raise ReplicaLostError(why)
         error = ApiError(503, why, code="lost")

@@ -61,7 +61,7 @@ class Incoming:
             del self._answers[number]
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        why = "it hung up"
+        why = "its connection has ended"
         self._writers.add(writer)
         try:
             async with asyncio.timeout(_NAMED_WITHIN):
@@ -74,11 +74,11 @@ class Incoming:
         except (EOFError, TimeoutError):
             pass
         except (OSError, ValueError, LookupError, TypeError) as error:
-            why = error_text(error)
+            why = f"its connection has ended: {error_text(error)}"
         finally:
             for answer in self._answers.values():
                 if answer.writer is writer:
-                    answer.fail(ReplicaLostError(f"its connection has ended ({why})"))
+                    answer.fail(ReplicaLostError(why))
             self._writers.discard(writer)
             writer.close()
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import importlib.metadata
+import json
 import platform
 from collections.abc import Mapping
 from typing import Any
 
 import jackfield.api
+from jackfield.batch.answering import Ran, answer_to, ran
+from jackfield.batch.lines import Json
+from jackfield.engine.engine import Engine
 from jackfield.errors import ExecutionError
+from jackfield.planning.locking import lock_of
 from jackfield.registry.discovery import installed
-from jackfield.replicas.calls import Call
+from jackfield.replicas.calls import Call, LineCall, ReplicaLostError
+from jackfield.serving.answering import Answering
 from jackfield.serving.app import create_app
+from jackfield.serving.errors import ApiError
 from jackfield.serving.guards import Send
 from jackfield.serving.pool import Load, Pool
 from jackfield.serving.settings import ServerSettings
@@ -66,17 +75,28 @@ class Replica:
         return pool
 
     async def open(self) -> None:
-        """Load what is loaded before requests come. Raises what loading raises."""
+        """Load what is loaded before requests come, what processes share among it: they wait for
+        one another. Raises what loading raises.
+        """
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
-        if self._settings.preloads:
+        shared = any((m.arguments.get("tp_size") or 1) > 1 for m in self._settings.models.values())
+        if shared or self._settings.preloads:
             await self.pool.preload(self.plans.append)
 
     async def close(self) -> None:
         await self._stack.aclose()
 
+    @property
+    def lost(self) -> str | None:
+        """Why an engine is out of service, so that only another replica helps; None: none is."""
+        for name, served in self.pool.models.items():
+            if (engine := served.engine) is not None and engine.closed:
+                return f"{name}: {engine.health().failure or 'its engine was closed'}"
+        return self.pool.lost
+
     def check(self) -> None:
-        """Raise ExecutionError where an engine is lost, and only another replica helps."""
-        if why := self.pool.lost:
+        """Raise ExecutionError where an engine is lost."""
+        if why := self.lost:
             raise ExecutionError(why)
 
     def metrics(self) -> tuple[str, bytes]:
@@ -85,7 +105,17 @@ class Replica:
     async def answer(self, call: Call, send: Send) -> None:
         """Have the application send its answer; it is told that the client has gone when this is
         cancelled.
+
+        Raises ReplicaLostError where an engine is lost before the end; nothing is sent after that.
         """
+        whole = False
+
+        async def unless_lost(message: Any) -> None:
+            nonlocal whole
+            if self.lost is None:
+                await send(message)
+                whole = message["type"] == "http.response.body" and not message.get("more_body")
+
         gone = asyncio.Event()
         body: list[Any] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
@@ -95,7 +125,7 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.create_task(self._app(_scope(call), receive, send))
+        task = asyncio.create_task(self._app(_scope(call), receive, unless_lost))
         try:
             await asyncio.wait({task})
             await task
@@ -104,6 +134,41 @@ class Replica:
             done, _ = await asyncio.wait({task}, timeout=_LEAVES_WITHIN)
             if not done:
                 task.cancel()
+        if not whole and (why := self.lost):
+            raise ReplicaLostError(why)
+
+    async def line(self, call: LineCall) -> Json | ApiError:
+        """The body of the answer to a line of a batch job, or what it is refused with.
+
+        Raises ReplicaLostError where an engine is lost before the end.
+        """
+        try:
+            made: Answering = self._app.state.answering
+            return await answer_to(call.line, call.name, call.began, made)
+        except ApiError as error:
+            if why := self.lost:
+                raise ReplicaLostError(why) from None
+            return error
+
+    @property
+    def ran(self) -> Ran:
+        """What answers the lines of a batch job."""
+        return ran(self.engine, self._settings)
+
+    @functools.cached_property
+    def made(self) -> str:
+        """What stands for `ran`."""
+        told = [lock_of(self.ran.plan), self.ran.more]
+        text = json.dumps(told, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def engine(self) -> Engine:
+        """That of the one model. Raises ExecutionError where it is lost."""
+        (served,) = self.pool.models.values()
+        if served.engine is None:
+            raise ExecutionError(self.lost or "the engine is being loaded")
+        return served.engine
 
 
 def _scope(call: Call) -> dict[str, Any]:

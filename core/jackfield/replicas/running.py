@@ -10,17 +10,17 @@ import socket
 import ssl
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import UsageError
+from jackfield.replicas.asked import anywhere, busy, check
 from jackfield.replicas.cluster import Cluster, Count, Deployment, joined
 from jackfield.replicas.front import create_front
 from jackfield.replicas.replica import versions
 from jackfield.serving.connections import configured
 from jackfield.serving.metrics import Metrics
 from jackfield.serving.running import Server, allow_files, bound, check_certificate, url
-from jackfield.serving.settings import ModelSettings, ServerSettings
+from jackfield.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -31,8 +31,6 @@ _IN_FRONT = (
     "max_depth", "max_requests", "receive_timeout", "ssl_certfile", "ssl_keyfile",
     "write_timeout",
 )  # fmt: skip
-_PATHS = ("adapter", "assistant_model", "locked", "offload_folder")  # arguments that name files
-_MAX_BATCH_SIZE = 32  # where no model says another
 _ASKED_WITHIN = 5.0  # seconds for a server at a port to say who it is
 
 Say = Callable[[str], None]
@@ -46,8 +44,8 @@ def serve(settings: ServerSettings, count: Count, address: str | None, say: Say)
     Raises UsageError where there is no cluster, no room or no port, ExecutionError where a replica
     does not start.
     """
-    _check(settings)
-    settings = _anywhere(settings)
+    check(settings)
+    settings = anywhere(settings)
     check_certificate(settings)
     allow_files(settings.max_connections + 1024)
     with contextlib.ExitStack() as stack:
@@ -70,7 +68,7 @@ def _serve(
     from jackfield.replicas.on_ray import RayReplicas
 
     name = f"jackfield-{socket.gethostname()}-{listening.getsockname()[1]}"
-    asked = Deployment(name, settings, count, _busy(settings))
+    asked = Deployment(name, settings, count, busy(settings))
     handle = cluster.deploy(asked, versions())
     try:
         for plan in handle.plans.remote().result(timeout_s=60):
@@ -109,7 +107,7 @@ def _replace(
             f"the server at {where} has other keys, bounds or addresses, which only it itself can "
             "change; end it and start it anew, or leave them as they are"
         )
-    cluster.deploy(Deployment(name, settings, count, _busy(settings)), versions())
+    cluster.deploy(Deployment(name, settings, count, busy(settings)), versions())
     say(f"replaced: {cluster.replicas(name)} replicas; the server at {where} goes on")
 
 
@@ -132,32 +130,3 @@ def _running(settings: ServerSettings) -> dict[str, Any] | None:
 def _digest(settings: ServerSettings) -> str:
     told = settings.model_dump(mode="json", include=set(_IN_FRONT))
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
-def _check(settings: ServerSettings) -> None:
-    """Raise UsageError for what replicas cannot have."""
-    for name, model in settings.models.items():
-        if (model.arguments.get("tp_size") or 1) > 1:
-            raise UsageError(
-                f"{name}: --tp and --replicas do not go together: each replica is one process of "
-                "Ray; leave one of the two out"
-            )
-
-
-def _busy(settings: ServerSettings) -> int:
-    sizes = [m.arguments.get("max_batch_size", _MAX_BATCH_SIZE) for m in settings.models.values()]
-    return max(1, *map(int, sizes)) if sizes else _MAX_BATCH_SIZE
-
-
-def _anywhere(settings: ServerSettings) -> ServerSettings:
-    """The same, with paths that another process finds, too."""
-    models = {}
-    for name, model in settings.models.items():
-        paths = {n: _path(v) for n, v in model.arguments.items() if n in _PATHS and v is not None}
-        told = {**model.arguments, **paths, "model": _path(model.model)}
-        models[name] = ModelSettings.model_validate(told)
-    return settings.model_copy(update={"models": models})
-
-
-def _path(text: str) -> str:
-    return str(Path(text).resolve()) if Path(text).exists() else text

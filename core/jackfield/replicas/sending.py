@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jackfield.errors import ExecutionError, error_text
-from jackfield.replicas.calls import Call, Reply
+from jackfield.replicas.calls import Call, ReplicaLostError, Reply
 from jackfield.replicas.frames import WINDOW, Entry, Message, packed, read
 
 logger = logging.getLogger("jackfield.serving")
@@ -39,13 +39,20 @@ class Outgoing:
         connection = await self._connection(call.reply)
         with connection.carrying(number) as send:
             await send({"type": "began", "replica": self._name})
-            why = None
+            end: Message = {"type": "ended", "why": None}
             try:
                 await answer(call, send)
+            except ReplicaLostError as error:
+                end = {"type": "lost", "why": str(error)}
             except Exception as error:
                 logger.exception("%s", call.id)
-                why = error_text(error)
-            await send({"type": "ended", "why": why})
+                end["why"] = error_text(error)
+            await send(end)
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are still brought."""
+        return any(connection.busy for connection in self._connections.values())
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -84,6 +91,10 @@ class _Connection:
         self._untaken: dict[int, _Untaken] = {}
         self._carrying: set[asyncio.Task[Any]] = set()
         self.reading = asyncio.create_task(self._read(), name="jackfield-front")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._carrying or self._said)
 
     @contextlib.contextmanager
     def carrying(self, number: int) -> Any:

@@ -72,6 +72,7 @@ def create_app(
         description="OpenAI's protocol over any transformers model and any plugged backend.",
     )  # fmt: skip
     app.state.pool, app.state.metrics, app.state.settings = pool, metrics, settings
+    app.state.answering = made
     _add_health(app, pool, metrics)
     _add_models(app, pool)
     _add_completions(app, made)

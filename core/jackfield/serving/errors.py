@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from jackfield.errors import (
@@ -67,6 +68,14 @@ class ApiError(Exception):
         super().__init__(message)
         self._retry_after = retry_after
         self.status, self.message, self.param, self.code = status, message, param, code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        more: dict[str, Any] = {
+            "param": self.param,
+            "code": self.code,
+            "retry_after": self._retry_after,
+        }
+        return partial(ApiError, **more), (self.status, self.message)
 
     @property
     def headers(self) -> dict[str, str]:
