@@ -220,7 +220,7 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
             assert words in message
     assert "decoding='assisted', assistant_model=" in refusal(engine, assistant_model="demo-draft")
     assert "logprobs=N" in refusal(engine, output_scores=True)
-    assert "NoRepeatNGramLogitsProcessor" in refusal(engine, no_repeat_ngram_size=2)
+    assert "TypicalLogitsWarper" in refusal(engine, typical_p=0.5)
     assert "does not honour stopping_criteria" in refusal(
         engine, num_beams=2, stopping_criteria=lambda ids, scores: False
     )
@@ -230,9 +230,8 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
 
 def test_a_file_that_asks_for_what_nothing_honours_is_lifted_with_none() -> None:
     for name, value in (
-        ("forced_eos_token_id", 3),
-        ("begin_suppress_tokens", [3]),
-        ("no_repeat_ngram_size", 2),
+        ("guidance_scale", 2.0),
+        ("output_hidden_states", True),
         ("num_beams", 3),
     ):
         model = build("llama", torch.float64)

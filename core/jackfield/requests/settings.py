@@ -18,7 +18,12 @@ from typing import Any
 
 from jackfield.contracts.settings import Settings
 from jackfield.errors import PromptError, SettingsError, quoted
-from jackfield.requests import decoding_settings, structures, token_settings
+from jackfield.requests import (
+    decoding_settings,
+    field_processors,
+    structures,
+    token_settings,
+)
 from jackfield.requests.checked_numbers import CheckedNumbers
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.vocabulary import asks_for_nothing
@@ -42,8 +47,10 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
     eos = token_settings.token_ids(
         given.get("eos_token_id"), f"eos_token_id{_origin(wishes)}", limits.vocab_size
     )
+    new = _max_new_tokens(wishes, prompt_length, limits)
+    fields = field_processors.by_fields(wishes, (prompt_length, new), eos, limits.vocab_size)
     settings = Settings(
-        max_new_tokens=_max_new_tokens(wishes, prompt_length, limits),
+        max_new_tokens=new,
         min_new_tokens=_min_new_tokens(wishes, prompt_length),
         **drawn,
         **_penalties(count),
@@ -53,7 +60,7 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
         logprobs=count.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)
         if "logprobs" in given
         else None,
-        logits_processor=token_settings.processors(given, number),
+        logits_processor=(*fields, *token_settings.processors(given, number)),
         stopping_criteria=token_settings.functions(given, "stopping_criteria"),
         num_return_sequences=count.integer(
             "num_return_sequences", 1, at_least=1, at_most=MOST_SEQUENCES

@@ -119,10 +119,6 @@ DRAFTING: Mapping[str, str] = {
 }
 
 
-def _processor(name: str) -> str:
-    return f"transformers' {name} does it, given as logits_processor=[…]"
-
-
 #: The stages of drawing in their order, and the classes of transformers that are them.
 _STAGES = {
     "temperature": "TemperatureLogitsWarper",
@@ -152,20 +148,14 @@ REFUSED: Mapping[str, str] = {
     **{name: DRAFTING[name] for name in (
         "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
         "is_assistant", "speculation_type", "target_lookbehind", "use_mtp")},
-    "begin_suppress_tokens": _processor("SuppressTokensAtBeginLogitsProcessor"),
     "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "dola_layers": _MOVED,
-    "encoder_no_repeat_ngram_size": _processor("EncoderNoRepeatNGramLogitsProcessor"),
-    "encoder_repetition_penalty": _processor("EncoderRepetitionPenaltyLogitsProcessor"),
     "epsilon_cutoff": _after("EpsilonLogitsWarper", *_STAGES),
     "eta_cutoff": _after("EtaLogitsWarper", *_STAGES),
-    "exponential_decay_length_penalty": _processor("ExponentialDecayLengthPenalty"),
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "forced_bos_token_id": "put the token at the end of the prompt",
-    "forced_eos_token_id": _processor("ForcedEOSTokenLogitsProcessor"),
     "guidance_scale": "it runs the model a second time, beside the loop",
     "low_memory": _MOVED,
-    "no_repeat_ngram_size": _processor("NoRepeatNGramLogitsProcessor"),
     "output_attentions": _INSIDE,
     "output_hidden_states": _INSIDE,
     "output_logits": _SCORES,
