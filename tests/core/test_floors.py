@@ -14,7 +14,7 @@ ROOT = Path(jackfield.__file__).parent
 
 #: From the ground up; "" is the face, which nothing imports.
 FLOORS = (
-    "errors quieting demo", "units spelling guarded foreign devices", "contracts",
+    "errors quieting demo", "units spelling guarded foreign devices paths", "contracts",
     "hookspecs", "requests", "parallel", "registry", "sampling", "bridge", "planning", "engine",
     "api", "estimates", "in_transformers", "testing authoring client serving", "batch replicas",
     "cli", "__main__", "",

@@ -39,13 +39,21 @@ def few(batch: int, input_ids: Any) -> list[int]:
 #: setting -> what a request says to have it honoured
 VALUES: Mapping[str, dict[str, Any]] = {
     "bad_words_ids": {"bad_words_ids": [[n] for n in range(0, VOCAB, 2)] + [[3, 5]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, VOCAB, 2))},
     "do_sample": {"do_sample": True},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "exponential_decay_length_penalty": {
+        "exponential_decay_length_penalty": (3, 1.5), "eos_token_id": ENDS,
+    },
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
     "frequency_penalty": {"frequency_penalty": 3.0},
     "logits_processor": {"logits_processor": [Even()]},
     "logprobs": {"logprobs": 2},
     "min_length": {"min_length": 10, "eos_token_id": ENDS},
     "min_new_tokens": {"min_new_tokens": 5, "eos_token_id": ENDS},
     "min_p": {"do_sample": True, "min_p": 0.2},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": few},
     "presence_penalty": {"presence_penalty": 4.0},
     "repetition_penalty": {"repetition_penalty": 1.7},
@@ -66,7 +74,7 @@ VALUES: Mapping[str, dict[str, Any]] = {
     "length_penalty": {"length_penalty": -1.0, "num_beams": 3, "eos_token_id": ENDS},
     "num_beam_groups": {"diversity_penalty": 0.7, "num_beam_groups": 2, "num_beams": 4},
     "num_beams": {"num_beams": 3},
-}
+}  # fmt: skip
 
 #: Those that no strategy of another shape can honour, and so ask for nothing else.
 EVERY = SAMPLER_SETTINGS | DRAFT_SETTINGS | BEAM_SETTINGS

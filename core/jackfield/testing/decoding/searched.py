@@ -97,8 +97,11 @@ def _setting(subject: Subject, name: str, _: object) -> None:
 
 _SEEN: dict[str, Any] = {
     "bad_words_ids": lambda text: all(token % 2 for token in text),
+    "begin_suppress_tokens": lambda text: text[0] % 2 == 1,
+    "forced_eos_token_id": lambda text: text[-1] == 3 or len(text) < 10,
     "logits_processor": lambda text: all(token % 2 == 0 for token in text),
     "min_new_tokens": lambda text: len(text) >= 5,
+    "no_repeat_ngram_size": lambda text: len(set(text)) == len(text),
     "suppress_tokens": lambda text: min(text) >= 40,
     "prefix_allowed_tokens_fn": lambda text: all(
         b in few(0, [a]) for a, b in itertools.pairwise(text)
