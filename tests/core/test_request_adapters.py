@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def adapted(family: str, name: str, **more: Any) -> Any:
     """A PeftModel with one of `KINDS`, of random weights, always the same ones."""
-    given = {"target_modules": TARGETS[family], **KINDS[name], **more}
+    given = {"target_modules": TARGETS.get(family), **KINDS[name], **more}
     if family == "gpt2":
         given.setdefault("fan_in_fan_out", True)
     with torch.random.fork_rng(), hushed():
@@ -234,6 +237,34 @@ def test_a_live_model_is_as_it_was(adapters: dict[str, Path], right: Any) -> Non
         jackfield.load(_with_own(adapters["b"]), adapters={"a": adapters["a"]})
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", None]], ids=str)
+@torch.no_grad()
+def test_whoever_else_calls_a_live_model_is_given_it_bare(
+    adapters: dict[str, Path], names: list[str | None]
+) -> None:
+    """Between steps, in another thread while one is computed, and as a copy."""
+    live = build("llama")
+    ids = torch.tensor([PROMPTS[1]])
+    bare, layer = live(ids).logits, live.model.layers[0].self_attn.q_proj
+    given = torch.randn(1, 3, 32, dtype=torch.float64)
+    alone, meanwhile = layer(given), []
+
+    def step(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: meanwhile.append(layer(given)))
+        thread.start()
+        thread.join()
+
+    with jackfield.load(live, adapters=adapters, cache_implementation="dynamic") as engine:
+        with live.model.norm.register_forward_hook(step):
+            engine.generate(
+                PROMPTS[: len(names)], settings=[{"adapter": n} for n in names], max_new_tokens=3
+            )
+        assert len(meanwhile) == 3
+        assert all(torch.equal(one, alone) for one in meanwhile)
+        torch.testing.assert_close(live(ids).logits, bare, rtol=0, atol=1e-4)
+        assert torch.equal(copy.deepcopy(live.model.layers[0].self_attn.q_proj)(given), alone)
+
+
 def _with_own(path: Path) -> Any:
     live = build("llama")
     live.load_adapter(str(path))
@@ -314,6 +345,80 @@ def test_numbers_that_are_not_finite(model: Path, tmp_path: Path) -> None:
     save_file(state, file)
     with pytest.raises(CheckpointError, match="not finite"):
         jackfield.load(model, adapters={"a": tmp_path})
+
+
+def _other_rank(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: (v[:2] if "lora_A" in k else v[:, :2]).contiguous() for k, v in state.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: {**state, "x.lora_A.weight": torch.ones(4, 32)}, r"no place for x\.lora_A"),
+        (_other_rank, r"q_proj.lora_A.weight is \(2, 32\), and has to be \(4, 32\)"),
+        (lambda state: dict([*state.items()][1:]), r"lacks .*lora_A.weight"),
+    ],
+    ids=["surplus", "rank", "lacking"],
+)
+def test_files_that_do_not_fit(family: str, change: Any, said: str, tmp_path: Path) -> None:
+    """Also for a model whose experts transformers fuses, of which PEFT has other names."""
+    build(family).save_pretrained(tmp_path / "model")
+    file = saved(family, "a", tmp_path / "a", target_modules=["q_proj"])
+    file /= "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(CheckpointError, match=said):
+        jackfield.plan(tmp_path / "model", adapters={"a": tmp_path / "a"})
+
+
+def test_keys_without_a_prefix(model: Path, tmp_path: Path, right: Any) -> None:
+    file = saved("llama", "a", tmp_path) / "adapter_model.safetensors"
+    state = load_file(file)
+    save_file({key.removeprefix("base_model.model."): t for key, t in state.items()}, file)
+    with jackfield.load(model, adapters={"a": tmp_path}) as engine:
+        assert mixed(engine, ["a", None]) == [right["a"], right[None]]
+
+
+@pytest.mark.parametrize(
+    ("field", "kind", "given"),
+    [
+        ("velora_config", "VeloraConfig", {}),
+        ("use_bdlora", "BdLoraConfig", {"target_modules_bd_a": ["q_proj"], "nblocks": 2}),
+    ],
+)
+def test_variants_are_refused(
+    model: Path, tmp_path: Path, field: str, kind: str, given: dict[str, Any]
+) -> None:
+    """Whatever PEFT computes in another way than as two products."""
+    if (made := getattr(importlib.import_module("peft.tuners.lora.config"), kind, None)) is None:
+        pytest.skip(f"this PEFT has no {kind}")
+    saved("llama", "a", tmp_path, target_modules=["q_proj"], **{field: made(**given)})
+    with pytest.raises(CheckpointError, match=r"in a way of its own.*give it alone, as adapter="):
+        jackfield.plan(model, adapters={"a": tmp_path})
+
+
+@pytest.mark.parametrize("argument", ["adapter", "adapters"])
+def test_what_cuts_the_weights_is_refused(model: Path, tmp_path: Path, argument: str) -> None:
+    """It could not be switched off, nor be one of several."""
+    config = importlib.import_module("peft.tuners.lora.config")
+    if not hasattr(config, "KasaConfig"):
+        pytest.skip("this PEFT has no KasaConfig")
+    saved("llama", "a", tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kasa_config": {"beta": 0.1}}))
+    with pytest.raises(CheckpointError, match="kasa_config cuts the model's own weights"):
+        jackfield.plan(model, **{argument: tmp_path if argument == "adapter" else {"a": tmp_path}})
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("llama4", "router"), ("deepseek-v3", "kv_b_proj")], ids=str
+)
+def test_layers_of_another_shape_are_refused(family: str, layer: str, tmp_path: Path) -> None:
+    """Those that give more than rows, or are called with others; also where the probe ends."""
+    build(family).save_pretrained(tmp_path / "model")
+    saved(family, "a", tmp_path / "a", target_modules=["q_proj", "q_a_proj", layer])
+    with pytest.raises(CheckpointError, match=f"{layer}, which is not called.*give it alone"):
+        jackfield.plan(tmp_path / "model", adapters={"a": tmp_path / "a"})
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:

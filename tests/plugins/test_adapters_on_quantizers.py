@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import jackfield
 from jackfield.bridge.adapters import hushed
 from jackfield.demo import MODEL_PATH
-from jackfield.errors import PlanError
+from jackfield.errors import PlanError, SettingsError
 
 peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
 
@@ -102,6 +102,9 @@ def test_on_stored_weights(quantizer: str, adapters: dict[str, Path]) -> None:
         with engine.disable_adapter():
             assert not follows(tokens(engine), wanted[None])
             assert engine.report().adapter.state == "off"  # type: ignore[union-attr]
+            with pytest.raises(SettingsError, match="without adapters that a request could name"):
+                engine.generate("x", adapter="default")
+        assert (engine.adapters, report.adapters) == ({}, {})
         assert not follows(tokens(engine), wanted["a"])
         assert all(f"adapter {adapters['a']}" in str(one.report) for one in engine.generate("x"))
     with jackfield.load("demo", adapters=adapters, **given) as engine:

@@ -33,6 +33,7 @@ TYPES = ("LORA", "IA3", "LOHA", "LOKR")
 ADDS_MORE = {
     "alora_invocation_tokens": "switches it on in the middle of a prompt, which no loop here does",
     "arrow_config": "routes between several adapters",
+    "kasa_config": "cuts the model's own weights down",
     "layer_replication": "gives the model other layers",
     "megatron_config": "is for Megatron's layers",
 }

@@ -17,10 +17,11 @@ import torch
 from jackfield.bridge.adapter import Adapter
 from jackfield.bridge.adapter_files import WEIGHTS, read_config
 from jackfield.bridge.adapters import NAME, PREFIX, FoundAdapter, adapted_layers, find_adapter
+from jackfield.bridge.headers import safetensors_header
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.probe import TOKENS, probe
 from jackfield.contracts.requirements import Weight
-from jackfield.errors import CheckpointError, UsageError, quoted
+from jackfield.errors import CheckpointError, UsageError, quoted, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -120,30 +121,61 @@ def lora_of(found: FoundAdapter, meta: PreTrainedModel) -> FoundLora:
             f"{what} {why}, and among several only a plain LoRA is computed; give it alone, as "
             "adapter=…"
         )
-    from peft.tuners.lora.layer import Linear
-
     names = {id(module): name for name, module in meta.named_modules()}
-    targets, weights = {}, []
+    head = meta.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    stored, targets, weights = _Stored(what, found.folder / WEIGHTS), {}, []
     for layer in adapted_layers(meta):
         name = names[id(layer)]
-        if type(layer) is not Linear or layer.base_layer is _head(meta):
-            raise CheckpointError(
-                f"{what} changes {name}, a {type(layer.base_layer).__name__}, and among several "
-                "only linear layers between embedding and head can be; give it alone, as adapter=…"
-            )
-        matrices: Any = (layer.lora_A, layer.lora_B)
-        a, b = (part[NAME].weight.numel() for part in matrices)
-        key = f"{PREFIX}{name}."
-        targets[name] = Target(f"{key}lora_A.weight", f"{key}lora_B.weight",
-                               float(layer.scaling[NAME]))  # fmt: skip
-        weights += [Weight(f"{name}.lora", a + b)]
+        _check_plain(what, name, layer, head)
+        a, b = (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+        keys = (stored.key(f"{name}.lora_A.weight", a), stored.key(f"{name}.lora_B.weight", b))
+        targets[name] = Target(*keys, float(layer.scaling[NAME]))
+        weights += [Weight(f"{name}.lora", a.numel() + b.numel())]
+    stored.check_all_taken()
     _check_calls(what, meta, targets)
     return FoundLora(found.folder, found.adapter, targets, tuple(weights))
 
 
-def _head(model: PreTrainedModel) -> Any:
-    head = model.get_output_embeddings()
-    return getattr(head, "base_layer", head)
+def _check_plain(what: str, name: str, layer: Any, head: Any) -> None:
+    """Raise CheckpointError for a layer whose change is more than a LoRA of a linear one."""
+    from peft.tuners.lora.layer import Linear
+
+    if type(layer) is not Linear or layer.base_layer is head:
+        raise CheckpointError(
+            f"{what} changes {name}, a {type(layer.base_layer).__name__}, and among several "
+            "only linear layers between embedding and head can be; give it alone, as adapter=…"
+        )
+    if (variant := getattr(layer, "lora_variant", {}).get(NAME)) is not None:
+        raise CheckpointError(
+            f"{what} changes {name} in a way of its own (PEFT's {type(variant).__name__}), and "
+            "among several only a plain LoRA is computed; give it alone, as adapter=…"
+        )
+
+
+class _Stored:
+    """The tensors of an adapter's file, of which each has to be one layer's, with its shape."""
+
+    def __init__(self, what: str, file: Path) -> None:
+        self._what = what
+        header = safetensors_header(file)
+        self._keys = {key.removeprefix(PREFIX): key for key in header}
+        self._left = {key: tuple(entry["shape"]) for key, entry in header.items()}
+
+    def key(self, name: str, takes: torch.Tensor) -> str:
+        """By which name the file has the one that `takes` is read from."""
+        key = self._keys.get(name, name)
+        if (has := self._left.pop(key, None)) != tuple(takes.shape):
+            raise CheckpointError(
+                f"{self._what} lacks {name}"
+                if has is None
+                else f"{self._what}: {name} is {has}, and has to be {tuple(takes.shape)}"
+            )
+        return key
+
+    def check_all_taken(self) -> None:
+        if self._left:
+            raise CheckpointError(f"{self._what} has no place for {shown(min(self._left))}")
 
 
 def _check_calls(what: str, meta: PreTrainedModel, targets: Mapping[str, Target]) -> None:
@@ -151,21 +183,27 @@ def _check_calls(what: str, meta: PreTrainedModel, targets: Mapping[str, Target]
 
     Experts are not: each is called with those that were sent to it, or all of them at once.
     """
-    seen: dict[str, tuple[int, ...]] = {}
+    seen: dict[str, set[tuple[int, ...] | None]] = {}
 
     def note(name: str) -> Any:
-        return lambda module, args: seen.setdefault(name, tuple(args[0].shape[:-1]))
+        def hook(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            given = tuple(args[0].shape[:-1]) if isinstance(output, torch.Tensor) else None
+            seen.setdefault(name, set()).add(given)
+
+        return hook
 
     for name in targets:
-        meta.get_submodule(name).register_forward_pre_hook(note(name))
-    if not probe(meta).calls:
-        return  # its code needs numbers to run; a step that is off ends with an error
+        layer: Any = meta.get_submodule(name)
+        layer.base_layer.register_forward_hook(note(name))
+    # Code that needs numbers to run shows a part of its calls; a step that is off ends in an error.
+    whole = bool(probe(meta).calls)
     for name in targets:
-        if seen.get(name) not in ((1, TOKENS), (TOKENS,)):
+        shapes = seen.get(name, set())
+        if shapes - {(1, TOKENS), (TOKENS,)} or (whole and not shapes):
             raise CheckpointError(
-                f"{what} changes {name}, which is not called with all tokens of a step, so that "
-                "requests of several adapters cannot be told apart there; give it alone, as "
-                "adapter=…"
+                f"{what} changes {name}, which is not called with all tokens of a step, one row "
+                "for each, so that requests of several adapters cannot be told apart there; give "
+                "it alone, as adapter=…"
             )
 
 

@@ -6,6 +6,7 @@ adapters a step has: what a token's own adapter did not ask for is set to zero b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +62,7 @@ class Stack:
 
     def _add(self, _: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
         chosen = self._layers.chosen
-        if chosen is None:
+        if chosen is None or self._layers.thread != threading.get_ident():
             return None
         self.calls += 1
         start, stop, mask = chosen.part(self.ranks)
@@ -77,9 +78,9 @@ class Stack:
         """The mask for a layer that is given the tokens of all rows one after the other."""
         if mask.device != inner.device:
             mask = mask.to(inner.device)
-        if inner.dim() == mask.dim():
-            return mask
         rows, width = self._layers.shape
+        if inner.dim() == 3 and len(inner) == rows and mask.shape[1] in (1, inner.shape[1]):
+            return mask
         if inner.dim() != 2 or len(inner) != rows * width:
             raise ExecutionError(
                 f"{self.name} was called with tokens in another shape ({[*inner.shape]}) than the "
@@ -126,6 +127,7 @@ class LoraLayers:
         self._stacks: dict[str, Stack] = {}
         self.chosen: Chosen | None = None
         self.shape = (0, 0)  # of the step: rows, width
+        self.thread = 0  # that computes the step; a live model may be called in others
 
     def build(self, held: Sequence[dict[str, Matrices]]) -> None:
         """Hold the adapters of these slots, and no others; each becomes a view of what is held."""
@@ -144,8 +146,8 @@ class LoraLayers:
         return self._stacks[name]
 
     def choose(self, chosen: Chosen | None, shape: tuple[int, int]) -> None:
-        """Have the next forward call use these adapters."""
-        self.chosen, self.shape = chosen, shape
+        """Have forward calls of this thread use these adapters."""
+        self.chosen, self.shape, self.thread = chosen, shape, threading.get_ident()
         for stack in self._stacks.values() if chosen is not None else ():
             stack.calls = 0
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,9 +55,9 @@ class Adapters:
 
     @property
     def named(self) -> Mapping[str, Adapter]:
-        """What is held, by name."""
+        """What a request may name."""
         with self._lock:
-            return {name: held.adapter for name, held in self._named.items()}
+            return {} if self._only else {name: held.adapter for name, held in self._named.items()}
 
     def add(self, name: str, found: FoundLora) -> None:
         """Read a checked adapter and hold it. Raises CheckpointError, UsageError."""
@@ -119,8 +120,19 @@ class Adapters:
         known = ", ".join(self._named) or "none"
         return f" (loaded: {known}){nearest(str(name), self._named)}"
 
-    def choose(self, step: RunningStep, inputs: ModelInputs) -> None:
-        """Have the forward call of this step compute each token with its sequence's adapter."""
+    @contextlib.contextmanager
+    def adapting(self, step: RunningStep, inputs: ModelInputs) -> Iterator[None]:
+        """Have forward calls within compute each token of a step with its sequence's adapter.
+
+        Whoever else calls the model, before or behind a step, is given it without any.
+        """
+        self._choose(step, inputs)
+        try:
+            yield
+        finally:
+            self._layers.choose(None, (0, 0))
+
+    def _choose(self, step: RunningStep, inputs: ModelInputs) -> None:
         self._settle()
         rows, width = inputs.kwargs["input_ids"].shape
         slots = [_slot(item.sequence.adapter) for item in step.scheduled]
@@ -172,9 +184,9 @@ class Adapters:
         self._layers.check_called()
 
     def steps(self) -> dict[str, int]:
-        """In how many steps each adapter was computed, by name."""
+        """In how many steps each adapter that a request may name was computed."""
         with self._lock:
-            return {name: held.steps for name, held in self._named.items()}
+            return {} if self._only else {name: held.steps for name, held in self._named.items()}
 
     # What an engine with one adapter for all requests asks of it, as of one that PEFT put there.
 

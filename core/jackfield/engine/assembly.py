@@ -83,7 +83,7 @@ def assemble(
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
         if bound.adapters is not None:
-            loop.adapting = bound.adapters.choose
+            loop.adapting = bound.adapters.adapting
         # A backend that fails to bind must leave a live model as it was, so this comes last.
         restore = install_all(models)
         for one in models:

@@ -91,14 +91,13 @@ class Intake:
 
     def _adapter(self, settings: Settings) -> tuple[HeldLora | None, Settings]:
         """The adapter of a request, which then caches for itself. Raises SettingsError."""
-        if self._bound.adapters is not None:
-            return self._bound.adapters.asked(settings)
-        if settings.adapter is not None:
+        held = self._bound.adapters
+        if settings.adapter is not None and (held is None or held.use() is not None):
             raise SettingsError(
                 f"adapter={settings.adapter!r}: the model was loaded without adapters that a "
                 "request could name; load it with adapters={'NAME': 'FOLDER'}"
             )
-        return None, settings
+        return (None, settings) if held is None else held.asked(settings)
 
     def _made(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -55,7 +56,7 @@ class Loop:
         self.running: list[RunningSequence] = []
         self._timed: SequenceHeap[RunningSequence] = SequenceHeap()  # by their deadlines
         self._full = False  # the cache refused who is next, and holds no less since
-        self.adapting: Callable[[RunningStep, ModelInputs], None] | None = None
+        self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
@@ -99,13 +100,12 @@ class Loop:
         step = self._fitting(drafts)
         self.decoding.expect(step)
         inputs = self.cache.prepare(step)
-        if self.adapting is not None:
-            self.adapting(step, inputs)
-        self.doing = "the model's forward call"
-        logits = self.forward(inputs)
-        self.doing = None
-        if self.verifying is not None:
-            self.verifying(step, inputs, logits)
+        with self.adapting(step, inputs):
+            self.doing = "the model's forward call"
+            logits = self.forward(inputs)
+            self.doing = None
+            if self.verifying is not None:
+                self.verifying(step, inputs, logits)
         self.steps += 1
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
@@ -334,6 +334,11 @@ class Loop:
         for sequence in lost:
             sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt
         self._release(lost)
+
+
+def _plain(step: RunningStep, inputs: ModelInputs) -> AbstractContextManager[None]:
+    """Steps of a model as it is, or with one adapter in its modules."""
+    return nullcontext()
 
 
 def _taken(sequence: RunningSequence, gain: Accepted) -> Event:
