@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from jobs import Json, asks, done, job, read, write
 
 from jackfield.batch import job as batch_job
@@ -61,6 +62,7 @@ OTHERS: dict[str, Any] = {
     "offload_folder": "folder",
     "adapter": "adapter",
     "merge_adapter": True,
+    "adapters": {"a": "adapter"},
     "deterministic": True,
     "locked": "jackfield.lock.json",
     "revision": "v1",
@@ -115,6 +117,26 @@ def test_a_model_of_another_content_is_refused(source: Path, tmp_path: Path) -> 
     weights.write_bytes(data)
     with pytest.raises(UsageError, match="files of the model was sha256"):
         again()
+
+
+@pytest.mark.parametrize("argument", ["adapter", "adapters"])
+def test_an_adapter_of_another_content_is_refused(
+    source: Path, tmp_path: Path, argument: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
+    folder, output = tmp_path / "adapter", tmp_path / "out.jsonl"
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(MODEL_PATH), config
+    ).save_pretrained(folder)
+    given = ASKED | {argument: str(folder) if argument == "adapter" else {"a": str(folder)}}
+    assert done(source, output, **given).answered == 3
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(UsageError, match=f"files of {re.escape(str(folder))} was sha256"):
+        done(source, output, **given)
 
 
 def test_how_much_runs_at_once_may_be_another(source: Path, output: Path) -> None:

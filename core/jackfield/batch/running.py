@@ -163,8 +163,9 @@ def _asked(job: Job, digest: str) -> dict[str, Any]:
     # how much a step does at once is no part of an answer: a job may go on with less
     aside = ("max_batch_size", "max_batch_tokens", "verify")
     given = {name: value for name, value in job.arguments.items() if name not in aside}
-    helpers = {name: given[name] for name in ("assistant_model", "adapter") if given.get(name)}
-    contents = {f"files of {model}": content_of_model(model) for model in helpers.values()}
+    helpers = [given[name] for name in ("assistant_model", "adapter") if given.get(name)]
+    helpers += (given.get("adapters") or {}).values()
+    contents = {f"files of {model}": content_of_model(model) for model in helpers}
     return {
         "input": f"sha256:{digest}", "model": job.model,
         "files of the model": content_of_model(job.model), **contents, **given, **job.answers,

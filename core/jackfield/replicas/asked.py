@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jackfield.errors import UsageError
 from jackfield.serving.settings import ModelSettings, ServerSettings
@@ -31,7 +32,11 @@ def anywhere(settings: ServerSettings) -> ServerSettings:
     """The same, with paths that another process finds, too."""
     models = {}
     for name, model in settings.models.items():
-        paths = {n: _path(v) for n, v in model.arguments.items() if n in _PATHS and v is not None}
+        paths: dict[str, Any] = {
+            n: _path(v) for n, v in model.arguments.items() if n in _PATHS and v is not None
+        }
+        if adapters := model.arguments.get("adapters"):
+            paths["adapters"] = {n: _path(where) for n, where in adapters.items()}
         told = {**model.arguments, **paths, "model": _path(model.model)}
         models[name] = ModelSettings.model_validate(told)
     return settings.model_copy(update={"models": models})
