@@ -29,7 +29,7 @@ from jackfield.errors import OptionError, PlanError
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
 
-from jackfield_plugins.attention.paged_triton import TritonAttention, warming
+from jackfield_plugins.attention.paged_triton import TritonAttention, launch, warming
 from jackfield_plugins.attention.paged_triton.launch import PagedAttention, paged_attention
 from jackfield_plugins.attention.paged_triton.tiles import (
     MAX_SPLITS,
@@ -165,6 +165,25 @@ def test_splits_occupy_the_processors_but_stay_worth_their_sum() -> None:
     assert choose_splits(programs=8, longest=1000, keys_per_tile=64, processors=132) == 4
     assert choose_splits(programs=8, longest=100, keys_per_tile=64, processors=132) == 1
     assert choose_splits(programs=1, longest=10**6, keys_per_tile=64, processors=132) == MAX_SPLITS
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize(("window", "splits"), [(None, 64), (512, 16), (100, 2), (20, 1)])
+def test_the_keys_of_a_window_are_split_too(
+    queries: int, window: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a decode step sees, not as many as the text has; of two tiles at least."""
+    monkeypatch.setattr(launch, "_processors", lambda _: 132)
+    layer = layer_of(
+        step_of([(queries, 2100), (queries, 30)], DEVICE), kv_heads=1, head_dim=16, page_size=16,
+        window=window, dtype=EXACT, device=DEVICE,
+    )  # fmt: skip
+    query = queries_of(layer.step, 4, layer)
+    attend = PagedAttention(tile=SMALL)
+    assert_close(attend(query, layer, scaling=0.25), reference(query, layer, scaling=0.25))
+    (prepared,) = attend._steps.values()
+    assert prepared.prefill is None
+    assert prepared.decode == (1, 2, splits)
 
 
 model_of = functools.cache(build)
