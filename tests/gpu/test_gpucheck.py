@@ -26,7 +26,7 @@ from gpucheck.bench import Bench, Gpu, Host
 from gpucheck.counters import triton_compilations
 from gpucheck.judging import verdict
 from gpucheck.models import prompts_of, random_model
-from gpucheck.results import Results, SkippedError, Values, read
+from gpucheck.results import LOST, Results, SkippedError, Values, read
 from gpucheck.sizes import GPU, TINY
 from gpucheck.speed import Race
 from gpucheck.stages import STAGES, Stage
@@ -286,6 +286,75 @@ def test_a_cut_and_a_crash_lose_nothing(tmp_path: Path) -> None:
     assert [r["stage"] for r in whole["results"]] == [*ends, "later"]
     assert whole["gpu"] == "a GPU"
     assert runner.run_stages(tmp_path, command, stages[1:2])
+
+
+FRAGILE = """
+import os, sys
+from pathlib import Path
+from gpucheck.results import Results, appending
+from gpucheck.runner import LINES, NOW, made_by
+folder = Path({folder!r})
+gone = []
+results = Results(
+    "s", appending(folder / LINES), made=made_by("s", folder), begin=(folder / NOW).write_text,
+    lost=lambda: bool(gone),
+)
+def act(name):
+    (folder / "made").open("a").write(name + " ")
+    if name == "loses":
+        gone.append(name)
+        raise RuntimeError("CUDA error: an illegal memory access")
+    if name == "ends":
+        os.abort()
+    return {{}}
+with results.check("the stage itself"):
+    for name in ("first", "loses", "second", "ends", "last"):
+        results.run(name, act, name)
+    if {again}:
+        with results.check("always"):
+            os.abort()
+"""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stage_goes_on_behind_a_check_that_ends_its_process(again: bool, tmp_path: Path) -> None:
+    """Also where a GPU answers no more; and it ends where each process ends in the same check."""
+    code = FRAGILE.format(folder=str(tmp_path), again=again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(metadata.PATHS))
+        command = [sys.executable, "-c", code]
+        assert not runner.run_stages(tmp_path, lambda _: command, [Stage("s", "", 60, "")])
+    whole = json.loads((tmp_path / runner.RESULT).read_text())
+    found = [(r["check"], r["ok"]) for r in whole["results"]]
+    once = [("first", True), ("loses", False), ("second", True), ("ends", False), ("last", True)]
+    (stage,) = whole["stages"]
+    if again:
+        assert found == [*once, ("always", False)]
+        assert (stage["ended"], stage["starts"]) == ("ended with exit status -6", 4)
+    else:
+        assert found == [*once, ("the stage itself", True)]
+        assert (stage["ended"], stage["starts"]) == ("whole", 3)
+    assert (tmp_path / "made").read_text().split() == [name for name, _ in once]
+    (ended,) = [r for r in whole["results"] if r["check"] == "ends"]
+    assert ended["error"] == "its process ended with exit status -6"
+
+
+def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    FakeCuda(monkeypatch)
+    assert not Gpu().lost()
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert Gpu().lost()
+    found: list[Values] = []
+    results = Results("s", found.append, lost=Gpu().lost)
+    with pytest.raises(SystemExit) as ended, results.check("breaks"):
+        raise RuntimeError("CUDA error")
+    assert ended.value.code == LOST
+    assert [r["ok"] for r in found] == [False]
+    with results.check("is right"):
+        pass
 
 
 def test_a_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from gpucheck import page
 from gpucheck.metadata import ROOT
 from gpucheck.results import Results, appending
-from gpucheck.runner import LINES, listed, run_stages, stage_command
+from gpucheck.runner import LINES, NOW, listed, made_by, run_stages, stage_command
 from gpucheck.stages import STAGES
 
 
@@ -60,10 +60,15 @@ def run_here(name: str, folder: Path, device: str, sizes: str) -> int:
     from gpucheck.sizes import GPU, TINY
 
     (stage,) = (stage for stage in STAGES if stage.name == name)
-    results = Results(name, appending(folder / LINES))
-    bench = Bench(
-        Host() if device == "cpu" else Gpu(device), TINY if sizes == "tiny" else GPU, results
+    where = Host() if device == "cpu" else Gpu(device)
+    results = Results(
+        name,
+        appending(folder / LINES),
+        made=made_by(name, folder),
+        begin=(folder / NOW).write_text,
+        lost=where.lost,
     )
+    bench = Bench(where, TINY if sizes == "tiny" else GPU, results)
     with results.check("the stage itself"):
         importlib.import_module(f"gpucheck.{stage.module}").run(bench)
     return 0

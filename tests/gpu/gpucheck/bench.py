@@ -40,6 +40,14 @@ class Gpu:
         self.wait()
         return begin.elapsed_time(end) / 1000
 
+    def lost(self) -> bool:
+        """Whether it does nothing more for this process."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return True
+        return False
+
     def held(self) -> int:
         """Bytes that torch has from the driver."""
         return torch.cuda.memory_reserved(self.name)
@@ -102,6 +110,9 @@ class Host:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+    def lost(self) -> bool:
+        return False
 
     def seconds(self, run: Callable[[], Any]) -> float:
         started = time.perf_counter()

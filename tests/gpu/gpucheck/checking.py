@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jackfield.errors import JackfieldError
 from jackfield.testing.checks import verdict
 from jackfield.testing.subject import subject_of
 from jackfield.testing.suites import checks_of
 
 if TYPE_CHECKING:
     from gpucheck.bench import Bench
+    from gpucheck.results import Values
 
 #: What is checked on a GPU, the most important first; and what stands in for it on a processor.
 ON_A_GPU = (
@@ -32,22 +32,17 @@ def run(bench: Bench) -> None:
     backends = ON_A_GPU if bench.device.name.startswith("cuda") else ON_A_PROCESSOR
     for kind, name in backends:
         with tempfile.TemporaryDirectory() as folder:
-            check_backend(bench, kind, name, Path(folder))
+            bench.results.run(f"{kind} {name}", check_backend, bench, kind, name, Path(folder))
 
 
-def check_backend(bench: Bench, kind: str, name: str, folder: Path) -> None:
+def check_backend(bench: Bench, kind: str, name: str, folder: Path) -> Values:
     """Each failure is a result of its own, and so is each backend at its end."""
-    try:
-        subject = subject_of(name, kind, folder, device=bench.device.name)
-        checks = checks_of(subject)
-    except JackfieldError as error:
-        bench.results.note(f"{kind} {name}", False, error=str(error))
-        return
+    subject = subject_of(name, kind, folder, device=bench.device.name)
     counts: Counter[str] = Counter()
-    for check in checks:
+    for check in checks_of(subject):
         found = verdict(check)
         counts[found.outcome] += 1
         if found.outcome == "failed":
             told = {"error": found.message, "case": found.case}
             bench.results.note(f"{kind} {name}: {found.name}", False, **told)
-    bench.results.note(f"{kind} {name}", not counts["failed"], **counts)
+    return {"ok": not counts["failed"], **counts}

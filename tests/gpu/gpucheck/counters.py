@@ -36,17 +36,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 def run(bench: Bench) -> None:
     model = random_model(bench.sizes.counted, bench.device.name, bench.sizes.large_dtype)
     for label, arguments in ENGINES.items():
-        with bench.results.check(f"waits a step: {label}") as found:
-            found.update(waits(bench, model, arguments))
-    with bench.results.check("pools of engines one after another") as found:
-        found.update(pools_in_turn(bench, model))
-    with bench.results.check("pools of two engines at once") as found:
-        found.update(pools_at_once(bench))
-    with bench.results.check("deterministic") as found:
-        found.update(deterministic(bench, model))
+        bench.results.run(f"waits a step: {label}", waits, bench, model, arguments)
+    bench.results.run("pools of engines one after another", pools_in_turn, bench, model)
+    bench.results.run("pools of two engines at once", pools_at_once, bench)
+    bench.results.run("deterministic", deterministic, bench, model)
     for label, arguments in ENGINES.items():
-        with bench.results.check(f"compilations after warm-up: {label}") as found:
-            found.update(compilations(bench, model, arguments))
+        name = f"compilations after warm-up: {label}"
+        bench.results.run(name, compilations, bench, model, arguments)
 
 
 def waits(bench: Bench, model: Any, arguments: dict[str, Any]) -> Values:

@@ -65,18 +65,20 @@ FLEX = replace(_run("dynamic, flex", "flex_attention", "dynamic"), family="qwen3
 
 def run(bench: Bench) -> None:
     for each in RUNS:
-        with bench.results.check(each.label) as found:
-            found.update(judged(bench, each))
-    with bench.results.check("paged, triton, swap") as found:
-        pool = f"paged?page_size=1&num_tokens={bench.sizes.swapped}&swap=true"
-        found.update(judged(bench, _run("", "triton", pool)))
-        found["ok"] = found["ok"] and found["preemptions"] > 0
+        bench.results.run(each.label, judged, bench, each)
+    bench.results.run("paged, triton, swap", swapped, bench)
     with tempfile.TemporaryDirectory() as folder:
         build("llama", torch.float32).save_pretrained(folder)
         placements(bench, folder)
         quantizers(bench, folder)
-    with bench.results.check(FLEX.label) as found:
-        found.update(judged(bench, FLEX))
+    bench.results.run(FLEX.label, judged, bench, FLEX)
+
+
+def swapped(bench: Bench) -> Values:
+    """A pool that has no room for all, so that some are swapped out."""
+    pool = f"paged?page_size=1&num_tokens={bench.sizes.swapped}&swap=true"
+    found = judged(bench, _run("", "triton", pool))
+    return {**found, "ok": found["ok"] and found["preemptions"] > 0}
 
 
 def judged(bench: Bench, each: Run) -> Values:
@@ -123,8 +125,8 @@ def placements(bench: Bench, folder: str) -> None:
     for index in range(1, torch.cuda.device_count()):
         maps[f"weights on cuda:{index}"] = {"device_map": f"cuda:{index}"}
     for label, arguments in maps.items():
-        with bench.results.check(label) as found:
-            found.update(of_folder(bench, folder, {**arguments, "dtype": "float32"}, "float32"))
+        own = {**arguments, "dtype": "float32"}
+        bench.results.run(label, of_folder, bench, folder, own, "float32")
 
 
 def device_key(device: str) -> int | str:
@@ -133,10 +135,9 @@ def device_key(device: str) -> int | str:
 
 def quantizers(bench: Bench, folder: str) -> None:
     for name in bench.sizes.quantizers:
-        with bench.results.check(f"quantizer {name}") as found:
-            dtype = "bfloat16"
-            arguments = {"quantization": name, "device_map": bench.device.name, "dtype": dtype}
-            found.update(of_folder(bench, folder, arguments, dtype))
+        dtype = "bfloat16"
+        arguments = {"quantization": name, "device_map": bench.device.name, "dtype": dtype}
+        bench.results.run(f"quantizer {name}", of_folder, bench, folder, arguments, dtype)
 
 
 def of_folder(bench: Bench, folder: str, arguments: Mapping[str, Any], dtype: str) -> Values:

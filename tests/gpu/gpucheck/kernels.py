@@ -81,8 +81,7 @@ def run(bench: Bench) -> None:
         else:
             names.append(registered.name)
     for case, name in itertools.product(cases(bench), sorted(names)):
-        with bench.results.check(f"attention {name}: {case}") as found:
-            found.update(attention_error(bench, name, case))
+        bench.results.run(f"attention {name}: {case}", attention_error, bench, name, case)
 
 
 def absent(bench: Bench, registered: Any) -> str:
@@ -165,8 +164,9 @@ def norms(bench: Bench) -> None:
             bench.results.note(f"norm {registered.name}", None, reason="fetches its kernels")
             continue
         for (rows, size), dtype in itertools.product(bench.sizes.norms, bench.sizes.dtypes):
-            with bench.results.check(f"norm {registered.name}: {rows} × {size}, {dtype}") as found:
-                found.update(norm_error(bench, registered.name, rows, size, dtype))
+            name = registered.name
+            label = f"norm {name}: {rows} × {size}, {dtype}"
+            bench.results.run(label, norm_error, bench, name, rows, size, dtype)
 
 
 def norm_error(bench: Bench, name: str, rows: int, size: int, dtype: str) -> dict[str, Any]:

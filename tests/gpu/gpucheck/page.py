@@ -22,7 +22,8 @@ models are right, what is counted (waits, compilations, memory), and how fast an
 decodes. It needs Python, torch with CUDA, transformers and Triton, and no network; jackfield itself is used from the
 checkout and need not be installed. What a machine lacks is skipped, with the reason. Each result is written to
 `build/gpu/results.jsonl` the moment it is known, and after each stage all of them to `build/gpu/gpu.json`, so a run that is
-cut short loses nothing. `python -m gpucheck --only decode-1` (with `PYTHONPATH=tests/gpu`) runs some of the stages, and
+cut short loses nothing; a stage whose process ends, or whose GPU answers it no more, goes on behind that check in a new
+process. `python -m gpucheck --only decode-1` (with `PYTHONPATH=tests/gpu`) runs some of the stages, and
 `--list` says what they are:
 
 | stage | at most | what |

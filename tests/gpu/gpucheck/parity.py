@@ -13,8 +13,7 @@ from gpucheck.results import Values
 
 def run(bench: Bench) -> None:
     for family in bench.sizes.families:
-        with bench.results.check(family) as found:
-            found.update(of_family(bench, family))
+        bench.results.run(family, of_family, bench, family)
 
 
 def of_family(bench: Bench, family: str) -> Values:

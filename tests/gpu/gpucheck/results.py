@@ -6,11 +6,13 @@ import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 Values = dict[str, Any]
+
+LOST = 3  # exit status of a stage whose GPU answers no more, after an illegal access for example
 
 
 class SkippedError(Exception):
@@ -20,22 +22,43 @@ class SkippedError(Exception):
 class Results:
     """Writes the results of one stage. `ok` of one: True, False, or None where it was skipped.
 
-    `met` says whether an aim of speed was met, which is not the same as being right.
+    `met` says whether an aim of speed was met, which is not the same as being right. `made` are
+    the checks of a process before this one; `begin` is told of each check before it is made, and
+    `lost` says whether none can be made any more.
     """
 
-    def __init__(self, stage: str, write: Callable[[Values], None]) -> None:
+    def __init__(
+        self,
+        stage: str,
+        write: Callable[[Values], None],
+        *,
+        made: Collection[str] = (),
+        begin: Callable[[str], object] = str,
+        lost: Callable[[], bool] = bool,
+    ) -> None:
         self.stage = stage
+        self.made = made
         self._write = write
+        self._begin = begin
+        self._lost = lost
 
     def note(self, check: str, ok: bool | None = True, **values: Any) -> None:
         self._write({"stage": self.stage, "check": check, "ok": ok, **values})
+
+    def run(self, name: str, act: Callable[..., Values], *given: Any) -> None:
+        """A check of what `act` returns; none where it was made before."""
+        if name not in self.made:
+            with self.check(name) as found:
+                found.update(act(*given))
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[Values]:
         """What is put into the dict is noted; whatever is raised is a result as well.
 
-        Out of device memory included: the stage goes on with the next check.
+        Out of device memory included: the stage goes on with the next check. Raises SystemExit
+        where the GPU is lost to this process: another one goes on.
         """
+        self._begin(name)
         values: Values = {}
         started = time.perf_counter()
         ok: bool | None = True
@@ -51,6 +74,8 @@ class Results:
             values["where"] = traceback.format_exc().splitlines()[-12:]
         values["seconds"] = round(time.perf_counter() - started, 3)
         self.note(name, ok, **values)
+        if ok is False and self._lost():
+            raise SystemExit(LOST)
 
 
 def brief(error: BaseException) -> str:

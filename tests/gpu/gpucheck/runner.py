@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gpucheck.metadata import PATHS, ROOT, write_metadata
-from gpucheck.results import Values, read
+from gpucheck.results import LOST, Values, appending, read
 from gpucheck.stages import STAGES, Stage
 
 LINES, RESULT = "results.jsonl", "gpu.json"
+NOW = "now"  # the check that is being made
 LAST_WORDS = 2.0  # seconds before its limit at which a stage writes down where it is
 Command = Callable[[Stage], Sequence[str]]
 
@@ -50,7 +51,7 @@ def run_stages(folder: Path, command: Command, stages: Iterable[Stage] = STAGES)
         # What those before it have left is its own too.
         stage = replace(planned, limit=max(planned.limit, int(due - time.monotonic())))
         print(f"{stage.name} (at most {stage.limit} s): {stage.what}", flush=True)
-        ended.append(run_one(stage, command(stage), folder, environ))
+        ended.append(run_on(stage, command(stage), folder, environ))
         print(f"  {stage.name} {ended[-1]['ended']} after {ended[-1]['seconds']:.0f} s", flush=True)
         write_result(folder, ended)
     found = read(lines)
@@ -60,17 +61,58 @@ def run_stages(folder: Path, command: Command, stages: Iterable[Stage] = STAGES)
     return uncut and not wrong
 
 
-def run_one(stage: Stage, command: Sequence[str], folder: Path, environ: dict[str, str]) -> Values:
-    """Run one stage to its end or to its limit."""
+def run_on(stage: Stage, command: Sequence[str], folder: Path, environ: dict[str, str]) -> Values:
+    """Run one stage to its end or to its limit, past checks that end its process or lose its GPU.
+
+    The first checks of such a stage are not made again (`Results.made`).
+    """
+    (folder / f"{stage.name}.log").unlink(missing_ok=True)
+    begin, starts = time.monotonic(), 0
+    while True:
+        before = made_by(stage.name, folder)
+        (folder / NOW).unlink(missing_ok=True)
+        left = stage.limit - (time.monotonic() - begin)
+        told = run_one(stage, command, folder, environ, max(1.0, left))
+        starts += 1
+        if not goes_on(stage.name, folder, told, before):
+            break
+    told["seconds"] = round(time.monotonic() - begin, 1)
+    return told if starts == 1 else {**told, "starts": starts}
+
+
+def made_by(stage: str, folder: Path) -> set[str]:
+    """The checks of a stage that have a result."""
+    return {record["check"] for record in read(folder / LINES) if record["stage"] == stage}
+
+
+def goes_on(stage: str, folder: Path, told: Values, before: set[str]) -> bool:
+    """Whether another process may come further; the check in which one has ended is wrong."""
+    if told["ended"] == "whole" or "was cut" in told["ended"]:
+        return False
+    now, made = folder / NOW, made_by(stage, folder)
+    if told["ended"] == f"ended with exit status {LOST}":
+        return made != before
+    name = now.read_text() if now.exists() else None
+    if name is None or name in made:
+        return False
+    wrong = {"error": f"its process {told['ended']}", "where": told["log"][-12:]}
+    appending(folder / LINES)({"stage": stage, "check": name, "ok": False, **wrong})
+    return True
+
+
+def run_one(
+    stage: Stage, command: Sequence[str], folder: Path, environ: dict[str, str], limit: float
+) -> Values:
+    """Run a process of a stage to its end, or for `limit` seconds."""
     log = folder / f"{stage.name}.log"
     started = time.monotonic()
-    own = {**environ, "GPUCHECK_LAST_WORDS": str(max(1.0, stage.limit - LAST_WORDS))}
-    with log.open("w") as errors:
+    own = {**environ, "GPUCHECK_LAST_WORDS": str(max(1.0, limit - LAST_WORDS))}
+    with log.open("a") as errors:
         process = subprocess.Popen(
             command, stderr=errors, cwd=ROOT, env=own, start_new_session=True
         )
         try:
-            code = process.wait(stage.limit)
+            code = process.wait(limit)
             ended = "whole" if code == 0 else f"ended with exit status {code}"
         except subprocess.TimeoutExpired:
             ended = f"was cut at its limit of {stage.limit} s"

@@ -113,6 +113,8 @@ def race_engine(
     `aims`: at least so much of a figure. Returns the seconds a step; None where it did not run.
     """
     bench, count = race.bench, race.bench.sizes.decode_tokens
+    if label in bench.results.made:
+        return None
     with bench.results.check(label) as found, loaded(race.model, arguments) as engine:
 
         def ours(tokens: int) -> Tokens:
@@ -144,6 +146,8 @@ def race_engine(
 
 def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> float | None:
     """A way of transformers itself, after a warm-up. Returns the seconds a step, as above."""
+    if label in race.bench.results.made:
+        return None
     with race.bench.results.check(label) as found:
         texts = run(AT_FIRST + race.bench.sizes.decode_tokens)
         found.update(race.figures(race.in_turn({label: run})[label]))
