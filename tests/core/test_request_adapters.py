@@ -7,6 +7,7 @@ import gc
 import importlib
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,33 @@ def test_whoever_else_calls_a_live_model_is_given_it_bare(
         assert all(torch.equal(one, alone) for one in meanwhile)
         torch.testing.assert_close(live(ids).logits, bare, rtol=0, atol=1e-4)
         assert torch.equal(copy.deepcopy(live.model.layers[0].self_attn.q_proj)(given), alone)
+
+
+@pytest.mark.parametrize("ends", ["fails", "closed", "dropped"])
+def test_nothing_is_left_of_an_engine(
+    adapters: dict[str, Path], ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live: Any = build("llama")
+    left = weakref.ref(live)
+    if ends == "fails":
+        monkeypatch.setattr("jackfield.engine.assembly.Loop", _fails)
+        with pytest.raises(UsageError, match="too late"):
+            jackfield.load(live, adapters=adapters)
+    else:
+        engine = jackfield.load(live, adapters=adapters)
+        engine.generate(PROMPTS[0], adapter="a", max_new_tokens=2)
+        if ends == "closed":
+            engine.close()
+        del engine
+    gc.collect()
+    assert not any(module._forward_hooks for module in live.modules())
+    del live
+    gc.collect()
+    assert left() is None
+
+
+def _fails(*_: Any) -> None:
+    raise UsageError("too late")
 
 
 def _with_own(path: Path) -> Any:

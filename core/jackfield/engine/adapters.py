@@ -48,7 +48,8 @@ class Adapters:
         self._named: dict[str, HeldLora] = {}
         self._alive: weakref.WeakSet[HeldLora] = weakref.WeakSet()
         self._numbers = itertools.count(1)
-        self._stale = False  # whether the layers hold others than there are
+        self._stale = False  # whether some came since the layers were built
+        self._built = 0  # how many these hold; fewer are there when some have ended
         self._last: tuple[list[int], torch.Tensor] | None = None
         for name, found in beside.loras.items():
             self.add(name, found)
@@ -75,7 +76,6 @@ class Adapters:
                 raise UsageError(self._too_many(name))
             self._named[name] = held
             self._alive.add(held)
-            weakref.finalize(held, self._note)
             self._stale = True
 
     def _layer(self, layer: str, found: FoundLora) -> nn.Module:
@@ -99,9 +99,6 @@ class Adapters:
             if name not in self._named:
                 raise UsageError(f"there is no adapter {quoted(name)}{self._instead(name)}")
             del self._named[name]
-
-    def _note(self) -> None:
-        self._stale = True
 
     def asked(self, settings: Settings) -> tuple[HeldLora | None, Settings]:
         """The adapter of a request, and its settings with a salt of that adapter's own.
@@ -169,11 +166,12 @@ class Adapters:
 
     def _settle(self) -> None:
         """Between two steps: have the layers hold what there is now."""
-        if not self._stale:
+        if not self._stale and len(self._alive) == self._built:
             return
         with self._lock:
             self._stale = False
             there = sorted(self._alive, key=lambda held: held.number)
+            self._built = len(there)
         self._layers.build([held.parts for held in there])
         for slot, held in enumerate(there):
             held.slot = slot

@@ -127,7 +127,8 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """Have no new request name an adapter; those that run with it end with it.
 
-        Its memory is given back with the last of these. Raises UsageError where there is none.
+        Its memory is given back by the first step behind the last of these. Raises UsageError where
+        there is none.
         """
         self._held_adapters("unload_adapter").remove(name)
 
