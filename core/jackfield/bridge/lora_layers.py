@@ -94,11 +94,14 @@ class Stack:
 class Chosen:
     """The adapters of one step: `slots` is int64 `[rows, width or 1]`, -1 for none.
 
-    `present` are the slots in it, sorted; `only` says that every token has the same one.
+    It is None where every token has the same one. `present` are the slots in it, sorted. `owners`
+    keeps from step to step which slot each row of a stack belongs to: on a GPU, sending that would
+    be waited for.
     """
 
     slots: torch.Tensor | None
     present: Sequence[int]
+    owners: dict[tuple[Ranks, int, int], torch.Tensor]
 
     def __post_init__(self) -> None:
         self._parts: dict[Ranks, Part] = {}
@@ -114,8 +117,9 @@ class Chosen:
         start, stop = sum(ranks[:first]), sum(ranks[: last + 1])
         if self.slots is None or start == stop:
             return Part(start, stop, None)
-        owners = [slot for slot in range(first, last + 1) for _ in range(ranks[slot])]
-        owner = torch.tensor(owners, device=self.slots.device)
+        if (owner := self.owners.get((ranks, first, last))) is None:
+            each = [slot for slot in range(first, last + 1) for _ in range(ranks[slot])]
+            owner = self.owners[ranks, first, last] = torch.tensor(each, device=self.slots.device)
         return Part(start, stop, self.slots[..., None] == owner)
 
 
@@ -126,11 +130,13 @@ class LoraLayers:
         self._model = model
         self._stacks: dict[str, Stack] = {}
         self.chosen: Chosen | None = None
+        self.owners: dict[tuple[Ranks, int, int], torch.Tensor] = {}  # as in `Chosen`
         self.shape = (0, 0)  # of the step: rows, width
         self.thread = 0  # that computes the step; a live model may be called in others
 
     def build(self, held: Sequence[dict[str, Matrices]]) -> None:
         """Hold the adapters of these slots, and no others; each becomes a view of what is held."""
+        self.owners.clear()
         names = dict.fromkeys(name for adapter in held for name in adapter)
         for name in self._stacks.keys() - names.keys():
             self._stacks.pop(name).remove()

@@ -139,7 +139,7 @@ class Adapters:
             return
         alike = len(set(slots)) == 1
         chosen = None if alike else self._placed(step, inputs, slots)
-        self._layers.choose(Chosen(chosen, present), (rows, width))
+        self._layers.choose(Chosen(chosen, present, self._layers.owners), (rows, width))
         for held in {id(i.sequence.adapter): i.sequence.adapter for i in step.scheduled}.values():
             if held is not None:
                 held.steps += 1
