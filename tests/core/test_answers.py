@@ -34,7 +34,10 @@ PAGES = Path(__file__).parents[2] / "docs"
 #: A value with which a request honours a setting, and what must stand beside it.
 HONOURED: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, value in {
-        "bad_words_ids": [[5]], "bos_token_id": 1, "cache_salt": "a", "choices": ["a", "b"],
+        "bad_words_ids": [[5]], "begin_suppress_tokens": [5], "bos_token_id": 1,
+        "encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2,
+        "exponential_decay_length_penalty": (2, 1.1), "forced_eos_token_id": 1,
+        "no_repeat_ngram_size": 2, "cache_salt": "a", "choices": ["a", "b"],
         "deadline": 60.0, "decoder_start_token_id": 1, "do_sample": True, "eos_token_id": 5,
         "frequency_penalty": 0.5, "grammar": 'start: "a"', "json_schema": {"type": "object"},
         "logprobs": 1, "max_length": 30, "max_new_tokens": 3, "max_time": 60.0, "min_length": 1,

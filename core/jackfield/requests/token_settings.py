@@ -120,7 +120,10 @@ def salt(value: Any) -> str:
 def adapter(value: Any) -> str | None:
     """The name of an adapter; whether there is one is seen when the request enters."""
     if value is not None and not isinstance(value, str):
-        raise SettingsError(f"adapter must be the name of one that is loaded, not {quoted(value)}")
+        raise SettingsError(
+            "adapter must be the name of one that jackfield.load(…, adapters={…}) was given, not "
+            f"{quoted(value)}"
+        )
     return value
 
 
