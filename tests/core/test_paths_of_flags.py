@@ -66,6 +66,7 @@ def test_a_path_that_cannot_be(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], flag: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()  # a new package wants a folder of its own
     for what, path in BAD.items():
         done = cli(*command, flag, path, *OTHERS.get(command[0], []), stdin="")
         assert done.code == 2, (what, done)
