@@ -218,6 +218,7 @@ async def until(number: int, of: Callable[[], list[int]]) -> None:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.long
 @on_ray
 @linux
 @pytest.mark.timeout(900)
