@@ -87,13 +87,16 @@ def _arguments(text: str, query: str) -> dict[str, str]:
     return arguments
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" where some known name is close, otherwise an empty string."""
+def nearest(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """ "; did you mean 'x'?" where some known name is close, otherwise an empty string.
+
+    `likeness` is how alike two names must be, up to 1: more where `known` has many.
+    """
     spelt = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), spelt, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), spelt, n=3, cutoff=likeness)
     # One that is much farther away than the closest (hooks share a long prefix) is noise.
-    likeness = [difflib.SequenceMatcher(None, c, name.lower()).ratio() for c in close]
-    names = [repr(spelt[c]) for c, r in zip(close, likeness, strict=True) if r > likeness[0] - 0.1]
+    ratios = [difflib.SequenceMatcher(None, c, name.lower()).ratio() for c in close]
+    names = [repr(spelt[c]) for c, r in zip(close, ratios, strict=True) if r > ratios[0] - 0.1]
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 

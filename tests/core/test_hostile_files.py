@@ -32,6 +32,12 @@ GENERATION = (
     "stop_strings", "suppress_tokens", "temperature", "top_k", "top_p", "watermarking_config",
 )  # fmt: skip
 TOKENIZER = ("added_tokens_decoder", "auto_map", "chat_template", "extra_special_tokens")
+#: Files of settings, and what messages call them: of these each field is named.
+NAMED = {
+    "config.json": "config.json",
+    "generation_config.json": "generation_config",
+    "tokenizer_config.json": "tokenizer_config.json",
+}
 TOLD = 1000  # characters of a message
 
 Groups = Callable[[Path], Iterable[Attack]]
@@ -88,12 +94,16 @@ def run(folder: Path) -> list[int]:
 
 
 def assert_told(error: JackfieldError, attack: Attack) -> None:
-    """That the message is clean, and names the file, its folder or the field."""
+    """That the message is clean, and names the file and the field, or the file or its folder."""
     message = str(error)
-    field = attack.what.partition(" ")[0].partition(".")[0]
+    field, is_field, _ = attack.what.partition(" is ")
     assert message.isprintable(), attack
     assert len(message) < TOLD, attack
-    assert any(word in message for word in (attack.file, "/hostile", "the prompt", field)), message
+    if is_field and attack.file in NAMED and "is not valid JSON" not in message:
+        assert NAMED[attack.file] in message, (attack, message)
+        assert field.rpartition(".")[2] in message, (attack, message)
+    else:
+        assert any(word in message for word in (attack.file, "/hostile", "the prompt")), message
 
 
 def outcome(folder: Path, attack: Attack, act: Callable[[Path], Any]) -> str:

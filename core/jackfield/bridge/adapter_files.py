@@ -89,19 +89,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     kind = config["peft_type"]
     if kind not in TYPES:
         raise CheckpointError(
-            f"{folder} is an adapter of type {shown(kind)}, which does not go on single modules of "
-            f"a decoder, or is untested here; give one of {', '.join(TYPES)}"
+            f"{file}: peft_type {shown(kind)} does not go on single modules of a decoder, or is "
+            f"untested here; give one of {', '.join(TYPES)}"
             f"{nearest(shown(kind), TYPES)}"
         )
     if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
-        raise CheckpointError(f"{folder} is an adapter for {shown(task)}, not for CAUSAL_LM")
+        raise CheckpointError(f"{file}: task_type is {shown(task)}, not CAUSAL_LM")
     for key, does in ADDS_MORE.items():
         if config.get(key):
-            raise CheckpointError(f"{folder}: {key} {does}; give an adapter without it")
+            raise CheckpointError(f"{file}: {key} {does}; give an adapter without it")
     start = str(config.get("init_lora_weights"))
     if start.startswith(_CHANGES_BASE):
         raise CheckpointError(
-            f"{folder}: init_lora_weights={quoted(start)} changes the model's own weights when it "
+            f"{file}: init_lora_weights={quoted(start)} changes the model's own weights when it "
             "is loaded; save it with PEFT's path_initial_model_for_weight_conversion"
         )
     _check_file(folder)

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from jackfield.bridge.config_values import check_values
+from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, first_line, quoted, shown
 from jackfield.foreign import read_json
@@ -45,10 +46,19 @@ def read_config(location: str, revision: str | None) -> PreTrainedConfig:
             location, revision=revision, trust_remote_code=False
         )
     except Exception as error:
-        raise CheckpointError(_explain(location, error)) from error
+        guilty = without_it(folder / "config.json", _opened) if written else ""
+        kind = written.get("model_type")
+        if "model_type" in written and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+            guilty = f" (model_type={quoted(kind)})"
+        raise CheckpointError(f"{_explain(location, error)}{guilty}") from error
     check_values(config.to_dict(), where)
     _ignore_selectors(config, written, location)
     return config
+
+
+def _opened(folder: Path) -> PreTrainedConfig:
+    found: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return found
 
 
 def _check_folder(folder: Path, location: str) -> dict[str, Any]:

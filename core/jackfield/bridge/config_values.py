@@ -6,9 +6,12 @@ only show as a process that hangs, or as text that means nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from jackfield.errors import CheckpointError, quoted
 
@@ -40,6 +43,7 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
 _COUNT = re.compile(r"^(num|n)_|_(layers|heads|experts|groups|blocks)$")
 #: Fields that say how wide something is.
 _WIDTH = re.compile(r"_(dim|size|rank)$")
+_POSITIVE = frozenset({"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})
 #: What is not about the shape of a model.
 _APART = frozenset({"quantization_config", "generation_config", "task_specific_params"})
 
@@ -53,13 +57,21 @@ def check_values(config: Mapping[str, Any], where: str) -> None:
 
 def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for name, value in config.items():
-        if isinstance(value, Mapping) and name not in _APART:
+        if name in _BOUNDS:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if one is not None and (problem := _out_of(one, *_BOUNDS[name])):
+                    yield name, value, problem
+        elif name in ("dtype", "torch_dtype"):
+            if not _is_dtype(value):
+                yield name, value, "it must name a dtype of torch, such as float32"
+        elif isinstance(value, Mapping) and name not in _APART:
             yield from _problems(value)
-        elif name in _BOUNDS and value is not None and not isinstance(value, list | tuple):
-            if problem := _out_of(value, *_BOUNDS[name]):
-                yield name, value, problem
         elif type(value) is int and value > _most(str(name)):
             yield name, value, "it is too large"
+        elif type(value) is float and math.isnan(value):
+            yield name, value, "it is no number"
+        elif name in _POSITIVE and type(value) in (int, float) and not 0 < value < math.inf:
+            yield name, value, "it must be above 0"
     yield from _misfits(config)
 
 
@@ -74,6 +86,14 @@ def _out_of(value: Any, least: int, most: int) -> str | None:
     if type(value) is not int:
         return f"it must be a whole number, not {type(value).__name__}"
     return None if least <= value <= most else f"it must be from {least} to {most}"
+
+
+def _is_dtype(value: Any) -> bool:
+    """None, a name, or a name for each part of a model."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(_is_dtype(one) for one in value.values())
+    name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
+    return value is None or isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

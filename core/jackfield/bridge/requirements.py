@@ -102,6 +102,11 @@ def with_trial(model: PreTrainedModel, needs: Requirements) -> Requirements:
     )
 
 
+def described(config: PreTrainedConfig) -> Requirements:
+    """What a model of `config` needs, as far as its modules and one pass of them tell."""
+    return describe(meta_model(config), dtype="float32", device=torch.device("cpu"))
+
+
 def describe(
     model: PreTrainedModel,
     *,
@@ -265,8 +270,7 @@ def dtype_name(dtype: Any, source: ModelSource) -> str:
         dtype = source.live.dtype if source.live is not None else source.config.dtype or "float32"
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UsageError(
-            f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}"
-            f"{nearest(DTYPES_OF.get(name.lower(), name), DTYPES)}"
-        )
+        ours = DTYPES_OF.get(name.lower())
+        near = f"; write {ours!r}" if ours else nearest(name, DTYPES)
+        raise UsageError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, not {name!r}{near}")
     return name

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jackfield.bridge.config_files import is_folder, read_config
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
+from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, quoted
 from jackfield.foreign import error_line
@@ -148,12 +149,22 @@ def blamed(source: ModelSource) -> Iterator[None]:
     except CheckpointError as error:
         if source.location is None or source.location in str(error):
             raise
-        raise CheckpointError(f"{source.location}: {error}") from error
+        raise CheckpointError(f"{source.origin}: {error}{_guilty(source)}") from error
     except JackfieldError:
         raise
     except Exception as error:
         if source.live is not None:
             raise
         raise CheckpointError(
-            f"{source.origin} gives no model that runs: {error_line(error)}"
+            f"{source.origin} gives no model that runs: {error_line(error)}{_guilty(source)}"
         ) from error
+
+
+def _guilty(source: ModelSource) -> str:
+    """The field of a folder's config.json without which there would be a model, for a message."""
+    from jackfield.bridge.requirements import described  # which needs sources
+
+    file = None if source.folder is None else source.folder / "config.json"
+    if file is None or not file.is_file():
+        return ""
+    return without_it(file, lambda folder: described(read_config(str(folder), None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from transformers import AutoTokenizer, ProcessorMixin
 
 from jackfield.bridge.config_files import is_folder
 from jackfield.bridge.gguf import is_gguf
+from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.hub_files import cached_folder, fetch_first
 from jackfield.bridge.source import ModelSource, find, packaged
-from jackfield.errors import CheckpointError, UsageError, quoted, shown
-from jackfield.foreign import named, read_json
+from jackfield.errors import CheckpointError, UsageError, quoted
+from jackfield.foreign import error_line, read_json
 
 #: A model with one of these has a tokenizer; of these files transformers reads its vocabulary, or
 #: which class it is that needs none.
@@ -20,6 +22,23 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+_NAMED = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
+#: field of tokenizer_config.json -> whether a value is right, what it is then; null always is
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "added_tokens_decoder": (lambda v: isinstance(v, dict), "an object"),
+    **dict.fromkeys(("additional_special_tokens", "extra_special_tokens"),
+                    (lambda v: isinstance(v, list | dict), "a list")),
+    "chat_template": (lambda v: isinstance(v, str | list | dict), "a text"),
+    "model_input_names": (lambda v: isinstance(v, list), "a list of texts"),
+    "model_max_length": (lambda v: type(v) in (int, float), "a number"),
+    "split_special_tokens": (lambda v: isinstance(v, bool), "true or false"),
+    "tokenizer_class": (lambda v: isinstance(v, str), "a text"),
+    **dict.fromkeys(("padding_side", "truncation_side"),
+                    (lambda v: v in ("left", "right"), "left or right")),
+    **dict.fromkeys((f"{name}_token" for name in _NAMED),
+                    (lambda v: isinstance(v, str) or (isinstance(v, dict) and "content" in v),
+                     "a text")),
+}  # fmt: skip
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -85,29 +104,43 @@ def _in_folder(folder: Path) -> bool:
 def _read(location: str, revision: str | None) -> Any:
     for name in _SETTINGS:
         if (file := Path(location) / name).is_file():
-            read_json(file)
+            found = read_json(file)
+            if name == "tokenizer_config.json":
+                _check_settings(found, file)
     folder = Path(location)
     hint = ""
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         hint = " (it has no tokenizer.json; fetch it again, or give tokenizer=…)"
-    with named(f"cannot load the tokenizer of {location}{hint}"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            location, revision=revision, trust_remote_code=False
-        )
-        tokenizer("")  # some files are found to be broken by the first text only
-        empty = _is_empty(tokenizer)
-    if empty:
+    try:
+        tokenizer = _opened(location, revision)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # also a panic of the tokenizers' library
+        file = folder / "tokenizer_config.json"
+        guilty = without_it(file, lambda other: _opened(str(other), None)) if file.is_file() else ""
+        raise CheckpointError(
+            f"cannot load the tokenizer of {location}{hint}: {error_line(error)}{guilty}"
+        ) from error
+    if _is_empty(tokenizer):
         raise CheckpointError(
             f"the tokenizer of {location} has no vocabulary, so every text would be unknown to it; "
             "its files are not all there: fetch them again, or give tokenizer=…"
         )
-    longest = getattr(tokenizer, "model_max_length", 0)
-    if isinstance(longest, bool) or not isinstance(longest, int | float):
-        raise CheckpointError(
-            f"the tokenizer_config.json of {location}: model_max_length is {shown(longest)}"
-            ", which is no number"
-        )
     return tokenizer
+
+
+def _opened(location: str, revision: str | None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
+    tokenizer("")  # some files are found to be broken by the first text only
+    _is_empty(tokenizer)
+    return tokenizer
+
+
+def _check_settings(found: Mapping[str, Any], file: Path) -> None:
+    """Raise CheckpointError for a field of a type that fails later, without its name."""
+    for name, (is_right, wanted) in _FIELDS.items():
+        if (value := found.get(name)) is not None and not is_right(value):
+            raise CheckpointError(f"{file}: {name}={quoted(value)} is not {wanted}; mend it")
 
 
 def _is_empty(tokenizer: Any) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import shlex
 from collections.abc import Collection, Sequence
 
+from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.habits import (
     COMMANDS,
     DECODING_OPTIONS,
@@ -13,6 +17,10 @@ from jackfield.requests.habits import (
     FLAGS,
     KEYWORDS,
 )
+from jackfield.requests.other_engines import LOADING, REQUESTS
+
+#: An argument with its value, as the answers for Python have it.
+_ASSIGNED = re.compile(r"\b([a-z_]+)=('[^']*'|\[.*\]|\{[^}]*\}|[0-9.]+|True|False)")
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
@@ -42,7 +50,31 @@ def instead_of_flag(flag: str, known: Collection[str]) -> str | None:
     if habit is not None:
         value = next(iter(habit.values.values()), "…")
         return f"write {_flag(habit.ours)} {value}" if habit.ours else _with_flags(habit.answer)
+    if name in LOADING:
+        return _in_flags(LOADING[name], known)
+    if name in REQUESTS and "--set" in known:
+        return _in_flags(REQUESTS[name], known)
     return _setting(name, known)
+
+
+def _in_flags(answer: str, known: Collection[str]) -> str:
+    """An answer for Python, with its arguments as flags of a command that takes `known`."""
+    return _ASSIGNED.sub(lambda found: _as_flag(found[1], found[2], known), answer)
+
+
+def _as_flag(argument: str, value: str, known: Collection[str]) -> str:
+    flag, python = _flag(argument), ast.literal_eval(value)
+    if flag in known:
+        if isinstance(python, bool):
+            return flag if python else f"--no-{flag[2:]}"
+        if isinstance(python, list):
+            return " ".join(f"{flag} {shlex.quote(str(one))}" for one in python)
+        if isinstance(python, dict):
+            return f"{flag} {','.join(f'{place}={size}' for place, size in python.items())}"
+        return f"{flag} {value}"
+    if argument in OF_LOADING:
+        return f"{argument}={value} in Python"
+    return f"--set {shlex.quote(f'{argument}={json.dumps(python)}')}"
 
 
 def _flag(argument: str) -> str:
@@ -57,7 +89,7 @@ def _with_flags(answer: str) -> str:
 def _setting(name: str, known: Collection[str]) -> str | None:
     from jackfield.requests.vocabulary import OWN
 
-    if name not in OWN:
+    if name not in OWN | REQUESTS.keys():
         from transformers import GenerationConfig
 
         if name not in vars(GenerationConfig()):

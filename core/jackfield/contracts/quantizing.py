@@ -197,7 +197,8 @@ class Quantizer(Backend):
     def odd(self, requirements: Requirements) -> list[str]:
         """What of a checkpoint's `quantization_config` cannot be, as the file's fault.
 
-        By `fields`, without which nobody asks; extend it for what depends on the job.
+        By `fields`; extend it for what depends on the job. One without fields is asked only where
+        nobody with fields reads the checkpoint.
 
         Args:
             requirements: The job, before anything is chosen; `stored` is one that it `reads`.

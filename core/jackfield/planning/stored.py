@@ -31,8 +31,9 @@ def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -
             f"{where} {named}, which no quantizer here reads as it stands; it is never loaded as "
             "if it were not quantized"
         )
-    odd = [reader.ask("odd", needs) for reader in readers if _has_fields(reader)]
-    if odd and all(odd):
+    strict = [reader for reader in readers if _has_fields(reader)]
+    odd = [reader.ask("odd", needs) for reader in strict or readers]
+    if all(odd):
         raise CheckpointError(f"{where}: {odd[0][0]}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SelectionError, UsageError
+from jackfield.requests import other_engines
 from jackfield.requests.habits import (
     DECODING_OPTIONS,
     DECODINGS,
@@ -15,6 +16,7 @@ from jackfield.requests.habits import (
     VALUES,
     Habit,
 )
+from jackfield.requests.other_engines import ALIKE, LOADING, REQUESTS
 from jackfield.spelling import AUTO, PREFIX, Selection, nearest
 
 if TYPE_CHECKING:
@@ -99,12 +101,17 @@ def _check_known(name: str, known: Collection[str], call: str) -> None:
         return
     from jackfield.requests.vocabulary import ARGUMENTS, OWN
 
+    if name in LOADING:
+        raise UsageError(f"{call} takes no {name}: {LOADING[name]}")
+    if name in REQUESTS:
+        raise UsageError(f"{call} takes no {name}, which is of a call: {REQUESTS[name]}")
     settings = OWN | _settings()
     if name not in settings | ARGUMENTS.keys():
         of_loading = [*known, *KEYWORDS, *DECODINGS]
-        close = nearest(name, [*of_loading, *settings])
-        near = close if close == nearest(name, of_loading) else nearest(name, settings)
-        if near and near != nearest(name, of_loading):
+        close = nearest(name, [*of_loading, *settings], ALIKE)
+        own = nearest(name, of_loading, ALIKE)
+        near = close if close == own else nearest(name, settings, ALIKE)
+        if near and near != own:
             near += " That is for engine.generate"
         raise UsageError(f"{call} takes no argument {name!r}{near}")
 
@@ -157,7 +164,11 @@ def selected(selections: Mapping[str, Any], registry: Registry) -> dict[str, Any
                 f"attn_implementation={attention!r} means cache_implementation='paged', and "
                 f"{cache!r} is given; give one of them"
             )
-        found["attention"] = attention.removeprefix(PREFIX).removeprefix(_PAGED)
+        inner = attention.removeprefix(PREFIX).removeprefix(_PAGED)
+        if not inner:
+            raise SelectionError(f"{attention!r} names no attention; write 'paged|sdpa'")
+        _check_hub(inner, registry, also=", cache_implementation='paged'")
+        found["attention"] = inner
         found["cache"] = "paged" if cache == AUTO else cache
     return {kind: _value(kind, value, registry) for kind, value in found.items()}
 
@@ -183,8 +194,9 @@ def _value(kind: str, value: Any, registry: Registry) -> Any:
         return value
     if value in VALUES.get(kind, {}):
         return VALUES[kind][value]
-    if value in NAMES.get(kind, {}):
-        raise SelectionError(f"there is no {kind} {value!r} here: write '{NAMES[kind][value]}'")
+    theirs = {**NAMES.get(kind, {}), **other_engines.NAMES.get(kind, {})}
+    if value in theirs:
+        raise SelectionError(f"there is no {kind} {value!r} here: write '{theirs[value]}'")
     if value is True and kind == "kernel":
         raise SelectionError(f"kernels=True: {KEYWORDS['use_kernels'].answer}")
     if kind == "attention" and isinstance(value, str):
@@ -202,8 +214,8 @@ def _check_object(kind: str, value: Any) -> None:
         )
 
 
-def _check_hub(text: str, registry: Registry) -> None:
-    """Answer transformers' name of a kernel of the hub with ours."""
+def _check_hub(text: str, registry: Registry, also: str = "") -> None:
+    """Answer transformers' name of a kernel of the hub with ours, and what it says `also`."""
     match = _HUB.fullmatch(text)
     distributions = {r.distribution for r in registry.of_kind("attention")}
     if match is None or match["repo"].partition("/")[0] in distributions:
@@ -213,5 +225,5 @@ def _check_hub(text: str, registry: Registry) -> None:
     which = "" if match["revision"] else ", with the commit, tag or branch that is to run"
     raise SelectionError(
         f"there is no plugin distribution {text.partition('/')[0]!r}; a kernel of the hub is "
-        f"attn_implementation='hub?{options}'{which}"
+        f"attn_implementation='hub?{options}'{also}{which}"
     )

@@ -9,6 +9,7 @@ from jackfield.errors import SettingsError, quoted
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.requests.chat_settings import OF_A_CHAT
 from jackfield.requests.habits import KEYWORDS
+from jackfield.requests.other_engines import ALIKE, LOADING, REQUESTS
 from jackfield.requests.vocabulary import (
     ALIASES,
     ARGUMENTS,
@@ -80,8 +81,13 @@ def _check_known(name: object, limits: Limits) -> None:
         return
     if name in limits.honoured | OF_LOADING:
         return
+    if name in REQUESTS:
+        raise SettingsError(f"there is no setting {name!r}: {REQUESTS[name]}")
+    if name in LOADING:
+        raise SettingsError(f"{name} is of jackfield.load, not of a request: {LOADING[name]}")
     known = LOOP | limits.honoured | ALIASES.keys() | {*OF_A_CHAT}
+    near = nearest(name, known, ALIKE)
     raise SettingsError(
-        f"there is no setting {quoted(name)}{nearest(name, known)} (settings are the fields of "
+        f"there is no setting {quoted(name)}{near} (settings are the fields of "
         f"transformers' GenerationConfig, and {', '.join(sorted(OWN))})"
     )

@@ -41,12 +41,17 @@ def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0)
     the prompt and the new tokens do not fit into the context.
     """
     refuse_unhonoured(wishes, limits)
+    try:
+        return _resolved(wishes, prompt_length, limits, number)
+    except SettingsError as error:
+        raise SettingsError(wishes.told(str(error))) from None
+
+
+def _resolved(wishes: Wishes, prompt_length: int, limits: Limits, number: int) -> Settings:
     given = wishes.given
     count = CheckedNumbers(given, wishes.origin)
     drawn = _drawing(wishes, limits.honoured)
-    eos = token_settings.token_ids(
-        given.get("eos_token_id"), f"eos_token_id{_origin(wishes)}", limits.vocab_size
-    )
+    eos = token_settings.token_ids(given.get("eos_token_id"), "eos_token_id", limits.vocab_size)
     new = _max_new_tokens(wishes, prompt_length, limits)
     fields = field_processors.by_fields(wishes, (prompt_length, new), eos, limits.vocab_size)
     settings = Settings(
@@ -119,11 +124,6 @@ def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
     if cold or explicit is not None:
         return bool(explicit) and not cold
     return bool(knobs) or "temperature" in keywords or bool(config.get("do_sample"))
-
-
-def _origin(wishes: Wishes) -> str:
-    of_model = wishes.of_the_model("eos_token_id")
-    return " (from the model's generation_config)" if of_model else ""
 
 
 def _max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:

@@ -30,7 +30,7 @@ def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
     ids = tuple(map(plain, ids))
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            never = "; eos_token_id=None ends at none" if name.startswith("eos_token_id") else ""
+            never = "; eos_token_id=None ends at none" if name == "eos_token_id" else ""
             raise SettingsError(
                 f"{name} holds {quoted(token)}, which is no token id (0 to {vocab_size - 1}){never}"
             )

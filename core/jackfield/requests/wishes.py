@@ -9,6 +9,7 @@ that is None lifts what a config says.
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ _FIRST = {"max_new_tokens": "max_length", "min_new_tokens": "min_length"}
 _STRAY = ("assistant_model", "custom_generate")
 
 
+_LETTERS = f"{string.ascii_lowercase}_"
+_SET_BY_THE_MODEL = ", which the model's generation_config sets"
+
+
 @dataclass(frozen=True)
 class Wishes:
     """What a request asks for. No value is None.
@@ -59,7 +64,13 @@ class Wishes:
     def origin(self, name: str) -> str:
         """Where a field comes from, for a message, if it is not the caller."""
         of_model = self.of_the_model(name)
-        return ", which the model's generation_config sets" if of_model else ""
+        return _SET_BY_THE_MODEL if of_model else ""
+
+    def told(self, error: str) -> str:
+        """An error that begins with the name of a field, with where the field comes from."""
+        name = error[: len(error) - len(error.lstrip(_LETTERS))]
+        known = not self.of_the_model(name) or _SET_BY_THE_MODEL in error
+        return error if known else f"{error}{_SET_BY_THE_MODEL}; lift it with {name}=None"
 
 
 def wishes(asked: Mapping[str, Any], defaults: GenerationConfig) -> Wishes:

@@ -78,6 +78,9 @@ class Options:
             raise ValueError(f"calibration={self.calibration} is not a file")
 
 
+_FORMAT = one_of("gptq", "gptq_v2", "marlin", "bitblas", None)
+
+
 class Gptq(Quantizer):
     """Column by column, each column's rounding errors made up for in those that follow (Frantar
     et al. 2023, arXiv:2210.17323), by gptqmodel through transformers and optimum.
@@ -92,7 +95,9 @@ class Gptq(Quantizer):
         "group_size": Field(
             lambda size: type(size) is int and (size > 0 or size == -1), "-1 or a number above 0"
         ),
+        "checkpoint_format": _FORMAT,
         "desc_act": FLAG,
+        "format": _FORMAT,
         "sym": FLAG,
         "dynamic": Field(lambda given: given is None or isinstance(given, dict), "an object"),
         "modules_in_block_to_quantize": Field(

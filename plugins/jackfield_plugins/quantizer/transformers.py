@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,27 @@ from jackfield.contracts import (
     Requirements,
     quieted,
 )
+from jackfield.contracts.checkpoint import shown
 from jackfield.contracts.quantizing import method
+from jackfield.errors import first_line
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers.utils.quantization_config import QuantizationConfigMixin
+
+
+def _objection(stored: Mapping[str, Any]) -> str | None:
+    """What transformers says against the fields themselves, whatever is installed."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    try:
+        with quieted("transformers"):
+            AutoQuantizationConfig.from_dict(copy.deepcopy(dict(stored)))
+    except (ImportError, RuntimeError):
+        return None
+    except Exception as error:  # noqa: BLE001 - of many kinds, as nothing checks types
+        return first_line(error)
+    return None
 
 
 class KnownQuantizer(Quantizer):
@@ -34,6 +51,15 @@ class KnownQuantizer(Quantizer):
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
         return method(stored) in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    def odd(self, requirements: Requirements) -> list[str]:
+        stored = requirements.stored or {}
+        if (error := _objection(stored)) is None:
+            return []
+        for name, value in stored.items():
+            if _objection({key: stored[key] for key in stored if key != name}) is None:
+                return [f"{name} is {shown(value)}, which transformers does not take: {error}"]
+        return [f"transformers does not take it: {error}"]
 
     def rank(self, requirements: Requirements) -> int | None:
         """After the backends that are made for one method."""

@@ -1,0 +1,169 @@
+"""Words of vLLM, SGLang, llama.cpp and TGI are answered; what the answers say to write is taken."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import typer
+
+import jackfield
+from jackfield.api import LoadArguments, PlanArguments
+from jackfield.cli.answers import instead_of_flag
+from jackfield.cli.app import app
+from jackfield.errors import CheckpointError, ExecutionError, PlanError, SettingsError, UsageError
+from jackfield.planning.wording import in_our_words, selected
+from jackfield.registry.discovery import registry
+from jackfield.requests.habits import FLAGS, KEYWORDS
+from jackfield.requests.other_engines import LOADING, NAMES, REQUESTS
+
+LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def assignments(answer: str) -> dict[str, Any]:
+    """What an answer says to write, as Python reads it: as much as can be read behind "write"."""
+    said = answer.partition("write ")[2].replace(" and ", ", ")
+    for end in range(len(said), 0, -1):
+        with contextlib.suppress(SyntaxError):
+            call = ast.parse(f"f({said[:end]})", mode="eval").body
+            if isinstance(call, ast.Call) and call.keywords and not call.args:
+                return {k.arg or "": eval(ast.unparse(k.value)) for k in call.keywords}  # noqa: S307
+    raise AssertionError(answer)
+
+
+def written(table: Any) -> list[str]:
+    return sorted({answer for answer in table.values() if "write " in answer and "=" in answer})
+
+
+def test_the_words_are_no_words_of_ours() -> None:
+    from jackfield.requests.wishes import VOCABULARY
+
+    assert not LOADING.keys() & (LOAD | KEYWORDS.keys())
+    assert not REQUESTS.keys() & VOCABULARY
+    assert len(LOADING) > 100
+    assert len(REQUESTS) > 60
+    assert len(written(LOADING)) > 15
+    assert len(written(REQUESTS)) > 15
+
+
+def test_a_word_that_is_given_to_load() -> None:
+    words = sorted({*LOADING, *REQUESTS})
+    for name, value in itertools.product(words, (object(), None, 1, "x")):
+        with pytest.raises(UsageError) as caught:
+            in_our_words({name: value}, LOAD, "jackfield.load")
+        said = str(caught.value)
+        assert said.startswith(f"jackfield.load takes no {name}")
+        assert said.endswith((LOADING if name in LOADING else REQUESTS)[name])
+        assert "did you mean" not in said
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with jackfield.load("demo") as found:
+        yield found
+
+
+def test_a_word_that_is_given_to_a_request(engine: Any) -> None:
+    for name in sorted({*LOADING, *REQUESTS} - KEYWORDS.keys()):
+        with pytest.raises(SettingsError) as caught:
+            engine.generate("a", max_new_tokens=1, **{name: 1})
+        said = str(caught.value)
+        assert name in said
+        assert said.endswith((REQUESTS if name in REQUESTS else LOADING)[name])
+        assert "did you mean" not in said
+
+
+@pytest.mark.parametrize("answer", written(LOADING))
+def test_what_loading_is_answered_with_is_taken(answer: str) -> None:
+    asked = assignments(answer)
+    assert asked.keys() <= LOAD
+    if "adapter" in asked:  # each of the two is read; there is no such folder
+        assert asked.keys() == {"adapter"}
+        for one in (asked, {"adapters": {"name": asked["adapter"]}}):
+            with pytest.raises(CheckpointError, match="FOLDER"):
+                jackfield.plan("demo", **one)
+        return
+    if asked.keys() <= PlanArguments.__annotations__.keys():
+        with contextlib.suppress(PlanError):  # names are right; this machine or model may not fit
+            jackfield.plan("demo", **asked)
+    else:
+        jackfield.load("demo", **asked).close()
+
+
+@pytest.mark.parametrize("answer", written(REQUESTS))
+def test_what_a_request_is_answered_with_is_taken(engine: Any, answer: str) -> None:
+    asked = {"max_new_tokens": 8, **({} if "engine." in answer else assignments(answer))}
+    if "adapter" in asked:  # it is read; this engine has none
+        with pytest.raises(SettingsError, match="loaded without adapters"):
+            engine.generate("Say it", **asked)
+        return
+    found = engine.generate("Say it", **asked)
+    assert [c.error for c in found] == [None] * asked.get("num_return_sequences", 1)
+
+
+def opts(command: str) -> set[str]:
+    return {flag for p in COMMANDS.commands[command].params for flag in p.opts}
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "chat", "memory"])
+def test_the_flags_that_are_answered_are_there(command: str) -> None:
+    known, flags = opts(command), 0
+    for name in sorted({*LOADING, *REQUESTS} - FLAGS.keys()):
+        if f"--{name.replace('_', '-')}" in known:
+            continue
+        answer = instead_of_flag(f"--{name}", known)
+        assert answer, name
+        for flag, value in re.findall(r"(--[a-z-]+)(?: ('[^']*'|[\w.=,-]+))?", answer):
+            if "`jackfield" in answer:
+                continue
+            assert flag.replace("--no-", "--") in known, (name, answer)
+            flags += 1
+            words = [flag, *shlex.split(value)]
+            prompt = ["a"] if command == "generate" else []
+            COMMANDS.commands[command].make_context(command, [*prompt, *words])
+            if flag == "--set":
+                setting, _, text = words[1].partition("=")
+                assert json.loads(text) == assignments(REQUESTS[name])[setting]
+    assert flags > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [(kind, theirs) for kind, names in NAMES.items() for theirs in names]
+)
+def test_the_name_of_a_backend_is_answered_with_ours(kind: str, theirs: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        selected({kind: theirs}, registry())
+    said = str(caught.value).partition("write ")[2]
+    ours = re.findall(r"'([^']*)'", said)
+    assert ours
+    for name in ours:
+        assert name in {found.name for found in registry().of_kind(kind)}
+
+
+def test_the_cache_of_a_paged_kernel_of_the_hub_is_said_too() -> None:
+    with pytest.raises(UsageError) as caught:
+        jackfield.plan("demo", attn_implementation="paged|kernels-community/flash-attn2@main")
+    said = str(caught.value).partition("kernel of the hub is ")[2]
+    call = ast.parse(f"f({said})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    asked = {k.arg or "": ast.literal_eval(k.value) for k in call.keywords}
+    assert asked["cache_implementation"] == "paged"
+    with pytest.raises((PlanError, ExecutionError)):  # it is no kernel for this machine
+        jackfield.plan("demo", **asked)
+    with pytest.raises(UsageError, match=r"names no attention; write 'paged\|sdpa'"):
+        jackfield.plan("demo", attn_implementation="paged|")
+
+
+@pytest.mark.parametrize("theirs", ["half", "fp16", "bf16", "HALF", "float", "double"])
+def test_another_name_of_a_dtype_is_answered_with_one_that_is_taken(theirs: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        jackfield.plan("demo", dtype=theirs)
+    (ours,) = re.findall(r"; write '(\w+)'", str(caught.value))
+    assert jackfield.plan("demo", dtype=ours).requirements.dtype == ours
