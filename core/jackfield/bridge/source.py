@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jackfield.bridge.config_files import is_folder, read_config
 from jackfield.bridge.config_values import check_values
 from jackfield.bridge.gguf import GgufModel, is_gguf, open_gguf
-from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.quiet import quiet
-from jackfield.errors import CheckpointError, JackfieldError, UsageError, quoted
-from jackfield.foreign import error_line
+from jackfield.errors import CheckpointError, UsageError, quoted
 
 logger = logging.getLogger("jackfield")
 
@@ -136,35 +133,3 @@ def _live(model: Any) -> ModelSource:
         raise CheckpointError(f"{type(model).__name__} is not a transformers model")
     check_values(model.config.to_dict(), f"the config of the live {type(model).__name__}")
     return ModelSource(model.config, live=model, adapters=dict(adapters))
-
-
-@contextlib.contextmanager
-def blamed(source: ModelSource) -> Iterator[None]:
-    """Tell what a config makes of a model's code as a CheckpointError that says whose config it is.
-
-    Of a live model nothing is told: its code ran before.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        if source.location is None or source.location in str(error):
-            raise
-        raise CheckpointError(f"{source.origin}: {error}{_guilty(source)}") from error
-    except JackfieldError:
-        raise
-    except Exception as error:
-        if source.live is not None:
-            raise
-        raise CheckpointError(
-            f"{source.origin} gives no model that runs: {error_line(error)}{_guilty(source)}"
-        ) from error
-
-
-def _guilty(source: ModelSource) -> str:
-    """The field of a folder's config.json without which there would be a model, for a message."""
-    from jackfield.bridge.requirements import described  # which needs sources
-
-    file = None if source.folder is None else source.folder / "config.json"
-    if file is None or not file.is_file():
-        return ""
-    return without_it(file, lambda folder: described(read_config(str(folder), None)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import FoundAdapter, find_adapter, live_adapter
+from jackfield.bridge.blame import blamed
 from jackfield.bridge.devices import is_here
 from jackfield.bridge.layers import layers_for
 from jackfield.bridge.lora import FoundLora
@@ -18,7 +19,7 @@ from jackfield.bridge.placement import Placement
 from jackfield.bridge.requirements import requirements_of
 from jackfield.bridge.sharding import Shard
 from jackfield.bridge.shared_models import shared_out
-from jackfield.bridge.source import ModelSource, blamed, find
+from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.spreading import placed_live
 from jackfield.contracts.quantizing import Quantizer, plain_bytes
 from jackfield.contracts.requirements import Requirements, Weight
