@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import draft_of
-from families import build, character_tokenizer
+from families import VOCAB, build, character_tokenizer
 from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
@@ -101,6 +101,28 @@ def test_an_answer_that_is_none_ends_its_own_request(engine: jackfield.Engine, a
         PROMPTS[0], max_new_tokens=4, stopping_criteria=lambda ids, scores: answer
     )
     assert (found.finish_reason == "error") == isinstance(answer, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [-1], [3, -2], [10**9], [10**30], [1.5], [True, False], [float("nan")], [1j], ["a"], None,
+        torch.ones(VOCAB, dtype=torch.bool), torch.tensor([VOCAB]), {3: 4}, [[3], 4],
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_tokens_is_not_taken_for_some(
+    engine: jackfield.Engine, answer: Any
+) -> None:
+    """Indices of Python count from the end, and a mask of the vocabulary has zeros and ones."""
+    for more in ({}, {"num_beams": 2}, {"decoding": "lookup"}):
+        (found,) = engine.generate(
+            PROMPTS[0],
+            max_new_tokens=4,
+            prefix_allowed_tokens_fn=lambda number, ids: answer,
+            **more,
+        )
+        assert (found.error or "").startswith("its prefix_allowed_tokens_fn failed: ")
+        assert not found.token_ids
 
 
 @pytest.mark.parametrize("decoding", ["plain", "lookup", "assist"])

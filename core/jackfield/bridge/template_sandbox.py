@@ -68,6 +68,8 @@ def size_of(value: Any, most: int) -> int:
     found = 0
     for one in _parts(value, most + 1):
         found += 1 + (len(one) if isinstance(one, str | bytes) else 0)
+        if found > most:
+            break
     return found
 
 
@@ -167,12 +169,13 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _priced(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that is charged for."""
+        first = 1 if hasattr(act, "jinja_pass_arg") else 0  # behind what jinja itself hands in
 
         @functools.wraps(act)
         def priced(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(a) if isinstance(a, GeneratorType) else a for a in args)
             if name in _FILTERS:
-                self._charge_product(name, args, kwargs)
+                self._charge_product(name, args[first:], kwargs)
             found = act(*args, **kwargs)
             if hasattr(found, "__len__"):
                 self.meter.charge(len(found))
@@ -182,9 +185,10 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _charge_product(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Charge what can come of these: each may be repeated as often as another is large."""
-        values = [*args, *kwargs.values()]
         if name == "replace":  # what is looked for makes nothing larger
-            del values[1:2]
+            args = [*args[:1], *args[2:]]
+            kwargs = {key: value for key, value in kwargs.items() if key != "old"}
+        values = [*args, *kwargs.values()]
         widths = [1]
         if name in ("format", "format_map"):
             form = next((v for v in values if isinstance(v, str)), "")

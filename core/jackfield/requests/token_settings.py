@@ -169,10 +169,14 @@ class AllowedByPrefix:
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         import torch
 
-        tokens = torch.as_tensor(self.allowed(self.number, ids[0]), device=scores.device)
+        tokens = torch.as_tensor(self.allowed(self.number, ids[0]), device=scores.device).flatten()
         if tokens.numel() == 0:
             raise ValueError("prefix_allowed_tokens_fn allows no token")
+        if tokens.dtype == torch.bool or tokens.is_floating_point() or tokens.is_complex():
+            raise ValueError(f"it must return token ids, not {tokens.dtype}")
+        vocab, tokens = scores.shape[-1], tokens.long()
+        if wrong := tokens[(tokens < 0) | (tokens >= vocab)].tolist()[:1]:
+            raise ValueError(f"it allows {wrong[0]}, which is no token id (0 to {vocab - 1})")
         kept = torch.full_like(scores, -torch.inf)
-        tokens = tokens.flatten().long()
         kept[:, tokens] = scores[:, tokens]
         return kept
