@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import torch
+from transformers.generation import logits_process as P
 
 from jackfield.contracts import Sequence, Settings
 from jackfield.contracts.counter_rng import uniform
@@ -54,6 +55,11 @@ def warped(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
     never, size = -torch.inf, scores.shape[-1]
     if (heat := max(settings.temperature, torch.finfo(torch.float32).tiny)) != 1:
         scores = (scores - scores.max(-1, keepdim=True).values) / column(heat)
+    if settings.top_h:
+        order = scores[0].sort(descending=True, stable=True).indices  # equals: the first ones
+        filtered = P.TopHLogitsWarper(settings.top_h)(None, scores[:, order])
+        kept = order[: int((filtered > never).sum())]
+        scores = torch.full_like(scores, never).index_copy(1, kept, scores[:, kept])
     if (count := min(settings.top_k or size, size)) < size:
         best = scores.topk(count, -1).values
         scores = scores.masked_fill(scores < best[:, -1:], never)
@@ -67,4 +73,10 @@ def warped(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
         probabilities = scores.softmax(-1)
         least = column(settings.min_p) * probabilities.max(-1, keepdim=True).values
         scores = scores.masked_fill(probabilities < least, never)
+    if settings.typical_p != 1:
+        scores = P.TypicalLogitsWarper(settings.typical_p)(None, scores)
+    if settings.epsilon_cutoff:
+        scores = P.EpsilonLogitsWarper(settings.epsilon_cutoff)(None, scores)
+    if settings.eta_cutoff:
+        scores = P.EtaLogitsWarper(settings.eta_cutoff)(None, scores)
     return scores

@@ -47,6 +47,7 @@ SHAPED: list[dict[str, Any]] = [
     {"top_p": 0.8, "num_beams": 3, "eos_token_id": list(ENDS), "early_stopping": True},
     {"top_p": 0.1, "num_beams": 2, "early_stopping": "never", "length_penalty": 2.0},
     {"min_p": 0.05, "num_beams": 4, "repetition_penalty": 1.4},
+    {"top_k": 9, "num_beams": 3, "repetition_penalty": 1.8, "renormalize_logits": True},
     {"temperature": 1.5, "top_k": 60, "top_p": 0.9, "min_p": 0.02, "num_beams": 5,
      "num_return_sequences": 3, "sequence_bias": [[[5], 3.0]], "eos_token_id": list(ENDS)},
 ]  # fmt: skip

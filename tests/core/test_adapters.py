@@ -336,7 +336,7 @@ def no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"peft_type": "PREFIX_TUNING"}, "type PREFIX_TUNING"),
         ({"peft_type": "LORRA"}, "did you mean 'LORA'"),
-        ({"task_type": "SEQ_CLS"}, "for SEQ_CLS"),
+        ({"task_type": "SEQ_CLS"}, "task_type is SEQ_CLS, not CAUSAL_LM"),
         ({"target_modules": ["wq"]}, "wq"),
         ({"r": 8}, "and has to be (8, 32)"),
         ({"target_modules": ["q_proj"]}, "has no place for"),

@@ -45,6 +45,8 @@ HONOURED: dict[str, dict[str, Any]] = {
         "priority": 1, "regex": "a+", "repetition_penalty": 1.2, "seed": 1,
         "sequence_bias": {(5,): 1.0}, "stop": ["x"], "stop_strings": ["x"], "suppress_tokens": [5],
         "temperature": 0.5, "top_k": 5, "top_p": 0.5, "transformers_version": "5",
+        "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "renormalize_logits": True, "top_h": 0.5,
+        "typical_p": 0.5,
     }.items()},
     "diversity_penalty": {"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2},
     "num_beam_groups": {"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2},
@@ -171,50 +173,56 @@ def test_the_advice_about_a_chat_template_works(engine: jackfield.Engine) -> Non
 
 
 WARPED = {
-    "typical_p": 0.6, "epsilon_cutoff": 0.02, "eta_cutoff": 0.05, "top_h": 0.5,
+    "typical_p": 0.6, "epsilon_cutoff": 0.08, "eta_cutoff": 0.4, "top_h": 0.05,
     "renormalize_logits": True,
 }  # fmt: skip
-MADE = {
-    "TypicalLogitsWarper": theirs.TypicalLogitsWarper,
-    "EpsilonLogitsWarper": theirs.EpsilonLogitsWarper,
-    "EtaLogitsWarper": theirs.EtaLogitsWarper,
-    "TopHLogitsWarper": theirs.TopHLogitsWarper,
-    "LogitNormalization": lambda _: theirs.LogitNormalization(),
-}
+WATERMARK = {"bias": 3.0, "greenlist_ratio": 0.5}
+BEFORE = {
+    "temperature": theirs.TemperatureLogitsWarper, "top_h": theirs.TopHLogitsWarper,
+    "top_k": theirs.TopKLogitsWarper, "top_p": theirs.TopPLogitsWarper,
+    "min_p": theirs.MinPLogitsWarper, "typical_p": theirs.TypicalLogitsWarper,
+    "epsilon_cutoff": theirs.EpsilonLogitsWarper, "eta_cutoff": theirs.EtaLogitsWarper,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(WARPED))
+def drawn_from(given: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+    """The probabilities of the tokens that a request draws, behind a prompt of one token."""
+    own = GenerationConfig(do_sample=True, temperature=0.2, top_k=2)
+    honoured = frozenset(departures.honoured())
+    settings = resolve(
+        wishes(given, own), 1, Limits(logits.shape[-1], 64, honoured, "sample", False)
+    )
+    rows = RowMap.verifying([Sequence(0, [1], settings)])
+    pipeline = Pipeline.of(rows, logits.shape[-1], StepBlock(logits.device))
+    assert pipeline.settled.sampled is not None
+    return pipeline.settled.sampled.warpers(pipeline.processed(logits)[0]).softmax(-1)
+
+
+@pytest.mark.parametrize("name", [*sorted(WARPED), "watermarking_config"])
 @pytest.mark.parametrize("temperature", [3.0, 0.7])
-def test_the_advice_about_a_warper_gives_the_distribution_of_transformers(
+def test_tokens_are_drawn_from_the_distribution_of_transformers(
     name: str, temperature: float
 ) -> None:
-    """Followed as it is printed, also where the model's own config draws in another way."""
+    """By a setting, or by the advice that is given for one, followed as it is printed."""
     asked: dict[str, Any] = {"temperature": temperature, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+    value = WARPED.get(name, WATERMARK)
     model = build("llama", torch.float32)
-    config = GenerationConfig(do_sample=True, **asked, **{name: WARPED[name]})
+    size = model.config.vocab_size
+    config = GenerationConfig(do_sample=True, **asked, **{name: value})
     expected = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
-
-    advice = REFUSED[name].partition("do_sample=True, ")[2]
-    listed = re.findall(r"(\w+)\(…\)", advice)
-    lifted = re.findall(r"(\w+)=None", advice)
-    assert lifted[0] == "temperature"
-    assert len(listed) == len(lifted) + 1
-    before = {
-        "TemperatureLogitsWarper": lambda: theirs.TemperatureLogitsWarper(temperature),
-        "TopKLogitsWarper": lambda: theirs.TopKLogitsWarper(12),
-        "TopPLogitsWarper": lambda: theirs.TopPLogitsWarper(0.9),
-        "MinPLogitsWarper": lambda: theirs.MinPLogitsWarper(0.01),
-    }
-    processors = [before[one]() if one in before else MADE[one](WARPED[name]) for one in listed]
-    own = GenerationConfig(do_sample=True, temperature=0.2, top_k=2)
-    given = {**asked, **dict.fromkeys(lifted), "do_sample": True, "logits_processor": processors}
-    honoured = frozenset(departures.honoured())
-    settings = resolve(wishes(given, own), 1, Limits(32, 64, honoured, "sample", False))
-
-    logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) * 2
-    rows = RowMap.verifying([Sequence(0, [1], settings)])
-    pipeline = Pipeline.of(rows, 32, StepBlock(logits.device))
-    found = pipeline.settled.sampled.warpers(pipeline.processed(logits)[0])
-    wanted = expected(torch.tensor([[1]]), logits.clone())
-    torch.testing.assert_close(found.softmax(-1), wanted.softmax(-1), rtol=1e-5, atol=1e-7)
-    assert (wanted.softmax(-1) == 0).any() or name == "renormalize_logits"
+    if name in REFUSED:
+        advice = REFUSED[name].partition("do_sample=True, ")[2]
+        listed = re.findall(r"(\w+)\(…\)", advice)
+        lifted = re.findall(r"(\w+)=None", advice)
+        assert [BEFORE[one].__name__ for one in lifted] == listed[:-1]
+        processors = [BEFORE[one](asked[one]) for one in lifted if one in asked]
+        last = getattr(theirs, listed[-1])(size, "cpu", **value)
+        given = {**dict.fromkeys(lifted), "logits_processor": [*processors, last]}
+    else:
+        given = {**asked, name: value}
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(3)) * 2
+    found = drawn_from({"do_sample": True, **given}, logits)
+    wanted = expected(torch.tensor([[1]]), logits.clone()).softmax(-1)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    plain = drawn_from({"do_sample": True, **asked}, logits)
+    assert not torch.allclose(plain, wanted) or name == "renormalize_logits"

@@ -169,8 +169,8 @@ def test_what_is_no_tokenizer_is_refused_at_load(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"dtype": "half"}, "did you mean 'float16'"),
-        ({"dtype": "bf16"}, "did you mean 'bfloat16'"),
+        ({"dtype": "half"}, "not 'half'; write 'float16'"),
+        ({"dtype": "bf16"}, "not 'bf16'; write 'bfloat16'"),
         ({"quantization": "int8"}, "write 'int8-cpu', 'bnb-8bit' or 'torchao'"),
         ({"device_map": "mps:7"}, "not a device of this machine, which has .*cpu$"),
     ],

@@ -48,6 +48,15 @@ def row_of(rng: random.Random, size: int) -> torch.Tensor:
     return noise * rng.choice((1, 1, 0.1, 4))
 
 
+#: What narrows, and has no way of its own for one row.
+RARE = {
+    "top_h": (0.4, 1e-4, 1.0, 0.9),
+    "typical_p": (0.2, 0.95, 1e-6, 0.9999999),
+    "epsilon_cutoff": (3e-4, 0.1, 0.99),
+    "eta_cutoff": (3e-4, 0.1, 0.99),
+}
+
+
 def settings_of(rng: random.Random) -> Settings:
     fields: dict[str, Any] = {"do_sample": rng.random() < 0.85, "seed": rng.getrandbits(40)}
     for name, values in {
@@ -55,6 +64,7 @@ def settings_of(rng: random.Random) -> Settings:
         "top_k": (1, 2, 5, 50, 1000, 1 << 20),
         "top_p": (0.95, 0.5, 0.999, 0.1, 1e-6, 0.0, 0.75, 0.9999999),
         "min_p": (0.05, 0.5, 1e-4, 1.0, 0.25),
+        **(RARE if rng.random() < 0.1 else {}),
         "repetition_penalty": (1.1, 0.5, 30.0),
         "frequency_penalty": (0.5, -1.0),
         "presence_penalty": (0.3, -2.0),
@@ -145,7 +155,7 @@ def kept_by(settings: Settings, logits: torch.Tensor) -> list[int] | None:
     scores = logits.numpy()
     one = OneRow.of(settings, len(scores))
     with np.errstate(all="ignore"):
-        found = one.candidates(scores, float(scores.max()))
+        found = one.candidates(scores, float(scores.max())) if one.by_candidates else None
     if found is None:
         return None
     return np.flatnonzero(scores > -np.inf).tolist() if found[0] is None else found[0].tolist()

@@ -137,6 +137,14 @@ PROCESSORS = {
     "top-p": ({"top_p": 0.81}, lambda: P.TopPLogitsWarper(0.81)),
     "tiny top-p": ({"top_p": 1e-4}, lambda: P.TopPLogitsWarper(1e-4)),
     "min-p": ({"min_p": 0.13}, lambda: P.MinPLogitsWarper(0.13)),
+    "top-h": ({"top_h": 0.6}, lambda: P.TopHLogitsWarper(0.6)),
+    "tiny top-h": ({"top_h": 1e-3}, lambda: P.TopHLogitsWarper(1e-3)),
+    "typical": ({"typical_p": 0.7}, lambda: P.TypicalLogitsWarper(0.7)),
+    "tiny typical": ({"typical_p": 1e-4}, lambda: P.TypicalLogitsWarper(1e-4)),
+    "epsilon": ({"epsilon_cutoff": 0.03}, lambda: P.EpsilonLogitsWarper(0.03)),
+    "great epsilon": ({"epsilon_cutoff": 0.99}, lambda: P.EpsilonLogitsWarper(0.99)),
+    "eta": ({"eta_cutoff": 0.2}, lambda: P.EtaLogitsWarper(0.2)),
+    "great eta": ({"eta_cutoff": 0.99}, lambda: P.EtaLogitsWarper(0.99)),
 }
 
 
@@ -173,9 +181,13 @@ def test_a_chain_equals_the_chain_of_transformers() -> None:
             P.RepetitionPenaltyLogitsProcessor(1.3),
             P.MinNewTokensLengthLogitsProcessor(4, 9, [2]),
             P.TemperatureLogitsWarper(1.9),
+            P.TopHLogitsWarper(0.9),
             P.TopKLogitsWarper(20),
             P.TopPLogitsWarper(0.9),
             P.MinPLogitsWarper(0.05),
+            P.TypicalLogitsWarper(0.95),
+            P.EpsilonLogitsWarper(0.02),
+            P.EtaLogitsWarper(0.3),
         ]
     )
     expected = chain(torch.tensor([prompt + new]).expand(60, -1), logits.clone()).log_softmax(-1)
@@ -188,6 +200,10 @@ def test_a_chain_equals_the_chain_of_transformers() -> None:
         "top_k": 20,
         "top_p": 0.9,
         "min_p": 0.05,
+        "top_h": 0.9,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 0.02,
+        "eta_cutoff": 0.3,
     }
     found = processed([sequence(prompt, new, do_sample=True, **fields) for _ in range(60)], logits)
     assert torch.equal(found == -math.inf, expected == -math.inf)

@@ -37,6 +37,8 @@ HONOURED = {
     "encoder_no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.2,
     "eos_token_id": [1, 2],
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
     "forced_eos_token_id": 4,
     "max_length": 33,
     "max_new_tokens": 7,
@@ -45,14 +47,20 @@ HONOURED = {
     "min_new_tokens": 3,
     "min_p": 0.1,
     "no_repeat_ngram_size": 2,
+    "renormalize_logits": True,
     "repetition_penalty": 1.2,
     "sequence_bias": {(3, 4): 1.5},
     "stop_strings": ["end"],
     "suppress_tokens": [7, 8],
     "temperature": 0.5,
+    "top_h": 0.5,
     "top_k": 5,
     "top_p": 0.9,
+    "typical_p": 0.5,
 }
+KNOBS = {
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+}  # fmt: skip
 #: Where a flag, a number or a word is not the kind of value that a field holds.
 UNUSUAL = {
     "cache_config": {"a": 1},
@@ -110,7 +118,7 @@ def test_a_field_that_is_honoured_changes_the_settings(name: str) -> None:
     assert changed != shown(ask())
     config = GenerationConfig(**{name: HONOURED[name]})
     assert shown(ask(config)) == shown(ask(generation_config=config))
-    if name in {"temperature", "top_k", "top_p", "min_p"}:  # which are nothing but `do_sample`'s
+    if name in KNOBS:  # which are nothing but `do_sample`'s
         assert shown(ask(config)) == shown(ask())
     elif name == "do_sample":
         assert shown(ask(config)) == {**changed, **FILLED_IN}
@@ -204,6 +212,11 @@ def test_precedence_request_over_generation_config_over_model() -> None:
         ({"top_k": 4}, True),
         ({"top_p": 0.5}, True),
         ({"min_p": 0.5}, True),
+        ({"top_h": 0.5}, True),
+        ({"typical_p": 0.5}, True),
+        ({"epsilon_cutoff": 0.5}, True),
+        ({"eta_cutoff": 0.5}, True),
+        ({"typical_p": 1.0, "eta_cutoff": 0.0, "epsilon_cutoff": 0.0}, False),
         ({"top_k": 0, "top_p": 1.0}, False),
         ({"temperature": 0}, False),
         ({"temperature": 0.0, "top_k": 4}, False),
@@ -254,9 +267,9 @@ def test_contradictions(asked: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 NUMBERS = [
-    "frequency_penalty", "logprobs", "max_length", "max_new_tokens", "min_length",
+    "epsilon_cutoff", "eta_cutoff", "frequency_penalty", "logprobs", "max_length", "max_new_tokens", "min_length",
     "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty", "seed", "temperature",
-    "top_k", "top_p",
+    "top_h", "top_k", "top_p", "typical_p",
 ]  # fmt: skip
 WRONG = [math.nan, math.inf, -math.inf, "1", [1], {}, object(), True, False, 1j, b"1"]
 
@@ -281,7 +294,8 @@ def test_negative_numbers_are_refused_where_they_mean_nothing(name: str) -> None
         {"top_p": 0}, {"top_p": 1.01}, {"min_p": 1.01}, {"repetition_penalty": 0},
         {"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_length": 0}, {"logprobs": VOCAB + 1},
         {"frequency_penalty": 1e39}, {"presence_penalty": -1e39}, {"repetition_penalty": 1e39},
-        {"temperature": 1e39},
+        {"temperature": 1e39}, {"top_h": 0}, {"top_h": 1.01}, {"typical_p": 0}, {"typical_p": 1.01},
+        {"epsilon_cutoff": 1}, {"eta_cutoff": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -360,7 +374,7 @@ def test_min_length_counts_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("eta_cutoff", 0.3), ("typical_p", 0.5), ("guidance_scale", 2.0)],
+    [("num_beams", 4), ("token_healing", True), ("guidance_scale", 2.0)],
 )
 def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
     name: str, value: Any

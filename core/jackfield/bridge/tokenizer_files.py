@@ -118,8 +118,9 @@ def _read(location: str, revision: str | None) -> Any:
     except BaseException as error:  # also a panic of the tokenizers' library
         file = folder / "tokenizer_config.json"
         guilty = without_it(file, lambda other: _opened(str(other), None)) if file.is_file() else ""
+        why = error_line(error).replace(location, folder.name)  # which may be long, and said often
         raise CheckpointError(
-            f"cannot load the tokenizer of {location}{hint}: {error_line(error)}{guilty}"
+            f"cannot load the tokenizer of {location}{hint}: {why}{guilty}"
         ) from error
     if _is_empty(tokenizer):
         raise CheckpointError(

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 SAMPLER_SETTINGS = frozenset(
     {
         "bad_words_ids", "begin_suppress_tokens", "do_sample", "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty", "exponential_decay_length_penalty", "forced_eos_token_id",
-        "frequency_penalty", "logits_processor", "logprobs", "min_length", "min_new_tokens",
-        "min_p", "no_repeat_ngram_size", "prefix_allowed_tokens_fn", "presence_penalty",
+        "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+        "exponential_decay_length_penalty", "forced_eos_token_id", "frequency_penalty",
+        "logits_processor", "logprobs", "min_length", "min_new_tokens", "min_p",
+        "no_repeat_ngram_size", "prefix_allowed_tokens_fn", "presence_penalty",
         "repetition_penalty", "seed", "sequence_bias", "stopping_criteria", "suppress_tokens",
-        "temperature", "top_k", "top_p",
+        "temperature", "top_h", "top_k", "top_p", "typical_p",
     }
 )  # fmt: skip
 

@@ -69,6 +69,11 @@ class Settings(NamedTuple):
         top_k: How many of the likeliest tokens stay; 0: all.
         top_p: The least share of probability that the likeliest tokens which stay have together.
         min_p: The least share of the likeliest token's probability that a token which stays has.
+        top_h: The most of the entropy that the likeliest tokens which stay have together; 0: any.
+        typical_p: The least share of probability that the tokens which stay have together, those
+            first whose information is closest to the entropy; 1: all.
+        epsilon_cutoff: The least probability of a token which stays, unless it is the likeliest.
+        eta_cutoff: The same, lower where the entropy is high.
         repetition_penalty: Divides positive scores, and multiplies negative ones, of tokens that
             are in the prompt or the new text.
         presence_penalty: Is taken off the scores of tokens that are among the new ones.
@@ -96,6 +101,7 @@ class Settings(NamedTuple):
         structure: What the text must look like; None: anything.
         skip_special_tokens: Whether the text leaves out special tokens; otherwise it leaves out
             the EOS that ends it.
+        renormalize_logits: Whether log-probabilities of beams are normalized after all else.
     """
 
     max_new_tokens: int
@@ -105,6 +111,10 @@ class Settings(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -125,3 +135,4 @@ class Settings(NamedTuple):
     beams: BeamSettings = BeamSettings()
     structure: Structure | None = None
     skip_special_tokens: bool = True
+    renormalize_logits: bool = False

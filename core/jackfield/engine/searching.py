@@ -23,7 +23,8 @@ class Searcher:
 
     transformers (`GenerationMixin._beam_search`): log-probabilities in float32, whatever the
     model's dtype; then the processors, on log-probabilities and not on logits, and where a request
-    samples the warpers. Nothing is normalized again. `CheckedSearch` adds the score of the beam.
+    samples the warpers. Nothing is normalized again, but where `renormalize_logits` asks for it.
+    `CheckedSearch` adds the score of the beam.
     """
 
     def __init__(self, strategies: Mapping[str, CheckedSearch]) -> None:
@@ -49,7 +50,7 @@ class Searcher:
         scores, outcome = pipeline.processed(torch.log_softmax(logits.float(), -1))
         if pipeline.choosing.mask is not None:
             scores = pipeline.choosing.mask(scores)
-        scores = _warped(pipeline, scores)
+        scores = _normalized(rows, _warped(pipeline, scores), block)
         found: list[tuple[RunningGroup, Decision]] = []
         for name, strategy in self.strategies.items():
             own = [g for g in groups if g is not None and g.settings.decoding == name]
@@ -83,6 +84,16 @@ def _warped(pipeline: Pipeline, scores: torch.Tensor) -> torch.Tensor:
     floor = cooled.topk(max(least)).values.gather(1, last)
     narrowed = sampled.warpers.narrowed(cooled.clone())
     return sampled.put(scores, torch.where(cooled >= floor, cooled, narrowed))
+
+
+def _normalized(rows: RowMap, scores: torch.Tensor, block: StepBlock) -> torch.Tensor:
+    """Log-probabilities again, in the rows of requests that ask for it. Changes `scores`."""
+    asked = rows.asking(lambda s: s.renormalize_logits)
+    if not asked:
+        return scores
+    own = block.put(list(asked))
+    block.send()
+    return scores.index_copy_(0, own, scores.index_select(0, own).log_softmax(-1))
 
 
 def _divide(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

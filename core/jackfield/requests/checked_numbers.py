@@ -53,6 +53,7 @@ class CheckedNumbers:
         at_least: float | None = None,
         above: float | None = None,
         at_most: float | None = None,
+        below: float | None = None,
     ) -> float:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -63,6 +64,7 @@ class CheckedNumbers:
             (at_least, at_least is None or value >= at_least, "at least"),
             (above, above is None or value > above, "more than"),
             (at_most, at_most is None or value <= at_most, "at most"),
+            (below, below is None or value < below, "less than"),
         ):
             if not ok:
                 raise self._refused(name, f"{text} {bound:g}", value)

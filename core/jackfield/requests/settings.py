@@ -31,7 +31,9 @@ from jackfield.requests.wishes import Wishes
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_SEQUENCES = 10_000  # of one request, as each of them takes memory before it runs
-_KNOBS = ("temperature", "top_k", "top_p", "min_p")
+_KNOBS = (
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
 
 
 def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0) -> Settings:
@@ -76,6 +78,7 @@ def _resolved(wishes: Wishes, prompt_length: int, limits: Limits, number: int) -
         beams=decoding_settings.beams(given, limits.honoured, count),
         structure=structures.read(given, has_tokenizer=limits.has_tokenizer),
         skip_special_tokens=_skips_special(given, limits),
+        renormalize_logits=_flag(given, "renormalize_logits"),
         seed=_seed(wishes, draws=drawn["do_sample"]),
     )
     _check_lengths(wishes, settings.min_new_tokens, settings.max_new_tokens)
@@ -97,6 +100,10 @@ def _knobs(number: CheckedNumbers) -> dict[str, Any]:
         "top_k": number.integer("top_k", 0, at_least=0),
         "top_p": number.real("top_p", 1.0, above=0, at_most=1),
         "min_p": number.real("min_p", 0.0, at_least=0, at_most=1),
+        "top_h": number.real("top_h", 0.0, above=0, at_most=1) if "top_h" in number.fields else 0.0,
+        "typical_p": number.real("typical_p", 1.0, above=0, at_most=1),
+        "epsilon_cutoff": number.real("epsilon_cutoff", 0.0, at_least=0, below=1),
+        "eta_cutoff": number.real("eta_cutoff", 0.0, at_least=0, below=1),
     }
 
 
@@ -194,10 +201,14 @@ def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str,
     }
 
 
+def _flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    if not isinstance(value := given.get(name, default), bool):
+        raise SettingsError(f"{name} must be True or False, not {quoted(value)}")
+    return value
+
+
 def _skips_special(given: Mapping[str, Any], limits: Limits) -> bool:
-    value = given.get("skip_special_tokens", True)
-    if not isinstance(value, bool):
-        raise SettingsError(f"skip_special_tokens must be True or False, not {quoted(value)}")
+    value = _flag(given, "skip_special_tokens", default=True)
     if not value and not limits.has_tokenizer:
         raise SettingsError(
             "skip_special_tokens is about text, and this model has no tokenizer; token_ids has all"

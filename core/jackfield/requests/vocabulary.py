@@ -24,7 +24,7 @@ LOOP = frozenset(
     {
         "adapter", "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar",
         "json_schema", "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
-        "skip_special_tokens", "stop_strings",
+        "renormalize_logits", "skip_special_tokens", "stop_strings",
     }
 )  # fmt: skip
 
@@ -122,21 +122,23 @@ DRAFTING: Mapping[str, str] = {
 #: The stages of drawing in their order, and the classes of transformers that are them.
 _STAGES = {
     "temperature": "TemperatureLogitsWarper",
+    "top_h": "TopHLogitsWarper",
     "top_k": "TopKLogitsWarper",
     "top_p": "TopPLogitsWarper",
     "min_p": "MinPLogitsWarper",
+    "typical_p": "TypicalLogitsWarper",
+    "epsilon_cutoff": "EpsilonLogitsWarper",
+    "eta_cutoff": "EtaLogitsWarper",
 }
 
-
-def _after(name: str, *stages: str) -> str:
-    """What comes after some stages, which then stand before it in the list: ours run later."""
-    lifted = ", ".join(f"{stage}=None" for stage in stages)
-    before = ", ".join(f"{_STAGES[stage]}(…)" for stage in stages)
-    return (
-        f"transformers' {name} does it, given as logits_processor=[…]; where tokens are drawn, "
-        "what comes before it goes into the list too, as far as it is wanted: do_sample=True, "
-        f"{lifted}, logits_processor=[{before}, {name}(…)]"
-    )
+#: It comes after all stages, which then stand before it in the list: ours run later.
+_WATERMARK = (
+    "transformers' WatermarkLogitsProcessor does it, given as logits_processor=[…]; where tokens "
+    "are drawn, what comes before it goes into the list too, as far as it is wanted: "
+    f"do_sample=True, {', '.join(f'{name}=None' for name in _STAGES)}, "
+    f"logits_processor=[{', '.join(f'{made}(…)' for made in _STAGES.values())}, "
+    "WatermarkLogitsProcessor(…)]"
+)
 
 
 _MOVED = "transformers has moved it out of itself"
@@ -150,8 +152,6 @@ REFUSED: Mapping[str, str] = {
         "is_assistant", "speculation_type", "target_lookbehind", "use_mtp")},
     "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "dola_layers": _MOVED,
-    "epsilon_cutoff": _after("EpsilonLogitsWarper", *_STAGES),
-    "eta_cutoff": _after("EtaLogitsWarper", *_STAGES),
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "forced_bos_token_id": "put the token at the end of the prompt",
     "guidance_scale": "it runs the model a second time, beside the loop",
@@ -162,12 +162,9 @@ REFUSED: Mapping[str, str] = {
     "output_scores": _SCORES,
     "penalty_alpha": _MOVED,
     "remove_invalid_values": "scores that are no numbers end a request with an error",
-    "renormalize_logits": _after("LogitNormalization", *_STAGES),
     "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",
     "token_healing": "give a prompt that ends where a token does",
-    "top_h": _after("TopHLogitsWarper", "temperature"),
-    "typical_p": _after("TypicalLogitsWarper", *_STAGES),
-    "watermarking_config": _after("WatermarkLogitsProcessor", *_STAGES),
+    "watermarking_config": _WATERMARK,
 }  # fmt: skip
 
 #: Arguments of `generate` that are no settings: what to do.

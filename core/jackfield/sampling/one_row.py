@@ -19,7 +19,7 @@ import torch
 
 from jackfield.contracts import Settings
 from jackfield.sampling.drawing import draw
-from jackfield.sampling.warpers import COLDEST, divide, keep_min_p, keep_top_k, keep_top_p
+from jackfield.sampling.warpers import COLDEST, NARROWING, divide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,21 +39,29 @@ _BITS = 20  # of a float32 that do not tell which bin of the histogram it is in:
 
 @dataclass(frozen=True)
 class OneRow:
-    """How a row draws whose request has these settings; what is inert is None."""
+    """How a row draws whose request has these settings; what is inert is None.
+
+    `by_candidates`: nothing narrows but what has a way of its own here.
+    """
 
     temperature: np.float32 | None
     top_k: int | None
     top_p: np.float32 | None
     min_p: np.float32 | None
+    settings: Settings
+    by_candidates: bool
 
     @classmethod
     def of(cls, settings: Settings, vocab_size: int) -> OneRow:
         heat, count = max(settings.temperature, COLDEST), settings.top_k or vocab_size
+        narrowing = {n for n, (_, inert) in NARROWING.items() if getattr(settings, n) != inert}
         return cls(
             np.float32(heat) if heat != 1 else None,
             count if count < vocab_size else None,
             np.float32(settings.top_p) if settings.top_p != 1 else None,
             np.float32(settings.min_p) if settings.min_p else None,
+            settings,
+            narrowing <= {"top_k", "top_p", "min_p"},
         )
 
     def draw(self, scores: Row, best: float, number: float) -> int:
@@ -65,7 +73,7 @@ class OneRow:
         if not math.isfinite(best):
             return 0
         with np.errstate(all="ignore"):
-            found = self.candidates(scores, best)
+            found = self.candidates(scores, best) if self.by_candidates else None
             if found is None:
                 return self._without_candidates(scores, number)
             kept, own = found
@@ -102,16 +110,19 @@ class OneRow:
         row = torch.from_numpy(scores)[None]
         if self.temperature is not None:
             row = divide(row, _column(self.temperature))
-        if self.top_k is not None:
-            row = keep_top_k(row, torch.tensor([[self.top_k]]), self.top_k)
-        if self.top_p is not None:
-            row = keep_top_p(row, _column(self.top_p))
-        if self.min_p is not None:
-            row = keep_min_p(row, _column(self.min_p))
-        return int(draw(row, torch.tensor([[number]], dtype=torch.float64)))
+        return int(draw(self._narrowed(row), torch.tensor([[number]], dtype=torch.float64)))
+
+    def _narrowed(self, row: torch.Tensor) -> torch.Tensor:
+        """`row` `[1, vocab]` after what narrows; it may be the same tensor."""
+        for name, (act, inert) in NARROWING.items():
+            if name == "top_k" and self.top_k is not None:
+                row = act(row, torch.tensor([[self.top_k]]), self.top_k)
+            elif name != "top_k" and (value := getattr(self.settings, name)) != inert:
+                row = act(row, _column(value))
+        return row
 
 
-def _column(value: np.float32) -> torch.Tensor:
+def _column(value: float | np.float32) -> torch.Tensor:
     return torch.tensor([[float(value)]], dtype=torch.float32)
 
 

@@ -1,7 +1,8 @@
 """The stages of one step, in their order: from the logits of its rows to a token for each.
 
-Bias, penalties, minimum length, the request's processors; token mask; temperature, top-k, top-p,
-min-p and the draw. The order and what each does follow transformers' logits processors.
+Bias, penalties, minimum length, the request's processors; token mask; temperature, what narrows the
+choice (`warpers.NARROWING`), and the draw. The order and what each does follow transformers' logits
+processors.
 """
 
 from __future__ import annotations

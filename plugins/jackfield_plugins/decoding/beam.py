@@ -66,13 +66,19 @@ class BeamOptions:
             raise ValueError(f"length_penalty must be from -100 to 100, not {self.length_penalty}")
 
 
+#: Settings that a search of several texts has no use for, or would need more tokens of than stay.
+_OF_ONE_TEXT = frozenset(
+    {"epsilon_cutoff", "eta_cutoff", "logprobs", "stopping_criteria", "top_h", "typical_p"}
+)
+
+
 class Beam(Decoding):
     """Several texts of a request at once; the best of those that end is what it says."""
 
     name = "beam"
     options = BeamOptions
     capabilities = DecodingCapabilities(
-        settings=(SAMPLER_SETTINGS - {"logprobs", "stopping_criteria"})
+        settings=(SAMPLER_SETTINGS - _OF_ONE_TEXT)
         | {"diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams"},
         forks=True,
     )
