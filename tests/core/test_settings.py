@@ -267,7 +267,8 @@ def test_contradictions(asked: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 NUMBERS = [
-    "epsilon_cutoff", "eta_cutoff", "frequency_penalty", "logprobs", "max_length", "max_new_tokens", "min_length",
+    "epsilon_cutoff", "eta_cutoff", "frequency_penalty", "logprobs", "max_length",
+    "max_new_tokens", "min_length",
     "min_new_tokens", "min_p", "presence_penalty", "repetition_penalty", "seed", "temperature",
     "top_h", "top_k", "top_p", "typical_p",
 ]  # fmt: skip

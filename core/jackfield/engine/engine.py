@@ -179,8 +179,8 @@ class Engine:
         are transformers' `GenerationConfig` fields, and `seed`, `stop`, `logprobs`,
         `presence_penalty`, `frequency_penalty`, `logits_processor`, `decoding` and `adapter` (of
         those that the engine was loaded with), `priority`, `deadline` (in seconds), `cache_salt`.
-        Sampling is on when `do_sample`, `temperature`, or what narrows the choice (`top_k`, `top_p`,
-        `min_p`, `top_h`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`) asks for it. The
+        Sampling is on when `do_sample`, `temperature`, or what narrows the choice asks for it
+        (`top_k`, `top_p`, `min_p`, `top_h`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`). The
         `num_return_sequences` completions of a prompt stand together. `progress` shows a bar on
         standard error. A `streamer` of transformers is put the prompt and each token, for one text.
         Raises SettingsError or PromptError before anything is computed.
