@@ -96,6 +96,11 @@ ATTENTIONS: dict[str, Callable[[], Attention]] = {
     "another dtype": lambda: output(lambda t: t.to(torch.float16)),
     "whole numbers": lambda: output(lambda t: t.long()),
     "another device": lambda: output(lambda t: t.to("meta")),
+    "sparse": lambda: output(lambda t: t.to_sparse()),
+    "sparse in rows": lambda: output(
+        lambda t: t.to_sparse_csr() if t.dim() == 2 else t.to_sparse(2)
+    ),
+    "nested": lambda: output(lambda t: torch.nested.nested_tensor(list(t))),
     "wrong from the third call on": lambda: output(Late(lambda t: t[..., :1], 2)),
 }
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from families import build, config_of, oracle, prompts
+from transformers import AutoModelForCausalLM
 
 import jackfield
-from jackfield.errors import CheckpointError, JackfieldError
+from jackfield.errors import CheckpointError, JackfieldError, PlanError
 
 if TYPE_CHECKING:
     import transformers
@@ -45,6 +47,7 @@ def integers(config: transformers.PreTrainedConfig) -> list[str]:
         ("hidden_size", 2.5, "must be a whole number, not float"),
         ("num_something", 10**6, "it is too large"),
         ("qk_rope_head_dim", 10**9, "it is too large"),
+        ("return_dict", False, "must be true"),
     ],
 )
 def test_what_means_nothing_is_named(field: str, value: Any, says: str, tmp_path: Path) -> None:
@@ -96,6 +99,55 @@ def test_odd_numbers_in_any_field_are_planned_or_refused() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_odd_numbers_of_all_families(family: str) -> None:
     assert outcomes(family, ODD)["raw"] == []
+
+
+FLAGS = (
+    "add_cross_attention", "is_decoder", "is_encoder_decoder", "output_attentions",
+    "output_hidden_states", "return_dict", "tie_encoder_decoder", "tie_word_embeddings",
+    "torchscript", "use_bfloat16", "use_cache",
+)  # fmt: skip
+
+
+def said_with(folder: Path) -> list[int] | str:
+    """Three tokens; "refused", where the plan or the files are."""
+    try:
+        with jackfield.load(str(folder), dtype="float64") as engine:
+            return engine.generate([prompts((6,))[0]], max_new_tokens=3)[0].token_ids
+    except (CheckpointError, PlanError):
+        return "refused"
+
+
+def test_scores_of_routers_that_training_asks_for_hinder_nobody() -> None:
+    model = build("mixtral")
+    expected = oracle(model, prompts((6,))[0], 3)
+    model.config.output_router_logits = True
+    with jackfield.load(model) as engine:
+        assert engine.generate(prompts((6,)), max_new_tokens=3)[0].token_ids == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "mixtral"])
+def test_any_flag_of_a_config_is_heeded_as_in_transformers_or_refused(
+    family: str, tmp_path: Path
+) -> None:
+    """Also those that a file need not have: none fails in the first step."""
+    build(family).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    full = config_of(family).to_dict()
+    outcomes = []
+    for name in sorted({*FLAGS, *(k for k, v in full.items() if isinstance(v, bool))}):
+        file.write_text(json.dumps({**written, name: not full.get(name, False)}))
+        found = said_with(tmp_path)
+        if found != "refused":
+            plain = AutoModelForCausalLM.from_pretrained(
+                tmp_path, dtype=torch.float64, attn_implementation="eager",
+                experts_implementation="eager",
+            ).eval()  # fmt: skip
+            assert found == oracle(plain, prompts((6,))[0], 3), name
+        outcomes.append(found)
+    assert "refused" in outcomes
+    assert outcomes.count("refused") < len(outcomes)
 
 
 @pytest.mark.parametrize("window", [2, 3, 10**6])

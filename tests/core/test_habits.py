@@ -23,6 +23,10 @@ from transformers import (
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pipelines.text_generation import TextGenerationPipeline
+from transformers.tokenization_utils_base import (
+    INIT_TOKENIZER_DOCSTRING,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import quantization_config
 
 import jackfield
@@ -69,9 +73,20 @@ def keywords_of_generate() -> set[str]:
     return (found | set(vars(GenerationConfig()))) - {"self", "kwargs"}
 
 
+def keywords_of_tokenizers() -> set[str]:
+    """What a tokenizer's call takes, and what its class does."""
+    found = set(inspect.signature(PreTrainedTokenizerBase.__call__).parameters)
+    found |= set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES)
+    found |= set(re.findall(r"^        (\w+) \(`", INIT_TOKENIZER_DOCSTRING, re.M))
+    return found - {"self", "kwargs"}
+
+
 KEYWORDS = sorted(
     name
-    for name in keywords_of_loading() | keywords_of_pipelines() | keywords_of_generate()
+    for name in keywords_of_loading()
+    | keywords_of_pipelines()
+    | keywords_of_generate()
+    | keywords_of_tokenizers()
     if name[0] != "_"  # what transformers hands from one of its functions to another
 )
 
@@ -81,7 +96,8 @@ def test_the_sources_of_the_walk_are_there() -> None:
     assert {"trust_remote_code", "device_map", "gguf_file", "device_mesh"} <= keywords_of_loading()
     assert {"device", "return_full_text"} <= keywords_of_pipelines()
     assert {"temperature", "streamer"} <= keywords_of_generate()
-    assert len(KEYWORDS) > 120
+    assert {"padding_side", "pad_token", "stride"} <= keywords_of_tokenizers()
+    assert len(KEYWORDS) > 150
 
 
 @pytest.mark.parametrize("name", [name for name in KEYWORDS if name != "model"])

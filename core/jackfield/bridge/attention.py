@@ -174,12 +174,14 @@ class AttentionBinding:
     ) -> None:
         if not isinstance(output, torch.Tensor):
             raise fault(self.registered, f"{what} must return a tensor first, got {quoted(output)}")
-        fits = output.shape == shape and output.device == query.device
+        dense = output.layout is torch.strided and not output.is_nested
+        fits = dense and output.shape == shape and output.device == query.device
         if not fits or output.dtype not in (query.dtype, value.dtype):
+            got = f"{list(output.shape)} in {output.dtype} on {output.device}" if dense else "it"
             raise fault(
                 self.registered,
-                f"{what} must return {list(shape)} in {query.dtype} on {query.device}, got "
-                f"{list(output.shape)} in {output.dtype} on {output.device}",
+                f"{what} must return {list(shape)} in {query.dtype} on {query.device}, got {got}"
+                + ("" if dense else " sparse or nested; make it dense"),
             )
 
     def _masking(self, inner: Callable[..., Any]) -> Callable[..., Any]:

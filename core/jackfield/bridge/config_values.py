@@ -64,6 +64,8 @@ def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         elif name in ("dtype", "torch_dtype"):
             if not _is_dtype(value):
                 yield name, value, "it must name a dtype of torch, such as float32"
+        elif name == "return_dict" and not value:
+            yield name, value, "it must be true, for parts of a model read what others return"
         elif isinstance(value, Mapping) and name not in _APART:
             yield from _problems(value)
         elif type(value) is int and value > _most(str(name)):

@@ -30,11 +30,16 @@ def forward_of(
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
     prefix = READS_A_PREFIX.holds(model)
+    # What a config asks for training is handed on to each attention, and nobody reads it here.
+    router = {"output_router_logits"} & parameters.keys()
+    silent = {name: False for name in router if getattr(model.config, name, False)}
 
     def forward(inputs: ModelInputs) -> torch.Tensor:
         kwargs = inputs.kwargs
         if prefix:  # it looks at these in the first step only, which feeds whole prompts
             kwargs = {**kwargs, "token_type_ids": torch.ones_like(kwargs["input_ids"])}
+        if silent:
+            kwargs = {**kwargs, **silent}
         keep = kwargs["logits_to_keep"]
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}

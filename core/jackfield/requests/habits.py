@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jackfield.requests.tokenizer_words import TOKENIZER_WORDS
+
 
 @dataclass(frozen=True)
 class Habit:
@@ -151,6 +153,7 @@ KEYWORDS: Mapping[str, Habit] = {
     "skip_special_tokens": Habit(
         f"{_PROMPT}: engine.generate(…, skip_special_tokens=False)", inert=(True,)
     ),
+    **{name: Habit(answer) for name, answer in TOKENIZER_WORDS.items()},
     "tokenizer_encode_kwargs": Habit("give token ids, made by the tokenizer as you like"),
     "tools": Habit(f"{_PROMPT}: engine.generate(…, tools=[…])"),
     "documents": Habit(f"{_PROMPT}: engine.generate(…, documents=[…])"),
