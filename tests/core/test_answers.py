@@ -46,6 +46,7 @@ HONOURED: dict[str, dict[str, Any]] = {
         "sequence_bias": {(5,): 1.0}, "stop": ["x"], "stop_strings": ["x"], "suppress_tokens": [5],
         "temperature": 0.5, "top_k": 5, "top_p": 0.5, "transformers_version": "5",
         "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "renormalize_logits": True, "top_h": 0.5,
+        "output_logits": True, "output_scores": True,
         "typical_p": 0.5,
     }.items()},
     "diversity_penalty": {"diversity_penalty": 0.5, "num_beams": 2, "num_beam_groups": 2},

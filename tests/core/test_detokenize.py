@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jackfield.contracts import Settings
+from jackfield.contracts import Accepted, Settings
 from jackfield.engine.sequences import RunningSequence
 from jackfield.requests.detokenize import Detokenizer, opening
 
@@ -342,26 +342,26 @@ def running(stop: str, max_new_tokens: int = 50) -> RunningSequence:
 
 def test_a_sequence_takes_no_token_after_its_stop_string() -> None:
     sequence = running("ND")
-    assert sequence.extend([ord(c) for c in "xENDyz"], []) == ([ord(c) for c in "xEND"], "xE")
+    assert sequence.extend(Accepted([ord(c) for c in "xENDyz"])) == ([ord(c) for c in "xEND"], "xE")
     assert sequence.finish_reason == "stop"
     assert sequence.new_tokens == [ord(c) for c in "xEND"]
 
 
 def test_a_stop_string_in_the_last_token_is_a_stop() -> None:
     sequence = running("D", max_new_tokens=3)
-    assert sequence.extend([ord(c) for c in "END"], [])[1] == "EN"
+    assert sequence.extend(Accepted([ord(c) for c in "END"]))[1] == "EN"
     assert sequence.finish_reason == "stop"
 
 
 def test_a_stop_string_that_is_whole_only_when_all_is_flushed_is_a_stop() -> None:
     sequence = running("D\ufffd", max_new_tokens=4)
-    _, text = sequence.extend([ord(c) for c in "END\ufffd"], [])
+    _, text = sequence.extend(Accepted([ord(c) for c in "END\ufffd"]))
     assert text == "EN"
     assert sequence.finish_reason == "stop"
 
 
 def test_held_back_text_comes_with_the_end_token() -> None:
     sequence = running("END")
-    assert sequence.extend([ord("E")], [])[1] == ""
-    assert sequence.extend([0], [])[1].startswith("E")
+    assert sequence.extend(Accepted([ord("E")]))[1] == ""
+    assert sequence.extend(Accepted([0]))[1].startswith("E")
     assert sequence.finish_reason == "stop"

@@ -47,6 +47,8 @@ HONOURED = {
     "min_new_tokens": 3,
     "min_p": 0.1,
     "no_repeat_ngram_size": 2,
+    "output_logits": True,
+    "output_scores": True,
     "renormalize_logits": True,
     "repetition_penalty": 1.2,
     "sequence_bias": {(3, 4): 1.5},

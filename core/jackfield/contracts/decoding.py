@@ -22,7 +22,8 @@ SAMPLER_SETTINGS = frozenset(
         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
         "exponential_decay_length_penalty", "forced_eos_token_id", "frequency_penalty",
         "logits_processor", "logprobs", "min_length", "min_new_tokens", "min_p",
-        "no_repeat_ngram_size", "prefix_allowed_tokens_fn", "presence_penalty",
+        "no_repeat_ngram_size", "output_logits", "output_scores", "prefix_allowed_tokens_fn",
+        "presence_penalty",
         "repetition_penalty", "seed", "sequence_bias", "stopping_criteria", "suppress_tokens",
         "temperature", "top_h", "top_k", "top_p", "typical_p",
     }
@@ -89,12 +90,17 @@ class Accepted:
         logprobs: One for each, where the request asked for them.
         error: Ends this request, and only this one.
         ends: Nothing may follow these tokens.
+        logits: Of each token what the model said, float32 `[vocab]` on the CPU, where the request
+            asked for them.
+        scores: The same of what it was chosen by.
     """
 
     tokens: Seq[int] = ()
     logprobs: Seq[TokenLogprob] = ()
     error: str | None = None
     ends: bool = False
+    logits: Seq[torch.Tensor] = ()
+    scores: Seq[torch.Tensor] = ()
 
 
 class Strategy(ABC):

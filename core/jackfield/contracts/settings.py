@@ -85,6 +85,8 @@ class Settings(NamedTuple):
         stop_strings: Strings that end it.
         seed: The key of its random numbers.
         logprobs: Of how many of the likeliest tokens log-probabilities are told; None: of none.
+        output_logits: Whether the completion has the model's logits of each new token.
+        output_scores: Whether it has the scores that each was chosen by.
         logits_processor: Functions of (token ids `[1, length]`, scores `[1, vocab]`), called after
             the penalties.
         stopping_criteria: Functions of (token ids `[1, length]` on the CPU, None) that say after
@@ -123,6 +125,8 @@ class Settings(NamedTuple):
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    output_logits: bool = False
+    output_scores: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
     num_return_sequences: int = 1

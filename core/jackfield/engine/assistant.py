@@ -113,6 +113,7 @@ class DraftModel:
         eos = tuple(token for token in own.eos_token_ids if token < size)
         return own._replace(
             max_new_tokens=ENDLESS, logits_processor=(), logprobs=None,
+            output_logits=False, output_scores=False,
             sequence_bias=MappingProxyType(known), eos_token_ids=eos,
         )  # fmt: skip
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield.contracts import TokenLogprob
 from jackfield.engine.report import Ran, Report
+
+if TYPE_CHECKING:
+    import torch
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -33,7 +37,9 @@ class Completion:
     `text` leaves out special tokens, and ends before a stop string; None where the model has no
     tokenizer. `error` says why, when `finish_reason` is "error". `score` is what a search ranked it
     by (transformers' `sequences_scores`); None where nothing was searched. `ran` is what `report`
-    is made of.
+    is made of. `logits` and `scores` are float32 `[new tokens, vocab]` on the CPU, where
+    `output_logits` and `output_scores` ask for them: what the model said, and what each token was
+    chosen by, -inf where it was out of the question.
     """
 
     text: str | None
@@ -44,6 +50,8 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     score: float | None = None
+    logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    scores: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def report(self) -> Report:
@@ -68,6 +76,9 @@ class Completion:
                 {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]}
                 for p in self.logprobs
             ]
+        for name in ("logits", "scores"):
+            if (table := getattr(self, name)) is not None:
+                data[name] = [[x if isfinite(x) else None for x in row] for row in table.tolist()]
         if self.error is not None:
             data["error"] = self.error
         if self.score is not None:

@@ -207,7 +207,7 @@ def _within(sequence: RunningSequence, gain: Accepted) -> Accepted:
         return replace(gain, error=cause)
     if end is None:
         return gain
-    gain = replace(gain, tokens=gain.tokens[:end], logprobs=gain.logprobs[:end])
+    gain = replace(gain, tokens=gain.tokens[:end])
     least, new = sequence.settings.min_new_tokens, sequence.num_new + end
     if new < least:
         return replace(gain, error=complete_too_soon(new, least))

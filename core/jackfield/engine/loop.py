@@ -345,7 +345,7 @@ def _taken(sequence: RunningSequence, gain: Accepted) -> Event:
     """What the sequence took of its gain. A text that cannot be made ends this request alone."""
     before = len(sequence.tokens)
     try:
-        extend = partial(sequence.extend, gain.tokens, gain.logprobs, ends=gain.ends)
+        extend = partial(sequence.extend, gain)
         # Without a detokenizer no code runs here that could harm others.
         decodes = sequence.detokenizer is not None
         taken, text = fenced("text", sequence.id, extend) if decodes else extend()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+
 from jackfield.bridge.adapter import AdapterUse
 from jackfield.bridge.tokenizer import Text
 from jackfield.engine.assistant import DraftModel
@@ -124,6 +126,8 @@ class Observer:
             logprobs=sequence.logprobs,
             error=sequence.error,
             score=sequence.score,
+            logits=torch.stack(sequence.logits) if sequence.logits else None,
+            scores=torch.stack(sequence.scores) if sequence.scores else None,
         )
 
     def _ran(self, sequence: RunningSequence) -> Ran:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jackfield.bridge.lora import HeldLora
 from jackfield.contracts import (
@@ -28,6 +28,9 @@ from jackfield.sampling.constraint import Constraint
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced, met
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
 
 
@@ -43,8 +46,8 @@ class RunningSequence(Sequence):
 
     __slots__ = (
         "adapter", "constraint", "detokenizer", "drafted", "error", "finish_reason",
-        "first_token_at", "logprobs", "num_found", "passed_over", "report_before", "score",
-        "started", "streams",
+        "first_token_at", "logits", "logprobs", "num_found", "passed_over", "report_before",
+        "score", "scores", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -71,6 +74,8 @@ class RunningSequence(Sequence):
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
+        self.logits: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []
         self.score: float | None = None
         self.num_found: int | None = None
         self.passed_over = 0
@@ -100,26 +105,27 @@ class RunningSequence(Sequence):
         settings = self.settings
         return settings.structure is not None and token in settings.eos_token_ids
 
-    def extend(
-        self, tokens: Seq[int], logprobs: Seq[TokenLogprob], *, ends: bool = False
-    ) -> tuple[list[int], str]:
-        """Append what a step accepted, up to the first reason to finish; `ends`: it is whole then.
+    def extend(self, gain: Accepted) -> tuple[list[int], str]:
+        """Append what a step accepted, up to the first reason to finish.
 
         Returns the tokens that were taken and the text that may be shown now.
         """
         taken: list[int] = []
         text = ""
-        for token in tokens:
+        for token in gain.tokens:
             list.append(self.tokens, token)
             taken.append(token)
             if self.detokenizer is not None and not self._only_ends(token):
                 text += self.detokenizer.push([token])
             if self._finishes(token):
                 break
-        if ends and len(taken) == len(tokens) and self.finish_reason in (None, "length"):
+        if gain.ends and len(taken) == len(gain.tokens) and self.finish_reason in (None, "length"):
             self.finish_reason = "stop"
-        if logprobs:
-            self.logprobs.extend(logprobs[: len(taken)])
+        if gain.logprobs:
+            self.logprobs.extend(gain.logprobs[: len(taken)])
+        if gain.logits or gain.scores:
+            self.logits.extend(gain.logits[: len(taken)])
+            self.scores.extend(gain.scores[: len(taken)])
         if self.detokenizer is not None and self.finish_reason is not None:
             text += self.detokenizer.finish()
             if self.detokenizer.stopped and self.finish_reason == "length":

@@ -67,6 +67,8 @@ def _resolved(wishes: Wishes, prompt_length: int, limits: Limits, number: int) -
         logprobs=count.integer("logprobs", 0, at_least=0, at_most=limits.vocab_size)
         if "logprobs" in given
         else None,
+        output_logits=_flag(given, "output_logits"),
+        output_scores=_flag(given, "output_scores"),
         logits_processor=(*fields, *token_settings.processors(given, number)),
         stopping_criteria=token_settings.functions(given, "stopping_criteria"),
         num_return_sequences=count.integer(

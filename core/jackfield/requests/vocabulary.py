@@ -142,7 +142,6 @@ _WATERMARK = (
 
 
 _MOVED = "transformers has moved it out of itself"
-_SCORES = "logprobs=N gives log-probabilities, of the N likeliest tokens too"
 _INSIDE = "call the model itself to see its insides"
 
 #: Fields that nothing here honours: what to do.
@@ -158,8 +157,6 @@ REFUSED: Mapping[str, str] = {
     "low_memory": _MOVED,
     "output_attentions": _INSIDE,
     "output_hidden_states": _INSIDE,
-    "output_logits": _SCORES,
-    "output_scores": _SCORES,
     "penalty_alpha": _MOVED,
     "remove_invalid_values": "scores that are no numbers end a request with an error",
     "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",

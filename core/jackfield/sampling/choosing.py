@@ -75,6 +75,15 @@ class Choosing:
         numbers = None if sampled is None else random_numbers(rows.pick(sampled.asked), block)
         return cls(sampled, numbers)
 
+    def shaped(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the token of each row is chosen by, a new tensor of processed `scores`, both
+        `[rows, vocab]`.
+        """
+        scores = scores.clone() if self.mask is None else self.mask(scores.clone())
+        if self.sampled is None:
+            return scores
+        return self.sampled.put(scores, self.sampled.warpers(self.sampled.pick(scores)))
+
     def __call__(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, int64 `[rows]`, and the best score of each row, NaN if any score of it is.
 

@@ -35,7 +35,8 @@ class Settled:
 
     `phrases` and `short` are rows with a bias behind other tokens, and with a minimum length;
     `processed` are sequences with processors of their own; of `logprobs` likeliest tokens the
-    log-probabilities are wanted at most, None: of no token at all.
+    log-probabilities are wanted at most, None: of no token at all. `told` are rows whose logits or
+    scores go to the caller.
     """
 
     bias: Bias | None
@@ -46,6 +47,7 @@ class Settled:
     processed: tuple[int, ...]
     sampled: SampledRows | None
     logprobs: int | None
+    told: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: RowMap, block: StepBlock, vocab_size: int) -> Settled:
@@ -63,6 +65,7 @@ class Settled:
             tuple(i for i, s in enumerate(rows.sequences) if s.settings.logits_processor),
             SampledRows.of(rows, sampled, block, vocab_size) if sampled else None,
             max(wanted, default=None),
+            tuple(rows.asking(lambda s: s.output_logits or s.output_scores)),
         )
 
 

@@ -19,6 +19,7 @@ from jackfield.sampling import logprobs
 from jackfield.sampling.pipeline import Pipeline, Tables
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import widest
+from jackfield.sampling.told import Told
 from jackfield.sampling.verification import gains
 
 
@@ -70,14 +71,17 @@ class Sampler:
         draft of a request with processors of its own.
         """
         block, self._vocab_size = self.block(logits.device), logits.shape[-1]
-        pipeline = self._pipeline_of(sequences, drafts, self._vocab_size, block)
+        pipeline = self._pipeline_of(sequences, drafts, self._vocab_size, block).masked(allowed)
         most = pipeline.settled.logprobs
         raw = None if most is None else logprobs.log_probabilities(logits)
-        tokens, best, outcome = pipeline.masked(allowed).choose(logits)
+        told = Told.of(pipeline, logits) if pipeline.settled.told else None
+        scores, outcome = pipeline.processed(logits)
+        shown = {} if told is None else told.by_row(pipeline.choosing.shaped(scores))
+        tokens, best = pipeline.choosing(scores)
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)
-        return gains(pipeline.rows, _on_host(columns), outcome)
+        return gains(pipeline.rows, _on_host(columns), outcome, shown)
 
     def _pipeline_of(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import isfinite
+from types import MappingProxyType
 
 from jackfield.contracts import Accepted, TokenLogprob
 from jackfield.requests.text_errors import FORBIDDEN, NOT_NUMBERS
@@ -11,16 +13,20 @@ from jackfield.sampling import logprobs
 from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import NEVER
+from jackfield.sampling.told import Shown
 
 
-def gains(rows: RowMap, chosen: Seq[Seq[float]], outcome: Outcome) -> list[Accepted]:
+def gains(
+    rows: RowMap, chosen: Seq[Seq[float]], outcome: Outcome, shown: Shown = MappingProxyType({})
+) -> list[Accepted]:
     """The next token of each sequence, and after each draft that was right, another.
 
     `chosen[r]` is, of row r, the token, the best score, and where any request asks for them the
-    log-probabilities (`logprobs.columns`).
+    log-probabilities (`logprobs.columns`). `shown` are logits and scores of rows that tell them.
     """
-    if len(rows) > len(rows.sequences) or outcome.failures or _has_logprobs(rows):
-        return [_gain(rows, i, chosen, outcome) for i in range(len(rows.sequences))]
+    if len(rows) > len(rows.sequences) or outcome.failures or shown or _has_logprobs(rows):
+        found = [_gain(rows, i, chosen, outcome) for i in range(len(rows.sequences))]
+        return [_told(rows, i, gain, shown) for i, gain in enumerate(found)] if shown else found
     # The same where nobody has drafts, log-probabilities or processors that failed.
     return [
         Accepted((int(token),)) if isfinite(best) else Accepted(error=_impossible(best))
@@ -51,6 +57,16 @@ def _gain(rows: RowMap, i: int, chosen: Seq[Seq[float]], outcome: Outcome) -> Ac
         if depth >= last or drafts[depth] != tokens[-1]:
             break
     return Accepted(tuple(tokens), tuple(found))
+
+
+def _told(rows: RowMap, i: int, gain: Accepted, shown: Shown) -> Accepted:
+    """The same with the logits and scores of its tokens, as far as the request asks for them."""
+    settings, own = rows.sequences[i].settings, rows.of(i)[: len(gain.tokens)]
+    return replace(
+        gain,
+        logits=[shown[row][0] for row in own] if settings.output_logits else (),
+        scores=[shown[row][1] for row in own] if settings.output_scores else (),
+    )
 
 
 def _impossible(best: float) -> str | None:

@@ -56,6 +56,8 @@ VALUES: Mapping[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 5, "eos_token_id": ENDS},
     "min_p": {"do_sample": True, "min_p": 0.2},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "output_logits": {"output_logits": True},
+    "output_scores": {"output_scores": True, "do_sample": True, "top_k": 9},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": few},
     "presence_penalty": {"presence_penalty": 4.0},
     "repetition_penalty": {"repetition_penalty": 1.7},

@@ -72,6 +72,10 @@ def compare(found: Seq[Completion], right: Seq[Completion], when: str) -> None:
         if one.text != other.text:
             raise WrongError(f"request {number} has the right tokens and another text {when}")
         _compare_logprobs(one, other, f"request {number} {when}")
+        for name in ("logits", "scores"):
+            _compare_told(
+                getattr(one, name), getattr(other, name), f"{name} of request {number} {when}"
+            )
 
 
 def _compare_logprobs(one: Completion, other: Completion, where: str) -> None:
@@ -80,6 +84,15 @@ def _compare_logprobs(one: Completion, other: Completion, where: str) -> None:
     for at, (mine, right) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         if mine.token_id != right.token_id or not abs(mine.logprob - right.logprob) < 1e-4:
             raise WrongError(f"the logprob of new token {at} of {where} is {mine}, not {right}")
+
+
+def _compare_told(mine: torch.Tensor | None, right: torch.Tensor | None, what: str) -> None:
+    if mine is None or right is None:
+        if mine is not right:
+            missing = "missing" if mine is None else "there, and were not asked for"
+            raise WrongError(f"the {what} are {missing}")
+    elif mine.shape != right.shape or not torch.allclose(mine, right, rtol=1e-4, atol=1e-4):
+        raise WrongError(f"the {what} are not those of plain decoding")
 
 
 def _parting(found: list[int], right: list[int], number: int) -> str:
