@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,3 +161,21 @@ def test_a_window_of_any_length_is_right(window: int) -> None:
     with jackfield.load(model) as engine:
         found = engine.generate(texts, max_new_tokens=5)
     assert [c.token_ids for c in found] == [oracle(model, text, 5) for text in texts]
+
+
+@pytest.mark.parametrize("field", ["sub_configs", "use_return_dict", "rope_parameters"])
+def test_what_transformers_notes_of_a_field_is_said_once(
+    field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not again for each field that is left out in search of the guilty one."""
+    written = {**config_of("mistral").to_dict(), field: 5}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(CheckpointError, match=f"without {field}=5"):
+            jackfield.plan(str(tmp_path))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len({record.getMessage() for record in caplog.records}) <= 1
+    assert len(caplog.records) <= 2  # through `logger`, and where it passes records on the root's

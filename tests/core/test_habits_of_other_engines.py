@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,18 @@ import jackfield
 from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag
 from jackfield.cli.app import app
-from jackfield.errors import CheckpointError, ExecutionError, PlanError, SettingsError, UsageError
+from jackfield.errors import (
+    CheckpointError,
+    ExecutionError,
+    PlanError,
+    SelectionError,
+    SettingsError,
+    UsageError,
+)
 from jackfield.planning.wording import in_our_words, selected
 from jackfield.registry.discovery import registry
-from jackfield.requests.habits import FLAGS, KEYWORDS
+from jackfield.requests import habits
+from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES
 from jackfield.requests.other_engines import LOADING, NAMES, REQUESTS
 
 LOAD = frozenset(LoadArguments.__annotations__) | frozenset(PlanArguments.__annotations__)
@@ -144,7 +153,29 @@ def test_the_name_of_a_backend_is_answered_with_ours(kind: str, theirs: str) -> 
     ours = re.findall(r"'([^']*)'", said)
     assert ours
     for name in ours:
-        assert name in {found.name for found in registry().of_kind(kind)}
+        assert name.removeprefix("paged|") in {found.name for found in registry().of_kind(kind)}
+
+
+@pytest.mark.parametrize(
+    "theirs", ["PagedAttention", "paged-attention", "FLASH_ATTN", "FlashInfer"]
+)
+def test_a_backend_of_others_is_known_however_it_is_spelt(theirs: str) -> None:
+    with pytest.raises(SelectionError, match=f"no attention '{theirs}' here: write '"):
+        jackfield.plan("demo", attn_implementation=theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for table in (NAMES, habits.NAMES, VALUES) for kind, names in table.items()
+     for name in names if isinstance(name, str)],
+)  # fmt: skip
+def test_a_plugin_may_have_any_of_these_names(kind: str, name: str) -> None:
+    class Known:
+        def of_kind(self, kind: str) -> Any:
+            return [SimpleNamespace(name=name, distribution="strange")]
+
+    found: Any = Known()
+    assert selected({kind: name}, found) == {kind: name}
 
 
 def test_the_cache_of_a_paged_kernel_of_the_hub_is_said_too() -> None:

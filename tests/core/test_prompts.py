@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import UserDict
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,18 @@ def test_inputs_by_name(engine: Any, expected: Any) -> None:
     assert found[0].token_ids == expected[1]
     with pytest.raises(UsageError, match="submit takes one prompt"):
         engine.submit(**tokenized())
+
+
+@pytest.mark.parametrize("empty", [[], (), "", [[]], [""], torch.zeros(0, dtype=torch.long)])
+@pytest.mark.parametrize("call", ["submit", "submit_samples", "stream"])
+def test_an_empty_prompt_is_called_so(engine: Any, call: str, empty: Any) -> None:
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        getattr(engine, call)(empty)
+
+
+def test_an_empty_prompt_is_called_so_in_an_event_loop(engine: Any) -> None:
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        asyncio.run(engine.asubmit([]))
 
 
 IDS = [[7, 7, 1, 2], [1, 2, 3, 4]]

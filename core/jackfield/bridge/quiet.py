@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ def quiet() -> Iterator[None]:
     with LOADING:
         before = transformers_logging.get_verbosity()
         bars = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.set_verbosity_error()
+        transformers_logging.set_verbosity(logging.CRITICAL)  # its errors are raised, too
         transformers_logging.disable_progress_bar()
         try:
             yield

@@ -48,8 +48,11 @@ logger = logging.getLogger("jackfield")
 
 
 def _one(prompt: Any, otherwise: str) -> Any:
-    """The one prompt, also where it is the only row of a batch. Raises UsageError."""
-    if not is_batch(prompt):
+    """The one prompt, also where it is the only row of a batch. Raises UsageError.
+
+    An empty list is no batch here but an empty prompt, which is refused where it is encoded.
+    """
+    if not is_batch(prompt) or len(prompt) == 0:
         return prompt
     if len(prompt) != 1:
         raise UsageError(otherwise)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jackfield.errors import SelectionError, UsageError
-from jackfield.requests import other_engines
 from jackfield.requests.habits import (
     DECODING_OPTIONS,
     DECODINGS,
@@ -16,7 +15,7 @@ from jackfield.requests.habits import (
     VALUES,
     Habit,
 )
-from jackfield.requests.other_engines import ALIKE, LOADING, REQUESTS
+from jackfield.requests.other_engines import ALIKE, LOADING, REQUESTS, our_name
 from jackfield.spelling import AUTO, PREFIX, Selection, nearest
 
 if TYPE_CHECKING:
@@ -192,11 +191,13 @@ def _value(kind: str, value: Any, registry: Registry) -> Any:
     if not isinstance(value, str | bool):
         _check_object(kind, value)
         return value
+    if value in {found.name for found in registry.of_kind(kind)}:
+        return value  # what an installed backend is called is nobody else's word for another
     if value in VALUES.get(kind, {}):
         return VALUES[kind][value]
-    theirs = {**NAMES.get(kind, {}), **other_engines.NAMES.get(kind, {})}
-    if value in theirs:
-        raise SelectionError(f"there is no {kind} {value!r} here: write '{theirs[value]}'")
+    ours = NAMES.get(kind, {}).get(value) or our_name(kind, str(value))
+    if ours is not None:
+        raise SelectionError(f"there is no {kind} {value!r} here: write '{ours}'")
     if value is True and kind == "kernel":
         raise SelectionError(f"kernels=True: {KEYWORDS['use_kernels'].answer}")
     if kind == "attention" and isinstance(value, str):

@@ -110,12 +110,13 @@ _REQUESTS: Mapping[str, str] = {
 }
 
 
-#: kind -> what others call a backend -> ours.
+#: kind -> what others call a backend, in small letters and with underscores -> ours.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "attention": {
-        **dict.fromkeys(("FLASH_ATTN", "flash_attn", "flash-attn", "fa2"), "flash_attention_2"),
-        **dict.fromkeys(("FLASHINFER", "flashinfer"), "flash_attention_2' or 'sdpa"),
-        **dict.fromkeys(("XFORMERS", "xformers", "TORCH_SDPA", "torch_native"), "sdpa"),
+        **dict.fromkeys(("flash_attn", "fa2"), "flash_attention_2"),
+        **dict.fromkeys(("flashinfer", "flash_infer"), "flash_attention_2' or 'sdpa"),
+        **dict.fromkeys(("paged", "paged_attn", "paged_attention", "pagedattention"), "paged|sdpa"),
+        **dict.fromkeys(("xformers", "torch_sdpa", "torch_native"), "sdpa"),
     },
     "decoding": {
         "beam_search": "beam",
@@ -133,6 +134,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "scheduler": {"fcfs": "fifo"},
 }
+
+
+def our_name(kind: str, theirs: str) -> str | None:
+    """What to write for a backend that others call so, however they spell it."""
+    return NAMES.get(kind, {}).get(theirs.lower().replace("-", "_"))
 
 
 def _by_name(answers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
