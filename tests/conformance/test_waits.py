@@ -91,7 +91,7 @@ def compare(load: dict[str, Any], **common: Any) -> Run:
     return run
 
 
-CACHES = (("gemma3", "paged", "sdpa"), ("llama", "dynamic", "sdpa"), ("llama", "static", "eager"))
+CACHES = (("gemma3", "paged", "sdpa"), ("llama", "dynamic", "sdpa"), ("gemma3", "static", "eager"))
 QUICK = {
     "paged": frozenset(SETTINGS),
     "dynamic": frozenset({"greedy", "penalties", "beams", "sampled drafts"}),
@@ -199,8 +199,16 @@ def test_packed_flash_kernels(page_multiple: int | None, monkeypatch: pytest.Mon
         assert sum(counter[asker] for asker in ours) == 1, counter
 
 
-@pytest.mark.parametrize("settings", ["greedy", "sampled drafts", "beams"])
-def test_padded_flash_kernels(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache", "settings"),
+    [
+        *(("llama", "dynamic", settings) for settings in ("greedy", "sampled drafts", "beams")),
+        *((family, "static", "greedy") for family in ("llama", "gemma3")),
+    ],
+)
+def test_padded_flash_kernels(
+    family: str, cache: str, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody asks the device how many tokens are no padding. What the stand-in reads is its."""
 
     def stand_in(query: Any, keys: Any, values: Any, rows: Rows, scoring: Any) -> torch.Tensor:
@@ -209,8 +217,9 @@ def test_padded_flash_kernels(settings: str, monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     kernel = VarlenKernel(stand_in, frozenset())
-    monkeypatch.setattr(SdpaAttention, "bind", lambda *_: bind_varlen(kernel, [None] * 2))
-    load = {"model": build("llama"), "cache_implementation": "dynamic"}
+    windows = [WINDOW if family == "gemma3" else None, None]
+    monkeypatch.setattr(SdpaAttention, "bind", lambda *_: bind_varlen(kernel, windows))
+    load = {"model": build(family), "cache_implementation": cache}
     texts = prompts((3, 20, 9))
     run = compare(
         {**load, "attn_implementation": "sdpa", "prefill_chunk_size": 6},

@@ -216,6 +216,21 @@ def test_a_gpu_is_timed_asked_and_watched(monkeypatch: pytest.MonkeyPatch) -> No
     assert cuda.mode == 0
 
 
+def test_what_spans_work_in_a_profile_is_no_work() -> None:
+    """A compiled region is shown on the GPU as well, from its first kernel to its last."""
+    kinds = torch.autograd.DeviceType
+    events = [
+        SimpleNamespace(device_type=kind, is_user_annotation=spans)
+        for kind, spans in ((kinds.CPU, False), (kinds.CUDA, True), (kinds.CUDA, False))
+    ]
+    assert list(map(Gpu().works, events)) == [False, False, True]
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("a region"):
+        torch.ones(3).sum()
+    spans = {e.name: e.is_user_annotation for e in profiler.events() or ()}
+    assert spans["a region"]
+    assert not spans["aten::sum"]
+
+
 def test_compilations_are_counted_and_the_hook_is_given_back() -> None:
     knobs = pytest.importorskip("triton.knobs", reason="needs jackfield[triton]")
     before = knobs.runtime.jit_post_compile_hook

@@ -197,13 +197,22 @@ def _seen(
     from transformers.masking_utils import causal_mask_function
 
     inner = causal_mask_function if mask_function is None else mask_function
-    q_from, kv_from = (torch.as_tensor(at, device=device).clone() for at in (q_offset, kv_offset))
+    q_from, kv_from = (_placed(at, device) for at in (q_offset, kv_offset))
     if attention_mask is None:
         return lambda b, h, q, kv: inner(b, h, q + q_from, kv + kv_from)
     # A static cache has columns that are not written yet; they count as padding.
     missing = kv_length + int(kv_offset) - attention_mask.shape[1]
     valid = pad(attention_mask.bool(), (0, max(0, missing)))
     return lambda b, h, q, kv: inner(b, h, q + q_from, kv + kv_from) & valid[b, kv + kv_from]
+
+
+def _placed(number: Any, device: torch.device | str) -> torch.Tensor:
+    """A tensor of its own, int64 `[]`. A number is filled in there: nobody waits for a copy."""
+    import torch
+
+    if isinstance(number, torch.Tensor):
+        return number.to(device, copy=True)
+    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 @functools.cache

@@ -78,6 +78,10 @@ class StaticCache(TransformersCache):
         for layer in layers:  # else each is copied there in the first step, and waited for
             if (written := getattr(layer, "cumulative_length", None)) is not None:
                 layer.cumulative_length = written.new_zeros((), device=context.device)
+        if length is not None:  # else plain transformers code has it, which may compile it
+            from jackfield_plugins.cache.static_layers import count_on_host
+
+            count_on_host(made)
         return made
 
     def columns(self, options: Any, length: int | None) -> int:

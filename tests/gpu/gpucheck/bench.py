@@ -61,8 +61,12 @@ class Gpu:
         return 2 * clock * 1000 * width / 8 or None
 
     def works(self, event: Any) -> bool:
-        """Whether an event of the profiler is work of the device."""
-        return event.device_type == torch.autograd.DeviceType.CUDA
+        """Whether an event of the profiler is work of the device.
+
+        A compiled region spans on the device's clock what is launched in it, and is no work itself.
+        """
+        of_device = event.device_type == torch.autograd.DeviceType.CUDA
+        return of_device and not event.is_user_annotation
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
