@@ -192,7 +192,6 @@ def _seen(
     Offsets are tensors: as numbers, each step would be compiled anew. And copies: a static cache
     counts on in its own tensor before the kernel asks for the mask.
     """
-    import torch
     from torch.nn.functional import pad
     from transformers.masking_utils import causal_mask_function
 
