@@ -14,12 +14,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 if TYPE_CHECKING:
     import transformers
 
-    _Layer = _Window = Any
-else:
-    _Layer, _Window = StaticLayer, StaticSlidingWindowLayer
 
-
-class Counted(_Layer):
+class Counted(StaticLayer):
     """Of all tokens. Says on the host how many columns are written."""
 
     written = 0
@@ -41,21 +37,24 @@ class Counted(_Layer):
         self.written = 0
 
 
-class Rolling(_Window):
+class Rolling(StaticSlidingWindowLayer):
     """Of a window. Moves a full one on by a token, and sends nothing for it."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if key_states.shape[-2] != 1 or self.cumulative_length_int < self.max_cache_len:
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+        keys, values = self.keys, self.values
+        assert keys is not None
+        assert values is not None
+        for kept, new in ((keys, key_states), (values, value_states)):
             kept.copy_(torch.cat([kept[..., 1:, :], new], -2))
-        return self.keys, self.values
+        return keys, values
 
 
-_OWN = {StaticLayer: Counted, StaticSlidingWindowLayer: Rolling}
+_OWN: dict[type, type] = {StaticLayer: Counted, StaticSlidingWindowLayer: Rolling}
 
 
 def count_on_host(cache: transformers.Cache) -> None:
