@@ -57,7 +57,7 @@ def warped(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
         scores = (scores - scores.max(-1, keepdim=True).values) / column(heat)
     if settings.top_h:
         order = scores[0].sort(descending=True, stable=True).indices  # equals: the first ones
-        filtered = P.TopHLogitsWarper(settings.top_h)(None, scores[:, order])
+        filtered = P.TopHLogitsWarper(column(settings.top_h).item())(None, scores[:, order])
         kept = order[: int((filtered > never).sum())]
         scores = torch.full_like(scores, never).index_copy(1, kept, scores[:, kept])
     if (count := min(settings.top_k or size, size)) < size:
@@ -74,9 +74,9 @@ def warped(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
         least = column(settings.min_p) * probabilities.max(-1, keepdim=True).values
         scores = scores.masked_fill(probabilities < least, never)
     if settings.typical_p != 1:
-        scores = P.TypicalLogitsWarper(settings.typical_p)(None, scores)
+        scores = P.TypicalLogitsWarper(column(settings.typical_p).item())(None, scores)
     if settings.epsilon_cutoff:
-        scores = P.EpsilonLogitsWarper(settings.epsilon_cutoff)(None, scores)
+        scores = P.EpsilonLogitsWarper(column(settings.epsilon_cutoff).item())(None, scores)
     if settings.eta_cutoff:
-        scores = P.EtaLogitsWarper(settings.eta_cutoff)(None, scores)
+        scores = P.EtaLogitsWarper(column(settings.eta_cutoff).item())(None, scores)
     return scores

@@ -241,8 +241,7 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
             assert "jackfield.load(decoding=" in message
             assert words in message
     assert "decoding='assisted', assistant_model=" in refusal(engine, assistant_model="demo-draft")
-    assert "logprobs=N" in refusal(engine, output_scores=True)
-    assert "TypicalLogitsWarper" in refusal(engine, typical_p=0.5)
+    assert "WatermarkLogitsProcessor" in refusal(engine, watermarking_config={"bias": 1.0})
     assert "does not honour stopping_criteria" in refusal(
         engine, num_beams=2, stopping_criteria=lambda ids, scores: False
     )

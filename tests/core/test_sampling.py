@@ -275,8 +275,8 @@ def test_a_row_is_what_it_is_alone_for_many_steps(seed: int) -> None:
             assert [p.token_id for p in accepted.logprobs] == [
                 p.token_id for p in expected.logprobs
             ]
-            together[row].extend(accepted.tokens, accepted.logprobs)
-            alone[row].extend(expected.tokens, expected.logprobs)
+            together[row].extend(accepted)
+            alone[row].extend(expected)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, f
         kept = [token(a) for a in sampler.sample([rows[i] for i in order], logits[order].clone())]
         assert kept == fresh
         for i, chosen in zip(order, kept, strict=True):
-            rows[i].extend([chosen], [])
+            rows[i].extend(Accepted([chosen]))
 
 
 @pytest.mark.parametrize(("number", "expected"), [(0.0, 2), (1 - 2**-53, 5)])

@@ -99,8 +99,8 @@ class Accepted:
     logprobs: Seq[TokenLogprob] = ()
     error: str | None = None
     ends: bool = False
-    logits: Seq[torch.Tensor] = ()
-    scores: Seq[torch.Tensor] = ()
+    logits: Seq[torch.Tensor] = field(default=(), compare=False)
+    scores: Seq[torch.Tensor] = field(default=(), compare=False)
 
 
 class Strategy(ABC):

@@ -63,7 +63,7 @@ _LOADING: Mapping[str, str] = {
     "give a tokenizer with it: tokenizer=…": "chat_format tokenizer_mode",
     _CONFIG: "rope_freq_base rope_freq_scale rope_scaling rope_theta hf_overrides override_kv",
     _ALWAYS: "enable_chunked_prefill use_mmap use_v2_block_manager fast_inference embedding_only",
-    _NONE: "verbose use_mlock served_model_name disable_log_stats disable_log_requests load_format "
+    _NONE: "use_mlock served_model_name disable_log_stats disable_log_requests load_format "
     "max_seq_len_to_capture guided_decoding_backend logits_all quantization_param_path",
 }
 

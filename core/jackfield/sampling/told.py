@@ -14,7 +14,7 @@ from jackfield.sampling.pipeline import Pipeline
 Shown = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Told:
     """The `rows` of a step that are told of, and their `logits` `[told, vocab]`, a copy."""
 
