@@ -9,6 +9,9 @@ from attention import PLAIN, ZOO, of
 from right_attention import Right
 from wrong import Wrong, assert_caught, assert_right, judged, sampled
 
+from jackfield.testing.checks import verdict
+from jackfield.testing.subject import uninstalled
+from jackfield.testing.suites import checks_of
 from jackfield_plugins.attention.cpu_decode import CpuDecodeAttention
 from jackfield_plugins.attention.eager import EagerAttention
 from jackfield_plugins.attention.flex import FlexAttention
@@ -43,6 +46,17 @@ def test_one_that_can_do_little_passes() -> None:
 )  # fmt: skip
 def test_right_ones_pass(backend: Any) -> None:
     assert_right(judged(backend))
+
+
+def test_native_calls_of_a_right_one_pass() -> None:
+    """The whole of them is a long test; these call what steps without Python call."""
+    with uninstalled(CpuDecodeAttention()) as subject:
+        own = [
+            c
+            for c in checks_of(subject)
+            if c.name in ("packed.decode.plain", "packed.drafts.plain")
+        ]
+        assert [verdict(check).outcome for check in own] == ["passed", "passed"]
 
 
 @pytest.mark.parametrize("wrong", sampled(ZOO, SAMPLE), ids=str)

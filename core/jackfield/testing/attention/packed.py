@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -146,9 +147,21 @@ def _hold_again(
     if call is None:
         return
     moved = _moved(layer)
-    due = packed(job.module, query, moved, **given)
-    if again(moved.tables):
-        repeats("native, where native_again says that it reads other tables,", call, out, due)
+    with _filled(layer.keys), _filled(layer.values):
+        due = packed(job.module, query, moved, **given)
+        if again(moved.tables):
+            repeats("native, where native_again says that it reads other tables,", call, out, due)
+
+
+@contextlib.contextmanager
+def _filled(pool: torch.Tensor) -> Iterator[None]:
+    """Numbers where no token is: another sequence's last page is read to its end."""
+    gaps = pool.isnan()
+    pool.masked_fill_(gaps, 0.5)
+    try:
+        yield
+    finally:
+        pool.masked_fill_(gaps, float("nan"))
 
 
 def _moved(layer: PackedLayer) -> PackedLayer:
