@@ -24,11 +24,11 @@ from jackfield.errors import UsageError
 from jackfield.parallel.ranks import Follower, Leader
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
+from jackfield.planning.keywords import in_our_words
 from jackfield.planning.locking import check as check_lock
 from jackfield.planning.locking import opened
 from jackfield.planning.planning import Plan
 from jackfield.planning.spec import LoadSpec, PlanSpec
-from jackfield.planning.wording import in_our_words
 from jackfield.registry.discovery import registry
 from jackfield.requests.arguments import OF_A_PLAN, OF_LOADING, LoadArguments, PlanArguments
 

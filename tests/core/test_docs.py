@@ -18,6 +18,7 @@ from jackfield.demo import MODEL_PATH
 from jackfield.hookspecs import HOOKS
 
 ROOT = Path(__file__).parents[2]
+PLUGINS = ROOT / "plugins/jackfield_plugins"
 
 
 @pytest.mark.parametrize(
@@ -61,15 +62,16 @@ def test_every_hook_and_contract_is_documented() -> None:
     assert {name for name in wanted if name not in text} == set()
 
 
-def test_the_files_and_names_that_the_architecture_tells_of_are_there() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
+@pytest.mark.parametrize("name", ["architecture", "design"])
+def test_the_files_and_names_that_the_architecture_tells_of_are_there(name: str) -> None:
+    page = (ROOT / f"docs/{name}.md").read_text()
     core = ROOT / "core/jackfield"
     there = {str(path.relative_to(core)) for path in core.rglob("*.py")}
     names = {path.rpartition("/")[2] for path in there}
     told = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page))
     gone = {path for path in told if path not in (there if "/" in path else names)}
     assert {path for path in gone if not (ROOT / path).is_file()} == set()
-    code = "".join((core / path).read_text() for path in there)
+    code = "".join(file.read_text() for part in (core, PLUGINS) for file in part.rglob("*.py"))
     classes = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)*`", page))
     assert {name for name in classes if not re.search(rf"\b{name}\b", code)} == set()
 

@@ -34,7 +34,7 @@ from jackfield.api import LoadArguments, PlanArguments
 from jackfield.cli.answers import instead_of_flag, with_values
 from jackfield.cli.app import app
 from jackfield.errors import PlanError, UsageError
-from jackfield.planning.wording import in_our_words, selected
+from jackfield.planning.keywords import in_our_words, selected
 from jackfield.registry.discovery import registry
 from jackfield.requests import habits
 

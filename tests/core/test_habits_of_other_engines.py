@@ -26,7 +26,7 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
-from jackfield.planning.wording import in_our_words, selected
+from jackfield.planning.keywords import in_our_words, selected
 from jackfield.registry.discovery import registry
 from jackfield.requests import habits
 from jackfield.requests.habits import FLAGS, KEYWORDS, VALUES

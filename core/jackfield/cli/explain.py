@@ -24,8 +24,8 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     Example: jackfield explain demo --attention eager
     """
     from jackfield.planning import verdicts
+    from jackfield.planning.keywords import in_our_words
     from jackfield.planning.spec import PlanSpec
-    from jackfield.planning.wording import in_our_words
     from jackfield.requests.arguments import OF_A_PLAN
 
     words = in_our_words(backends.arguments(), OF_A_PLAN, "jackfield explain")

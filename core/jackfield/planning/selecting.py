@@ -11,10 +11,10 @@ from jackfield.contracts import Requirements
 from jackfield.errors import PlanError, SelectionError
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.fused import chosen_kernels
+from jackfield.planning.keywords import selected
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import ORDER, Solution, failure, solve
 from jackfield.planning.strategies import chosen_beside, implied, offered, split
-from jackfield.planning.wording import selected
 from jackfield.registry.backends import Choice, Registry
 from jackfield.spelling import AUTO
 

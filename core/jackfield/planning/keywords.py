@@ -1,4 +1,4 @@
-"""From a transformers user's words to ours: keywords of a call, and what selects a backend."""
+"""Keywords and names of backends as transformers and other engines write them, in ours."""
 
 from __future__ import annotations
 
