@@ -1,8 +1,9 @@
-"""What a backend of each kind must be, and every type that one is handed.
+"""What a backend of each kind must be, and every type that it is handed.
 
-One file a kind; `sequences`, `settings`, `packed`, `requirements` are what they are handed. A
-backend needs nothing else of jackfield but `hookimpl` and `jackfield.errors`. Importable without
-torch.
+One file a kind: `attention`, `cache` (bound: `kv_cache`), `compiling`, `decoding`, `kernels`,
+`quantizing`, `scheduling`; what all have is in `backend`. What backends are handed is in
+`sequences`, `settings`, `packed`, `model_inputs` and `requirements`. A backend needs nothing else
+of jackfield but `hookimpl` and `jackfield.errors`. Importable without torch.
 """
 
 from jackfield.contracts.assistant import Assistant

@@ -1,4 +1,4 @@
-"""What the headers of a checkpoint's files say, compared with what a quantizer expects there."""
+"""The tensors in the headers of a checkpoint's files, compared with what a quantizer expects."""
 
 from __future__ import annotations
 

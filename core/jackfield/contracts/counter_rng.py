@@ -1,7 +1,7 @@
-"""Random numbers from keys: whoever knows the key draws the same number, on any device.
+"""Random numbers from keys: the same key gives the same number, on any device.
 
-splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2714064.2660195): a state that grows by a constant,
-and what it says is mixed.
+splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2714064.2660195): a counter grows by a constant,
+and its value is mixed.
 """
 
 from __future__ import annotations

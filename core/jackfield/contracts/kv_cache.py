@@ -331,8 +331,8 @@ class PackedKVCache(KVCache):
         """What `write` would return, and a call that stores what is in `keys` and `values` then.
 
         Asked for each layer in each step that a compiler runs natively, in place of `write`, and
-        before any of the calls is run; not in the caches of others than jackfield itself, whose
-        pages are read back. None: keys and values can be stored in Python only.
+        before any of the calls is run. Not asked of a cache of another package in steps whose pages
+        are read back. None: keys and values can be stored in Python only.
 
         Args:
             layer: As in `write`.
@@ -345,8 +345,8 @@ class PackedKVCache(KVCache):
     def native_again(self, tokens: int) -> bool:
         """Have every call that `native_write` gave store the keys and values of this step.
 
-        They lie where they lay. Called after `prepare` and before `native_write`, where the pages
-        that it returned still have their pools.
+        The tensors are those of the step before. Called after `prepare` and before `native_write`,
+        where the pages that it returned still have their pools; not of a cache of another package.
 
         Args:
             tokens: How many keys there are.

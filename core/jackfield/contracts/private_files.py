@@ -1,6 +1,6 @@
-"""Files of one user alone: what they say decides which code is loaded, so nobody else may write it.
+"""Files that one user alone may write, since they decide which code is loaded.
 
-Several processes may read and write one of them at once: a file is whole, or it is not there.
+Several processes may read and write one of them at once: a file is complete, or does not exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What keys and values take, in bytes."""
+"""The size of keys and values, in bytes."""
 
 from __future__ import annotations
 

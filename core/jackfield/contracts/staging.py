@@ -1,4 +1,4 @@
-"""How the small numbers of a step get from Python to the device, without anybody waiting for it."""
+"""How ids, lengths and tables of a step are copied to the device, without a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several adapters in one engine: held by name, asked for by request, computed in one batch."""
+"""Several adapters in one engine: held by name, chosen by each request, computed in one batch."""
 
 from __future__ import annotations
 

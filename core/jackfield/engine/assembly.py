@@ -1,4 +1,4 @@
-"""From a model and a plan to what runs them: everything bound, checked and put into place."""
+"""Assembles what runs a plan: backends are bound and checked, the loop and the worker made."""
 
 from __future__ import annotations
 

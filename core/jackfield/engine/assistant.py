@@ -1,9 +1,9 @@
-"""A draft model at work: it goes on with copies of sequences, in batches, from a cache of its own.
+"""A draft model at work: it continues copies of sequences, in batches, from a cache of its own.
 
-Drafts are drawn by the very random numbers that the model's sampler will use at those positions,
+Drafts are drawn by the same random numbers that the model's sampler will use at those positions,
 through the same settings. Where the two distributions are close, both draw the same token: a
-maximal-overlap coupling up to the order of tokens, without either knowing of the other's
-distribution (the communication-free setting of Daliri, Musco and Suresh 2024, arXiv:2408.07978).
+maximal-overlap coupling up to the order of tokens, without either knowing the other's distribution
+(the communication-free setting of Daliri, Musco and Suresh 2024, arXiv:2408.07978).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strategies held to their contract, and sequences that a plugin may read and not change."""
+"""Checks of drafting strategies, and views of sequences that a plugin can read and not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache held to its contract: what it gets wrong is an error that names it, and no text."""
+"""Checks of a cache of another package: an error that names it, instead of a wrong text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages held to what was written: keys and values are read back and compared."""
+"""Checks of what pages hold: keys and values are read back and compared with what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step says of itself, in the inputs of the model and for its attentions, must be so."""
+"""Checks of a step that a cache has laid out: inputs of the model, spans, lengths, page tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of the packed layout held to its contract, and the pages that attentions read."""
+"""Checks of a packed cache of another package, and of the pages that attentions read."""
 
 from __future__ import annotations
 

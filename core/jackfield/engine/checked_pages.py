@@ -1,7 +1,7 @@
-"""Pages held to what was stored in them: whose they are, what is in them, and what is claimed.
+"""Checks of pages: which sequence owns each, what is in it, how many tokens are said to be cached.
 
-What costs more than microseconds is looked at in a few steps only: the first ones, those in which
-the first sequences come, and then after 8, 16, 32, … steps (`Spots`).
+Checks that cost more than microseconds run in a few steps only (`Spots`): the first ones, those in
+which the first sequences come, and then after 8, 16, 32, … steps.
 """
 
 from __future__ import annotations

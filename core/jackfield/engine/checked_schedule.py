@@ -1,4 +1,4 @@
-"""Schedules held to their contract: what one gets wrong is an error, and so is who gets no turn."""
+"""Checks of schedules: wrong numbers are an error, and so is a request that never gets tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search held to its contract: texts that follow from beams, end, and are ranked by numbers."""
+"""Checks of a search: its texts continue its beams, end where they may, and have finite scores."""
 
 from __future__ import annotations
 

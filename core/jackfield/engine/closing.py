@@ -1,4 +1,4 @@
-"""The end of an engine: its worker is stopped, and what it held is given back."""
+"""The end of an engine: its worker is stopped, and everything that it held is released."""
 
 from __future__ import annotations
 

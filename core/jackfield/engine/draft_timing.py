@@ -1,9 +1,9 @@
 """Whether drafts save time, as measured: strategies that lose it rest, and are tried again later.
 
-How long a step takes without drafts is known from the steps that had none; where there were too few
-lately, a few go without. A step with drafts takes longer, by what proposing took and by what
-verifying took on top; what it gains are tokens, each worth its part of a step without. All of this
-is told apart by how many sequences run: drafts that pay for one of them may not for thirty.
+The time of a step without drafts is known from steps that had none; where there were too few
+lately, a few go without. A step with drafts costs the time of proposing and the extra time of
+verifying, and gains tokens, each worth its share of a step without drafts. All of it is measured
+by the number of running sequences: drafts that pay for one may not pay for thirty.
 """
 
 from __future__ import annotations

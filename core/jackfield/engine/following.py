@@ -1,4 +1,4 @@
-"""Another rank than 0: no scheduler, no sampler, no text; it does what rank 0 did to its cache."""
+"""A rank other than 0: no scheduler, sampler or text; it repeats rank 0's calls of the cache."""
 
 from __future__ import annotations
 

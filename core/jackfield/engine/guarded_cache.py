@@ -1,4 +1,4 @@
-"""A cache whose failures are reported as its backend's. Nothing that it returns is looked at."""
+"""A cache whose exceptions are reported as its backend's; what it returns is not checked."""
 
 from __future__ import annotations
 

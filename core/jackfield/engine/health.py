@@ -1,4 +1,4 @@
-"""How an engine is, as those who watch over it are told."""
+"""The health of an engine, as a monitor reads it."""
 
 from __future__ import annotations
 

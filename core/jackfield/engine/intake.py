@@ -1,4 +1,4 @@
-"""From a prompt and what is asked of it to sequences that can run; or an error by name."""
+"""Makes sequences that can run of a prompt and its settings; a wrong setting is named."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rank 0 of a model that several processes share: what its loop does to the cache, all do.
+"""Rank 0 of a model that several processes share: its loop's calls of the cache go to all ranks.
 
-The loop, the scheduler, the sampler and all texts are in rank 0 alone. What the others have to know
-is what changes their part of the cache, and what is fed: the calls of `KVCache` themselves, in
-their order, with sequences by number and tokens that are new. They go out in one message a step,
-before rank 0 begins its own forward call.
+The loop, the scheduler, the sampler and all texts are in rank 0 alone. The others need to know what
+changes their part of the cache, and what is fed: the calls of `KVCache` themselves, in their order,
+with sequences by number and tokens that are new. They are sent in one message a step, before rank 0
+begins its own forward call.
 """
 
 from __future__ import annotations

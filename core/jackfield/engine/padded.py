@@ -3,8 +3,8 @@
 Wraps any of transformers' `Cache` classes, so that a cache backend of this layout is a few lines.
 Rows are aligned at the right, shorter ones are padded at the left, and all rows of a batch enter
 together. A hole inside a row (a draft that was rejected while a neighbour kept its own) is masked
-out; full-attention layers take no harm from it, but sliding-window layers would drop live tokens,
-since transformers counts their window in columns.
+out. That is right for full-attention layers; sliding-window layers would drop live tokens, since
+transformers counts their window in columns.
 """
 
 from __future__ import annotations

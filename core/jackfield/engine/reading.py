@@ -1,4 +1,4 @@
-"""The weights of a plan, read: those of the model, and those of its draft model."""
+"""Reads the weights of a plan: those of the model, and those of its draft model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was observed to run: counted where it happens, not assumed from what was asked."""
+"""What was observed to run: counted where it happens, not copied from what was selected."""
 
 from __future__ import annotations
 

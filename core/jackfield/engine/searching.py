@@ -1,4 +1,4 @@
-"""Asks the strategies that search which beams their requests go on with."""
+"""Asks a search (such as `beam`) with which beams its requests go on."""
 
 from __future__ import annotations
 

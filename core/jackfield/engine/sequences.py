@@ -1,4 +1,4 @@
-"""Sequences and groups of beams of the engine's own: with their text, and how they ended."""
+"""The engine's sequences and groups of beams: with their text, and how they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts did, as reports say it."""
+"""What drafts gained, as reports show it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How many prompt tokens a step may feed, so that it takes no longer than somebody wants to wait.
+"""How many prompt tokens a step may feed, so that it takes no longer than `target_step_seconds`.
 
-A step of tokens that decode is as long as a stream's tokens are apart. What a prompt beside them
-adds is learned from the steps themselves: its seconds per token, of the last few. That is a secant
-through what decoding costs, so it comes to the wanted time wherever attention over a long context,
-another batch or another load of the machine moves it.
+The length of a step is the time between two tokens of a stream. What prompt tokens add to it is
+measured, as seconds per token over the last few steps (a secant through the cost of decoding). So
+steps converge to the target, also when a long context, another batch or other load on the machine
+changes the cost.
 """
 
 from __future__ import annotations

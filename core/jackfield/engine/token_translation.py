@@ -1,4 +1,4 @@
-"""From one model's tokens to another's, and back: what a draft model reads and says."""
+"""Translates tokens between the vocabularies of a model and its draft model, by their text."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 At each layer's attention, in the order in which a step goes: the queries (what runs between two
 attentions: compiler, kernels), the keys and values that are read (the cache), the output (the
-attention); last the logits. So the first that is off says whose fault it is.
+attention); last the logits. So the first difference shows which backend is at fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who waits, and who enters next: heaps, so that a step looks only at those that it lets in."""
+"""The queue of waiting requests: heaps, so that a step looks only at those that it lets in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft model of assisted decoding: found, planned and compared before a weight is read."""
+"""The draft model of assisted decoding: found, planned and checked before a weight is read."""
 
 from __future__ import annotations
 

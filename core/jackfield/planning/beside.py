@@ -1,4 +1,4 @@
-"""Adapters that are computed beside the layers of a model: which, and what of a job they need."""
+"""Adapters that are computed beside a model's layers: which, and what does not go with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From what a caller asks for to a plan: requirements, adapter, backends, and where weights go."""
+"""From a caller's arguments to a plan: the model is found, its requirements, adapter and places.
+
+`selecting.py` decides the backends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a caller wants the weights, its form checked. Needs no torch."""
+"""Where a caller wants the weights: `device_map` and `max_memory`, checked. Needs no torch."""
 
 from __future__ import annotations
 

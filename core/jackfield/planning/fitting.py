@@ -1,4 +1,4 @@
-"""One device that is too small for the weights: refused, and told what would fit."""
+"""Refuses a device that is too small for the weights, and says what would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels stand in for a model's layers: all that are named, each on its own terms."""
+"""Which kernels replace a model's layers: all that are named, each checked by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code that is installed here consists of: contents of packages, versions of libraries."""
+"""What installed code consists of, for a lock: hashes of packages, versions of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From selections to a plan: one backend per kind that fit together, or the reasons why not."""
+"""From selections to a plan: one backend per kind that fit together, or a PlanError."""
 
 from __future__ import annotations
 

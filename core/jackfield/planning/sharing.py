@@ -1,4 +1,4 @@
-"""What a caller says about processes that share a model, before any of them is there."""
+"""Checks `tp_size` and `tp_plan`, before any of the processes that share a model is started."""
 
 from __future__ import annotations
 

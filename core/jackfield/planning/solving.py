@@ -1,4 +1,4 @@
-"""The first backends, kind by kind, that fit together, or why none do."""
+"""The first backends, kind by kind, that fit together, or why none do, and its wording."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a checkpoint says of its own quantization: whether it can be so, before anything is decided.
+"""Checks what a checkpoint declares about its own quantization, before anything is decided.
 
-Its values come from a file, so an odd one is the file's fault and never that of a plugin.
+Its values come from a file, so a wrong one is the file's fault and never that of a plugin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan says of every backend: chosen, possible in its place, or refused, and why."""
+"""The verdict on every backend: chosen, possible instead, or refused, and why; for `explain`."""
 
 from __future__ import annotations
 

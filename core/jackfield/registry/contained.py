@@ -1,8 +1,7 @@
-"""While a stranger's plugin loads: what it prints is kept, and what it changes is put back.
+"""While a plugin of another package loads: its output is captured, and its changes are undone.
 
-Other threads go on meanwhile, and what they print and change is theirs. So what is put back is
-only what the plugin was seen to change in a process of its own (`trial_process`), thing by thing:
-nothing of a plugin that changes nothing.
+Other threads go on meanwhile; what they print and change stays. So only those things are put back
+which the plugin was seen to change in a process of its own (`trial_process`).
 """
 
 from __future__ import annotations

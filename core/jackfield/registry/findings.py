@@ -1,4 +1,4 @@
-"""What an inspection finds."""
+"""A finding of an inspection, as `jackfield doctor` shows it."""
 
 from __future__ import annotations
 

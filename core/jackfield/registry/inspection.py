@@ -1,4 +1,4 @@
-"""What is installed and whether it fits together: findings, each with what to do about it."""
+"""Inspects what is installed and whether it fits together: findings, each with what to do."""
 
 from __future__ import annotations
 

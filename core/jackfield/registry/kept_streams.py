@@ -1,4 +1,4 @@
-"""Standard output and error while a plugin loads: what its thread prints is kept."""
+"""Standard output and error while a plugin loads: what its thread prints is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has to compute on and to compile with. Nothing but `devices` imports torch."""
+"""A machine's devices and compilers. Nothing but `devices` imports torch."""
 
 from __future__ import annotations
 

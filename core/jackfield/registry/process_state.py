@@ -1,4 +1,4 @@
-"""What a whole process shares and a plugin may change as it loads: each part, read and written."""
+"""State of the whole process that a plugin may change as it loads: read, and put back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A plugin that was never loaded here is tried first, in a process of its own.
 
-Some of what a module can do when it is imported cannot be contained in the process that imports
-it: end it, crash it, hang with the interpreter's lock, or leave something behind that does so when
-the process ends. Over there it ends nothing else, and is refused here. What a module only raises
-is harmless: the load tells of it.
+Some things that a module can do when it is imported cannot be contained in the process that
+imports it: end it, crash it, hang with the interpreter's lock, or leave something behind that does
+so when the process ends. In the other process that ends nothing else, and the plugin is refused
+here. An exception is harmless: the load reports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is remembered of plugins that were tried: a small file for each, in the user's cache folder.
+"""The outcomes of trials: a small file for each plugin, in the user's cache folder.
 
-A file that is missing, damaged, of another installation or not the user's own says nothing, and
-where none can be written nothing is remembered: the plugin is tried again.
+A file that is missing, damaged, of another installation or not the user's own is ignored, and where
+none can be written the plugin is tried again in each process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jackfield_plugins.compiler.native.told import functions_of, is_torch
+from jackfield_plugins.compiler.native.fingerprint import functions_of, is_torch
 
 #: Hooks that are called for all modules there are.
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)

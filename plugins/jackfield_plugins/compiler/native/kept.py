@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from jackfield_plugins.compiler.native.fingerprint import FROM, Fingerprints
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.holding import EVERYWHERE
-from jackfield_plugins.compiler.native.told import FROM, Teller
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")
@@ -81,7 +81,7 @@ class KeptGraphs:
 
 def _key_of(model: nn.Module) -> str | None:
     """Stands for what `model` is; None where somebody's hook could be anything."""
-    teller = Teller()
+    prints = Fingerprints()
     whole = [f"{name} {version(name)}" for name in _LIBRARIES]
     whole += [*_sources(), str(torch.get_default_dtype())]
     if any(EVERYWHERE):
@@ -91,12 +91,12 @@ def _key_of(model: nn.Module) -> str | None:
         if any(hooks) or "forward" in vars(module):
             return None
         whole.append(f"{name} {type(module).__module__}.{type(module).__qualname__}")
-        whole.append(teller.tell(_settings(vars(module))))
+        whole.append(prints.of(_settings(vars(module))))
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for key, tensor in tensors.items():
                 told = None if tensor is None else (tensor.dtype, [*tensor.shape], tensor.stride())
                 whole.append(f"{kind} {key} {told}")
-    whole += teller.code_of({type(module) for module in model.modules()})
+    whole += prints.code_of({type(module) for module in model.modules()})
     return hashlib.sha256("\0".join(whole).encode(errors="surrogatepass")).hexdigest()[:24]
 
 

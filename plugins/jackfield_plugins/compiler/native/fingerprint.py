@@ -1,7 +1,7 @@
-"""What stands for code and settings: the same text wherever a step is traced to the same graph.
+"""Fingerprints of code and settings: equal wherever a step is traced to the same graph.
 
-Functions are told by their compiled code, wherever they come from: a file, a notebook, or somebody
-who put his own in the place of a class's or a module's.
+Functions count by their bytecode, wherever they come from: a file, a notebook, or a patch that
+replaced a method or a function.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ _WITHIN = 3  # objects in objects
 _FEW = 1024  # numbers of a tensor that code may read one by one
 
 
-class Teller:
-    """Tells values as text; what is long by its digest, and each once."""
+class Fingerprints:
+    """Values as text; long ones by their digest, and each worked out once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, Any]] = {}  # values live on: an id stands for one of them
 
-    def tell(self, value: Any, within: int = 0) -> str:
+    def of(self, value: Any, within: int = 0) -> str:
         if isinstance(value, (*_PLAIN, *_NAMED)):
             return repr(value)
         if (known := self._known.get(id(value))) is not None:
             return known[0]
         self._known[id(value)] = "itself", value  # where it leads back to itself
-        told = self._told(value, within)
-        if len(told) > _SHORT:
-            told = hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()
-        self._known[id(value)] = told, value
-        return told
+        text = self._text(value, within)
+        if len(text) > _SHORT:
+            text = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        self._known[id(value)] = text, value
+        return text
 
-    def _told(self, value: Any, within: int) -> str:
+    def _text(self, value: Any, within: int) -> str:
         if isinstance(value, dict):
-            pairs = [f"{self.tell(k, within)}: {self.tell(v, within)}" for k, v in value.items()]
+            pairs = [f"{self.of(k, within)}: {self.of(v, within)}" for k, v in value.items()]
             return "{" + ", ".join(sorted(pairs)) + "}"
         if isinstance(value, list | tuple):
-            return f"[{', '.join([self.tell(one, within) for one in value])}]"
+            return f"[{', '.join([self.of(one, within) for one in value])}]"
         if isinstance(value, set | frozenset):
-            return f"{{{', '.join(sorted(self.tell(one, within) for one in value))}}}"
+            return f"{{{', '.join(sorted(self.of(one, within) for one in value))}}}"
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):  # one that is no part of the model, or a wrapped function
-            return f"{_name(value)} {self.tell(type(value).forward)}"
+            return f"{_name(value)} {self.of(type(value).forward)}"
         if (parts := _parts(value)) is not None:
-            return f"{_name(value)} ({', '.join([self.tell(one, within) for one in parts])})"
+            return f"{_name(value)} ({', '.join([self.of(one, within) for one in parts])})"
         inside, stands = getattr(value, "__dict__", None), is_torch(type(value).__module__)
         if isinstance(value, type | types.ModuleType) or stands or not inside or within == _WITHIN:
             return _name(value)
         shaping = {name: one for name, one in inside.items() if name not in FROM}
-        return f"{_name(value)} {self.tell(shaping, within + 1)}"
+        return f"{_name(value)} {self.of(shaping, within + 1)}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
-        told = f"tensor {tensor.dtype} {[*tensor.shape]} {tensor.device}"
+        text = f"tensor {tensor.dtype} {[*tensor.shape]} {tensor.device}"
         few = tensor.numel() <= _FEW and tensor.device.type == "cpu"
-        return f"{told} {tensor.tolist()}" if few and type(tensor) is torch.Tensor else told
+        return f"{text} {tensor.tolist()}" if few and type(tensor) is torch.Tensor else text
 
     def code_of(self, classes: Iterable[type]) -> Iterator[str]:
         """The methods of `classes` and of what they inherit from, and the functions beside them."""
@@ -78,10 +78,10 @@ class Teller:
         for cls in sorted(own, key=_name):
             for name, found in sorted(vars(cls).items()):
                 if _is_code(found) or _is_called(found):
-                    yield f"{_name(cls)}.{name} {self.tell(found)}"
+                    yield f"{_name(cls)}.{name} {self.of(found)}"
         for home in sorted({cls.__module__ for cls in own}):
             for name, found in sorted(functions_of(home).items()):
-                yield f"{home}.{name} {self.tell(found)}"
+                yield f"{home}.{name} {self.of(found)}"
 
 
 def functions_of(home: str) -> dict[str, Any]:
