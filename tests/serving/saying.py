@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from json_values import json_values
 from tool_templates import TEMPLATES, tool, with_template
 
-from jackfield.serving.parsing import (
+from jackfield.parsing import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -46,6 +46,22 @@ ARGUMENTS = st.fixed_dictionaries(
     },
 )
 CALLS = st.tuples(st.just("weather"), ARGUMENTS) | st.just(("now", {}))
+PIECES = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "\n", " ", '{"name": "now", "arguments": {}}',
+        '{"name": "weather", "arguments": {"city": "', '"}}', "}", "{", '"', "\\", "[TOOL_CALLS]",
+        "[", "]", ",", ";", "[ARGS]", "now", "weather", "now()", "weather(days=1)", "(", ")",
+        "city='", "<function=now>", "</function>", "<parameter=city>", "</parameter>",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>",
+        "<｜tool▁sep｜>", "\n```json\n", "\n```", "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>", "<think>", "</think>", "<|python_tag|>",
+        '{"name": "now", "parameters": {}}', "<|channel|>", "analysis", "final", "<|message|>",
+        "<|start|>", "assistant", "commentary to=functions.now ", "<|constrain|>", "json",
+        "<|end|>", "<|call|>", "to=functions.weather", "a", "é", "𝄞", "<", "tool",
+        '{"days": 1}', '{"days": 01}', "{}", "nul", "-", "\x00", '"id": "x", ',
+    ]
+)  # fmt: skip
+NOISE = st.lists(PIECES | st.text(max_size=3), max_size=14).map("".join)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import pytest
 from test_bodies import CHAT, SAY, error_of
 from tool_templates import TEMPLATES, with_template
 
+from jackfield.parsing import format_of
 from jackfield.serving.asking import Asking
 from jackfield.serving.errors import ApiError
-from jackfield.serving.parsing import format_of
 from jackfield.serving.schema.chat import ChatRequest
 from jackfield.serving.settings import settings
 from jackfield.serving.turns import defaults, template_kwargs

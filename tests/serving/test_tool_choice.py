@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jackfield
 from jackfield.errors import PromptError, SettingsError
-from jackfield.serving.parsing import KNOWN, Format, Reasoning, format_of, merged
+from jackfield.parsing import KNOWN, Format, Reasoning, format_of, merged
 
 llguidance = pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield.contracts import TokenLogprob
 from jackfield.engine.report import Ran, Report
+from jackfield.engine.turns import Copied, Heard
+from jackfield.parsing.said import Said, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,47 @@ class Completion:
     score: float | None = None
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
     scores: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    heard: Heard | Copied | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def content(self) -> str | None:
+        """The text without thoughts and calls: what an answer in a chat says to its reader."""
+        return self.text if self.text is None else self._said.content
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model thought, where its chat template has thoughts; None: nothing."""
+        return self._said.reasoning or None
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of functions in `tools`, in their order.
+
+        Raises UsageError where there are `tools`, and the chat template's form is not known.
+        """
+        return self._said.tool_calls
+
+    @cached_property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to go on with; calls that are not whole are left out.
+
+        Thoughts are in it where the chat template reads them.
+        """
+        if self.heard is None:
+            return {"role": "assistant", "content": self.text}
+        return self.heard.message(self._said)
+
+    @cached_property
+    def _said(self) -> Said[ToolCall]:
+        if self.heard is None:
+            return Said(self.text or "")
+        return self.heard.whole(self.token_ids, self.text or "")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Whoever copies it reads it: how that is done is the engine's."""
+        if self.heard is None:
+            return vars(self)
+        return {**vars(self), "heard": Copied(self._said, self.message)}
 
     @cached_property
     def report(self) -> Report:
@@ -79,6 +122,10 @@ class Completion:
         for name in ("logits", "scores"):
             if (table := getattr(self, name)) is not None:
                 data[name] = [[x if isfinite(x) else None for x in row] for row in table.tolist()]
+        if self.heard is not None:
+            data |= {"content": self.content, "reasoning": self.reasoning}
+            if self._said.unread is None:
+                data["tool_calls"] = [call.to_dict() for call in self.tool_calls]
         if self.error is not None:
             data["error"] = self.error
         if self.score is not None:
@@ -92,13 +139,44 @@ class Delta:
 
     A reader who is many steps behind gets what they added as one.
     `text` is empty while characters or a possible stop string are incomplete. `logprobs` are those
-    of `token_ids`, where they were asked for.
+    of `token_ids`, where they were asked for. Of an answer in a chat `end` is how many tokens there
+    are now.
     """
 
     text: str
     token_ids: list[int]
     completion: Completion | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    heard: Heard | None = field(default=None, repr=False, compare=False)
+    end: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def content(self) -> str:
+        """What the step added to the completion's `content`."""
+        return self._said.content
+
+    @property
+    def reasoning(self) -> str:
+        """What the step added to the completion's `reasoning`."""
+        return self._said.reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        """What the step added to calls, one for each that it added to. Raises as there."""
+        return self._said.tool_calls
+
+    @cached_property
+    def _said(self) -> Said[ToolCallDelta]:
+        if self.heard is None:
+            return Said(self.text)
+        start = self.end - len(self.token_ids)
+        return self.heard.piece(start, self.end, last=self.completion is not None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of a completion."""
+        if self.heard is None:
+            return vars(self)
+        return {**vars(self), "_said": self._said, "heard": None}
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -112,4 +190,6 @@ class Delta:
             [token for delta in deltas for token in delta.token_ids],
             deltas[-1].completion,
             [one for delta in deltas for one in delta.logprobs],
+            deltas[-1].heard,
+            deltas[-1].end,
         )

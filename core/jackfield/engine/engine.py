@@ -44,6 +44,8 @@ from jackfield.requests.wishes import mapping
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from jackfield.parsing.formats import Format
+
 logger = logging.getLogger("jackfield")
 
 
@@ -312,6 +314,11 @@ class Engine:
         Raises what `submit` raises for the prompt and the settings.
         """
         return self._sequence(prompt, settings).prompt_length
+
+    @property
+    def chat_format(self) -> Format:
+        """How the model writes thoughts and calls of tools; looked for at the first call."""
+        return self._intake.turns.form
 
     def token_bytes(self, token: int) -> bytes:
         """The text of one token as UTF-8; of a part of a character only its bytes."""

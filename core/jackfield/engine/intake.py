@@ -12,6 +12,7 @@ from jackfield.contracts import Settings
 from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
 from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.engine.turns import Heard, Turn, Turns
 from jackfield.errors import CacheFullError, SettingsError
 from jackfield.planning.planning import Plan
 from jackfield.planning.strategies import elsewhere, pick
@@ -31,6 +32,7 @@ class Intake:
         self._bound = assembly.bound
         self._model = assembly.bound.model
         self._text = assembly.text
+        self.turns = Turns(assembly.text)
         self._structures = assembly.structures
         self._loop = assembly.loop
         self._limits = {
@@ -77,7 +79,8 @@ class Intake:
         width = self._loop.decoding.width(settings)
         self._check_size(settings, len(ids), width)
         adapter, settings = self._adapter(settings)
-        made = self._made(ids, settings, width, adapter, streams=streams)
+        turn = self.turns.turn(prompt, chat, settings, ids)
+        made = self._made(ids, settings, width, adapter, turn, streams=streams)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
     def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
@@ -105,6 +108,7 @@ class Intake:
         settings: Settings,
         width: int | None,
         adapter: HeldLora | None,
+        turn: Turn | None,
         *,
         streams: bool,
     ) -> list[RunningSequence]:
@@ -121,6 +125,7 @@ class Intake:
                 sample=sample,
                 streams=streams,
                 adapter=adapter,
+                heard=None if turn is None else Heard(turn, sample),
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

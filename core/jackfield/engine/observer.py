@@ -107,7 +107,9 @@ class Observer:
         completion = self._completion(sequence) if done else None
         count = len(event.tokens) if sequence.settings.logprobs is not None else 0
         own = sequence.logprobs[len(sequence.logprobs) - count :]
-        return Delta(event.text, event.tokens, completion, own)
+        heard = sequence.heard if sequence.streams else None
+        end = 0 if heard is None else heard.told(event.tokens)
+        return Delta(event.text, event.tokens, completion, own, heard, end)
 
     def _completion(self, sequence: RunningSequence) -> Completion:
         text = self._text_of(sequence)
@@ -128,6 +130,7 @@ class Observer:
             score=sequence.score,
             logits=torch.stack(sequence.logits) if sequence.logits else None,
             scores=torch.stack(sequence.scores) if sequence.scores else None,
+            heard=sequence.heard,
         )
 
     def _ran(self, sequence: RunningSequence) -> Ran:

@@ -22,6 +22,7 @@ from jackfield.contracts import (
 )
 from jackfield.engine.completions import FinishReason
 from jackfield.engine.report import Report
+from jackfield.engine.turns import Heard
 from jackfield.requests.detokenize import Detokenizer
 from jackfield.requests.text_errors import FORBIDDEN, too_few_texts
 from jackfield.sampling.constraint import Constraint
@@ -40,14 +41,15 @@ class RunningSequence(Sequence):
     `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
     what a search found of it. `num_found` tokens were in the cache when it first entered.
     `passed_over` counts turns of its that others got. `report_before` is what had run when the
-    request came. `streams`: somebody reads along. `adapter` is computed
-    beside the model's layers. Times are in seconds of `time.perf_counter`.
+    request came. `streams`: somebody reads along. `adapter` is computed beside the model's layers.
+    `heard` is what its tokens say, where it is an answer in a chat. Times are in seconds of
+    `time.perf_counter`.
     """
 
     __slots__ = (
         "adapter", "constraint", "detokenizer", "drafted", "error", "finish_reason",
-        "first_token_at", "logits", "logprobs", "num_found", "passed_over", "report_before",
-        "score", "scores", "started", "streams",
+        "first_token_at", "heard", "logits", "logprobs", "num_found", "passed_over",
+        "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -64,9 +66,11 @@ class RunningSequence(Sequence):
         sample: int = 0,
         streams: bool = False,
         adapter: HeldLora | None = None,
+        heard: Heard | None = None,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
         self.adapter = adapter
+        self.heard = heard
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None

@@ -38,6 +38,7 @@ class Detokenizer:
         self._prefix_text = ""
         self._text = ""  # of the certain tokens; shown or held back
         self._shown = 0  # how much of `_text` was returned
+        self._pending = 0  # characters of the text that are not certain
         self.stopped = False
 
     def copy(self) -> Detokenizer:
@@ -51,6 +52,11 @@ class Detokenizer:
         """The text that was returned so far."""
         return self._text[: self._shown]
 
+    @property
+    def reach(self) -> int:
+        """How long the text is with all that is held back, as far as that is known."""
+        return len(self._text) + self._pending
+
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that is certain now."""
         self._ids.extend(tokens)
@@ -59,8 +65,10 @@ class Detokenizer:
             self._text += window[len(self._prefix_text) :]
             self._prefix, self._read = self._read, len(self._ids)
             self._prefix_text = self._decode(self._ids[self._prefix :])
+            self._pending = 0
             self._stop(self._text)
         else:  # a stop string counts as soon as it is there: the text may end with it
+            self._pending = max(len(window) - len(self._prefix_text), 0)
             self._stop(self._text + window[len(self._prefix_text) :].rstrip(_REPLACEMENT))
         if self.stopped:
             return self._show(len(self._text))

@@ -15,7 +15,7 @@ from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, QueueFullError, UsageError, error_text, quoted
 from jackfield.serving.errors import ApiError
 from jackfield.serving.settings import ModelSettings, ServerSettings
-from jackfield.serving.turns import defaults, format_for
+from jackfield.serving.turns import defaults
 
 logger = logging.getLogger("jackfield.serving")
 
@@ -119,7 +119,7 @@ class Served:
         if self._closed:  # while it was loaded
             engine.close()
         elif getattr(engine.tokenizer, "chat_template", None):
-            form = format_for(engine)  # renders the template, which no request is to wait for
+            form = engine.chat_format  # renders the template, which no request is to wait for
             read = [defaults(self._settings, form, tools=tools)[1] for tools in (False, True)]
             if ignored := [name for name in read[0] if name in read[1]]:
                 logger.warning(

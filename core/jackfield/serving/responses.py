@@ -27,7 +27,6 @@ from jackfield.serving.schema.responses import (
     in_fields_of_responses,
 )
 from jackfield.serving.store import Store, Stored
-from jackfield.serving.turns import format_for
 
 
 class Conversation:
@@ -86,7 +85,7 @@ class Responding:
         if body.store and not self._kept:
             raise refused("this server stores no responses; say store=false", "store")
         items = conversation.items
-        if not format_for(engine).reads_thoughts:  # the model is not told what it thought
+        if not engine.chat_format.reads_thoughts:  # the model is not told what it thought
             items = [item for item in items if item["type"] != "reasoning"]
         if not (said := messages(items, body.instructions)):
             raise refused("input has nothing that this model is told; say something", "input")

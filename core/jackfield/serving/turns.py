@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError
-from jackfield.serving.asking import Asking
-from jackfield.serving.errors import as_api_error, refused
-from jackfield.serving.parsing import (
+from jackfield.parsing import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -20,22 +17,15 @@ from jackfield.serving.parsing import (
     Format,
     Part,
     Reasoning,
-    format_of,
     merged,
 )
+from jackfield.serving.asking import Asking
+from jackfield.serving.errors import as_api_error, refused
 from jackfield.serving.schema.chat import ChatRequest
 from jackfield.serving.settings import ServerSettings
 
-_FORMATS: WeakKeyDictionary[Engine, Format] = WeakKeyDictionary()
 _SWITCHES = ("enable_thinking", "thinking")  # the first is how most templates call it
 _EFFORT = "reasoning_effort"
-
-
-def format_for(engine: Engine) -> Format:
-    """How an engine's model writes calls and thoughts; looked for once."""
-    if (found := _FORMATS.get(engine)) is None:
-        found = _FORMATS[engine] = format_of(engine.tokenizer)
-    return found
 
 
 class Said:
@@ -103,7 +93,7 @@ class Turn:
         self._opened = False
         self._id = asking.id
         if getattr(tokenizer, "chat_template", None):
-            form = format_for(engine)
+            form = engine.chat_format
             asked["sanitize_control_tokens"] = asking.settings.sanitize_control_tokens
             if told := template_kwargs(body, asking, form):
                 asked["chat_template_kwargs"] = told
@@ -130,7 +120,8 @@ class Turn:
         continued = ""
         if body.continue_final_message and isinstance(last.content, str):
             continued = last.content
-        self._opened = form.starts_in_reasoning(told, continued)
+        after_tool = last.role == "tool"
+        self._opened = form.starts_in_reasoning(told, continued, after_tool=after_tool)
 
     def _told(self, messages: list[Any], asked: dict[str, Any], body: ChatRequest) -> list[Any]:
         """The messages as the template takes them; `asked` gets what calls and thoughts need."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from saying import CALLS, TOOLS, calls_in, form, numbered, read, text_of, written
+from saying import CALLS, NOISE, TOOLS, calls_in, form, numbered, read, text_of, written
 from tool_templates import TEMPLATES
 
-from jackfield.serving.parsing import CallArguments, CallBegun, Content, Part, Reasoning, merged
+from jackfield.parsing import CallArguments, CallBegun, Content, Part, Reasoning, merged
 
 FORMS = [*TEMPLATES]
 #: Forms whose templates write calls after text.
@@ -34,24 +34,6 @@ def test_what_a_template_writes_is_read_back(name: str, data: st.DataObject) -> 
     assert [(n, json.loads(arguments), whole) for n, arguments, whole in found] == [
         (n, arguments, True) for n, arguments in calls
     ]
-
-
-PIECES = st.sampled_from(
-    [
-        "<tool_call>", "</tool_call>", "\n", " ", '{"name": "now", "arguments": {}}',
-        '{"name": "weather", "arguments": {"city": "', '"}}', "}", "{", '"', "\\", "[TOOL_CALLS]",
-        "[", "]", ",", ";", "[ARGS]", "now", "weather", "now()", "weather(days=1)", "(", ")",
-        "city='", "<function=now>", "</function>", "<parameter=city>", "</parameter>",
-        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>",
-        "<｜tool▁sep｜>", "\n```json\n", "\n```", "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>", "<think>", "</think>", "<|python_tag|>",
-        '{"name": "now", "parameters": {}}', "<|channel|>", "analysis", "final", "<|message|>",
-        "<|start|>", "assistant", "commentary to=functions.now ", "<|constrain|>", "json",
-        "<|end|>", "<|call|>", "to=functions.weather", "a", "é", "𝄞", "<", "tool",
-        '{"days": 1}', '{"days": 01}', "{}", "nul", "-", "\x00", '"id": "x", ',
-    ]
-)  # fmt: skip
-NOISE = st.lists(PIECES | st.text(max_size=3), max_size=14).map("".join)
 
 
 @pytest.mark.timeout(60)  # and not for ever

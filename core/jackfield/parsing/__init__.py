@@ -5,9 +5,9 @@
 whose `push` and `finish` turn the text into parts.
 """
 
-from jackfield.serving.parsing.calling import Calling
-from jackfield.serving.parsing.formats import KNOWN, Format, format_of
-from jackfield.serving.parsing.parts import (
+from jackfield.parsing.calling import Calling
+from jackfield.parsing.formats import KNOWN, Format, format_of
+from jackfield.parsing.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -16,7 +16,7 @@ from jackfield.serving.parsing.parts import (
     Reasoning,
     merged,
 )
-from jackfield.serving.parsing.tools import ToolChoice
+from jackfield.parsing.tools import ToolChoice
 
 __all__ = [
     "KNOWN", "CallArguments", "CallBegun", "CallEnded", "Calling", "Content", "Format", "Part",

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 
 from jackfield.errors import SettingsError, quoted
-from jackfield.serving.parsing import harmony
-from jackfield.serving.parsing.frames import Body, Frame
-from jackfield.serving.parsing.tools import Tool, kinds, ways
+from jackfield.parsing import harmony
+from jackfield.parsing.frames import Body, Frame
+from jackfield.parsing.tools import Tool, kinds, ways
 
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = "%llguidance {}"

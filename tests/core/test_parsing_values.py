@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from saying import VALUES
 from tool_templates import tool
 
-from jackfield.serving.parsing.python_text import python_value
-from jackfield.serving.parsing.reader import DEEPEST, Malformed, Reader, Reading, json_value
-from jackfield.serving.parsing.tools import read_tools
+from jackfield.parsing.python_text import python_value
+from jackfield.parsing.reader import DEEPEST, Malformed, Reader, Reading, json_value
+from jackfield.parsing.tools import read_tools
 
 BITS = st.lists(
     st.sampled_from([*'{}[]":, \n\\/u0123eE+-.tfn\'()', "true", "false", "null", "1.5e3", '"a"',

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jackfield.errors import PromptError, quoted
-from jackfield.serving.parsing import confining, detecting, harmony
-from jackfield.serving.parsing.calling import Calling
-from jackfield.serving.parsing.detecting import Probed
-from jackfield.serving.parsing.frames import FRAMES, Frame
-from jackfield.serving.parsing.harmony import HarmonyParser
-from jackfield.serving.parsing.parser import FramedParser
-from jackfield.serving.parsing.tools import ToolChoice, chosen, read_tools
+from jackfield.parsing import confining, detecting, harmony
+from jackfield.parsing.calling import Calling
+from jackfield.parsing.detecting import Probed
+from jackfield.parsing.frames import FRAMES, Frame
+from jackfield.parsing.harmony import HarmonyParser
+from jackfield.parsing.parser import FramedParser
+from jackfield.parsing.tools import ToolChoice, chosen, read_tools
 
 _HARMONY = "harmony"
 #: The names of all forms of calls.
@@ -53,18 +53,23 @@ class Format:
         return self._probed.reads(variable, tools=tools)
 
     def starts_in_reasoning(
-        self, chat_template_kwargs: Mapping[str, Any] | None = None, continued: str = ""
+        self,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continued: str = "",
+        *,
+        after_tool: bool = False,
     ) -> bool:
         """Whether what the model says begins inside of a thought.
 
         `continued`: the text of the assistant's message that goes on, instead of a new one.
+        `after_tool`: the last message is the result of a call.
         """
         if self.thought is None:
             return False
         opens, closes = self.thought
         if continued:
             return continued.rfind(opens) > continued.rfind(closes)
-        return detecting.is_opened(self._probed, opens, chat_template_kwargs)
+        return detecting.is_opened(self._probed, opens, chat_template_kwargs, after_tool=after_tool)
 
     def parser(
         self,

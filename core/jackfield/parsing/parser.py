@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jackfield.serving.parsing.bodies import BODIES
-from jackfield.serving.parsing.calling import Calling
-from jackfield.serving.parsing.frames import Frame
-from jackfield.serving.parsing.parts import Content, Reasoning
-from jackfield.serving.parsing.reader import Malformed, Reading
-from jackfield.serving.parsing.tools import Tool
+from jackfield.parsing.bodies import BODIES
+from jackfield.parsing.calling import Calling
+from jackfield.parsing.frames import Frame
+from jackfield.parsing.parts import Content, Reasoning
+from jackfield.parsing.reader import Malformed, Reading
+from jackfield.parsing.tools import Tool
 
 
 class FramedParser(Calling):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from jackfield.serving.parsing.bodies import read_arguments
-from jackfield.serving.parsing.calling import Calling
-from jackfield.serving.parsing.parts import Content, Reasoning
-from jackfield.serving.parsing.reader import Malformed, Reading
+from jackfield.parsing.bodies import read_arguments
+from jackfield.parsing.calling import Calling
+from jackfield.parsing.parts import Content, Reasoning
+from jackfield.parsing.reader import Malformed, Reading
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -7,16 +7,16 @@ import secrets
 import string
 from collections.abc import Mapping
 
-from jackfield.requests.detokenize import overlap
-from jackfield.serving.parsing.parts import (
+from jackfield.parsing.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Reasoning,
 )
-from jackfield.serving.parsing.reader import SPACE, Incremental, Reading
-from jackfield.serving.parsing.tools import Tool
+from jackfield.parsing.reader import SPACE, Incremental, Reading
+from jackfield.parsing.tools import Tool
+from jackfield.requests.detokenize import overlap
 
 _LETTERS = string.ascii_letters + string.digits
 

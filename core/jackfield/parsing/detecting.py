@@ -16,14 +16,15 @@ from typing import Any
 from jackfield.bridge.chat_templates import THOUGHTS as THOUGHT_KEYS
 from jackfield.bridge.chat_templates import ChatTemplate
 from jackfield.errors import PromptError
+from jackfield.parsing import harmony
+from jackfield.parsing.frames import EMPTY, FRAMES, THOUGHTS, Frame
 from jackfield.requests.chat_settings import ChatSettings
-from jackfield.serving.parsing import harmony
-from jackfield.serving.parsing.frames import EMPTY, FRAMES, THOUGHTS, Frame
 
 _ASKED = {"role": "user", "content": "Zq0aqZ"}
 _SAID, _THOUGHT = "Zq1sqZ", "Zq2tqZ"
 _NAMES = ("Zq3fqZ", "Zq4gqZ")
 _KEY, _VALUE = "Zq5kqZ", "Zq6vqZ"
+_RESULT = {"role": "tool", "content": "Zq10rqZ", "tool_call_id": "Zq9i0qZ00", "name": _NAMES[0]}
 _TOOL = {
     "type": "function",
     "function": {
@@ -186,7 +187,17 @@ def _opened(text: str, opens: str) -> bool:
     return text.rstrip().endswith(opens)
 
 
-def is_opened(probed: Probed, opens: str, variables: Mapping[str, Any] | None) -> bool:
-    """Whether a turn of the assistant's begins inside of a thought."""
-    text = probed.rendered(_ASKED, add_generation_prompt=True, chat_template_kwargs=variables)
+def is_opened(
+    probed: Probed, opens: str, variables: Mapping[str, Any] | None, *, after_tool: bool = False
+) -> bool:
+    """Whether a turn of the assistant's begins inside of a thought.
+
+    Some templates open none where the assistant goes on `after_tool`, the result of its call.
+    """
+    asked = {"add_generation_prompt": True, "chat_template_kwargs": variables}
+    text = None
+    for as_text in (False, True) if after_tool else ():
+        call = {"role": "assistant", "content": "", "tool_calls": _calls(_NAMES[:1], as_text)}
+        text = text or probed.rendered(_ASKED, call, _RESULT, tools=[_TOOL], **asked)
+    text = text or probed.rendered(_ASKED, **asked)
     return text is not None and _opened(text, opens)

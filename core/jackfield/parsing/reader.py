@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from jackfield.serving.parsing.parts import Part, merged
+from jackfield.parsing.parts import Part, merged
 
 T = TypeVar("T")
 #: Reads, and returns a T; each `yield` waits for the next piece.

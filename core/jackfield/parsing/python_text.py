@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jackfield.serving.parsing.reader import DEEPEST, Malformed, Reader, Reading
+from jackfield.parsing.reader import DEEPEST, Malformed, Reader, Reading
 
 _WORDS = {
     "True": True, "False": False, "None": None, "true": True, "false": False, "null": None,

@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from jackfield.serving.parsing.frames import Body, Frame
-from jackfield.serving.parsing.python_text import python_value
-from jackfield.serving.parsing.reader import (
+from jackfield.parsing.frames import Body, Frame
+from jackfield.parsing.python_text import python_value
+from jackfield.parsing.reader import (
     Malformed,
     Reader,
     Reading,
     json_string,
     json_value,
 )
-from jackfield.serving.parsing.tools import Tool
+from jackfield.parsing.tools import Tool
 
 _NAME = re.compile(r"[\w.:/-]+")
 _KEYWORD = re.compile(r"\w+")

@@ -14,7 +14,7 @@ from jackfield.errors import SettingsError, quoted
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 
 _MOST_REFERENCES = 16  # from one to the next
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NAME = re.compile(r"[\w.:/-]{1,256}")  # what parsers read of a name
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -104,17 +104,20 @@ def kinds(schema: Any) -> set[str]:
 
 
 def read_tools(tools: Sequence[Any] | None) -> dict[str, Tool]:
-    """Function tools as OpenAI has them. Raises SettingsError."""
+    """Function tools as OpenAI has them, or the functions themselves. Raises SettingsError."""
     found: dict[str, Tool] = {}
     for n, given in enumerate(tools or ()):
         where = f"tools[{n}]"
         function = given.get("function") if isinstance(given, Mapping) else None
+        at = f"{where}.function"
+        if isinstance(given, Mapping) and "name" in given and "function" not in given:
+            function, at = given, where
         if not isinstance(function, Mapping) or given.get("type", "function") != "function":
             raise SettingsError(
                 f"{where} must be like {{'type': 'function', 'function': {{'name': …}}}}, not "
                 f"{quoted(given)}"
             )
-        tool = _tool(f"{where}.function", function)
+        tool = _tool(at, function)
         if tool.name in found:
             raise SettingsError(f"{where}: there are two functions {quoted(tool.name)}; name it")
         found[tool.name] = tool
@@ -125,7 +128,8 @@ def _tool(where: str, function: Mapping[str, Any]) -> Tool:
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SettingsError(
-            f"{where}.name must have up to 64 letters, digits, '_', '-' and '.', not {quoted(name)}"
+            f"{where}.name must have up to 256 letters, digits and '_', '-', '.', ':', '/', not "
+            f"{quoted(name)}"
         )
     if not isinstance(strict, bool | None):
         raise SettingsError(f"{where}.strict must be true or false, not {quoted(strict)}")
