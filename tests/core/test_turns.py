@@ -11,37 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from saying import CALLS, NOISE, TOOLS, written
-from tool_templates import HERMES, TEMPLATES, tool
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tool_models import ASKED, NOW, THINKING, loaded, saying, tokenizer_of
+from tool_templates import TEMPLATES, tool
 
 import jackfield
 from jackfield import Completion, Delta
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
-from jackfield.demo import MODEL_PATH
 from jackfield.engine.turns import Heard, Turns
 from jackfield.errors import SettingsError, UsageError
 from jackfield.parsing import Calling, formats
 from jackfield.parsing.said import Said, ToolCall, ToolCallDelta, whole
 from jackfield.requests.chat_settings import ChatSettings
-
-ASKED = [{"role": "user", "content": "Is it raining in Bergen?"}]
-THINKING = HERMES.replace(
-    "{%- if enable_thinking is defined",
-    "{{- '<think>' if thinks }}{%- if enable_thinking is defined",
-)
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-def tokenizer_of(template: str, special: tuple[str, ...] = ()) -> Any:
-    made = AutoTokenizer.from_pretrained(MODEL_PATH)
-    made.chat_template = template
-    made.add_special_tokens({"additional_special_tokens": list(special)})
-    return made
 
 
 def marks_of(name: str) -> tuple[str, ...]:
@@ -191,36 +175,10 @@ HOSTILE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
-def loaded(template: str) -> jackfield.Engine:
-    tokenizer = tokenizer_of(template)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=4096,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval()
-    return jackfield.load(model, tokenizer=tokenizer, decoding="sample")
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[jackfield.Engine]:
     with loaded(THINKING) as found:
         yield found
-
-
-def saying(engine: jackfield.Engine, text: str, **more: Any) -> dict[str, Any]:
-    """Settings that have the model say a text."""
-    tokenizer: Any = engine.tokenizer
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    begun: list[int] = []
-
-    def allowed(number: int, tokens: torch.Tensor) -> list[int]:
-        begun[:] = begun or [len(tokens)]
-        return [ids[len(tokens) - begun[0]]]
-
-    return {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": len(ids),
-            "eos_token_id": ids[-1], "tools": TOOLS, **more}  # fmt: skip
 
 
 def told(completion: Completion) -> tuple[Any, ...]:

@@ -96,10 +96,14 @@ class Turn:
 
     @cached_property
     def marks(self) -> Mapping[int, str]:
-        """Special tokens that stand around thoughts and calls, which a text leaves out."""
+        """Special tokens that stand around thoughts and calls, which a text leaves out.
+
+        What ends an answer is none of them: it is never text.
+        """
         if not self.settings.skip_special_tokens:
             return {}
-        return {token: mark for mark, token in self.turns.form.special.items()}
+        special, ends = self.turns.form.special, self.settings.eos_token_ids
+        return {token: mark for mark, token in special.items() if token not in ends}
 
     @cached_property
     def opened(self) -> bool:

@@ -104,7 +104,7 @@ def kinds(schema: Any) -> set[str]:
 
 
 def read_tools(tools: Sequence[Any] | None) -> dict[str, Tool]:
-    """Function tools as OpenAI has them, or the functions themselves. Raises SettingsError."""
+    """Function tools as OpenAI has them, `type` and `function` or not. Raises SettingsError."""
     found: dict[str, Tool] = {}
     for n, given in enumerate(tools or ()):
         where = f"tools[{n}]"
