@@ -9,6 +9,8 @@ import pytest
 from fakes import DONE, END, HEAD, Fake, Script, Step, counted, event, models, plain, said
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from command_line import Cli
 
 Start = Callable[[Script], Fake]
@@ -210,3 +212,41 @@ def test_ctrl_c_stops_an_answer_and_the_server(
     done = cli("chat", "m", "--server", server.url, stdin="one\ntwo\n")
     assert (done.code, done.out, done.err) == (0, "Hel\nHello!\n", "(stopped)\n")
     assert [m["content"] for m in server.bodies[1]["messages"]] == ["one", "Hel", "two"]
+
+
+def _called(**call: Any) -> Step:
+    return event(choices=[{"index": 0, "delta": {"tool_calls": [call]}}])
+
+
+def test_calls_are_shown_and_answered(cli: Cli, fake: Start, tmp_path: Path) -> None:
+    """What stands between their pieces, and who leaves out what, is for each server to say."""
+    first = {"name": "weather", "arguments": '{"city":'}
+    calls: list[Step] = [
+        HEAD, said("Let me see."),
+        _called(index=0, id="i", type="function", function=first),
+        _called(index=0, function={"arguments": ' "Bergen"}'}),
+        _called(index=1, id="j", function={"name": "now", "arguments": "{}"}),
+        _called(index=2, id="k", function={"name": "now", "arguments": '{"half'}),
+        event(choices=[{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]), DONE, END,
+    ]  # fmt: skip
+
+    def script(path: str, body: dict[str, Any]) -> list[Step]:
+        return calls if len(body["messages"]) == 1 else WHOLE
+
+    server, file = fake(script), tmp_path / "tools.json"
+    file.write_text('[{"type": "function", "function": {"name": "now"}}]')
+    flags = ["chat", "m", "--server", server.url, "--tools", str(file)]
+    done = cli(*flags, stdin="Rain?\nrain\nnoon\n")
+    shown = 'Let me see.\nweather {"city": "Bergen"}\nnow {}\nnow {"half\n'
+    assert (done.code, done.out, done.err) == (0, f"{shown}Hello!\n", "")
+    asked, answered = server.bodies
+    assert asked["tools"] == [{"type": "function", "function": {"name": "now"}}]
+    _, message, *results = answered["messages"]
+    found = [(call["id"], call["function"]) for call in message["tool_calls"]]
+    assert found == [
+        ("i", {"name": "weather", "arguments": '{"city": "Bergen"}'}),
+        ("j", {"name": "now", "arguments": "{}"}),
+    ]
+    assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [
+        ("tool", "i", "rain"), ("tool", "j", "noon"),
+    ]  # fmt: skip

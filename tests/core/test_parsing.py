@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from saying import CALLS, NOISE, TOOLS, calls_in, form, numbered, read, text_of, written
 from tool_templates import TEMPLATES
 
-from jackfield.parsing import CallArguments, CallBegun, Content, Part, Reasoning, merged
+from jackfield.parsing.parts import CallArguments, CallBegun, Content, Part, Reasoning, merged
 
 FORMS = [*TEMPLATES]
 #: Forms whose templates write calls after text.

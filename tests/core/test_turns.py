@@ -23,7 +23,8 @@ from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
 from jackfield.engine.turns import Heard, Turns
 from jackfield.errors import SettingsError, UsageError
-from jackfield.parsing import Calling, formats
+from jackfield.parsing import formats
+from jackfield.parsing.calling import Calling
 from jackfield.parsing.said import Said, ToolCall, ToolCallDelta, whole
 from jackfield.requests.chat_settings import ChatSettings
 

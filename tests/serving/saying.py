@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from json_values import json_values
 from tool_templates import TEMPLATES, tool, with_template
 
-from jackfield.parsing import (
+from jackfield.parsing.formats import Format, format_of
+from jackfield.parsing.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
-    Format,
     Part,
     Reasoning,
-    format_of,
     merged,
 )
 

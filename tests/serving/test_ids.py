@@ -11,6 +11,7 @@ from saying import TOOLS, written
 from tool_templates import TEMPLATES, with_template
 
 from jackfield.engine.completions import Delta
+from jackfield.parsing.formats import format_of
 from jackfield.serving.asking import Asking
 from jackfield.serving.output import Output
 from jackfield.serving.schema.chat import ChatRequest
@@ -60,6 +61,7 @@ class OnlyTokenizer:
 
     def __init__(self) -> None:
         self.tokenizer = with_template(TEMPLATES["hermes"])
+        self.chat_format = format_of(self.tokenizer)
 
 
 def calls(answer: str) -> list[list[str]]:

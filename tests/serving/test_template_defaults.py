@@ -10,7 +10,7 @@ import pytest
 from test_bodies import CHAT, SAY, error_of
 from tool_templates import TEMPLATES, with_template
 
-from jackfield.parsing import format_of
+from jackfield.parsing.formats import format_of
 from jackfield.serving.asking import Asking
 from jackfield.serving.errors import ApiError
 from jackfield.serving.schema.chat import ChatRequest

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 import jackfield
 from jackfield.errors import PromptError, SettingsError
-from jackfield.parsing import KNOWN, Format, Reasoning, format_of, merged
+from jackfield.parsing.formats import KNOWN, Format, format_of
+from jackfield.parsing.parts import Reasoning, merged
 
 llguidance = pytest.importorskip("llguidance", reason="needs jackfield[structured]")
 

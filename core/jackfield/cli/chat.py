@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from jackfield.cli.generate import decoded, show, summary
+from jackfield.cli.files import decoded
+from jackfield.cli.generate import show, summary
 from jackfield.cli.options import Backends, Batches, Settings, flag, load
 from jackfield.cli.output import note, say
 from jackfield.cli.remote_chat import START_AFRESH, conversation
+from jackfield.cli.speech import Remembered, Speech
 from jackfield.errors import ExecutionError, PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class Elsewhere:
 class Speaker(Protocol):
     """Who answers, and what was said so far."""
 
-    messages: list[dict[str, str]]
+    past: Remembered
 
-    def answer(self, text: str) -> None:
-        """Answer one message; what was shown of an answer that is stopped is remembered."""
+    def answer(self) -> None:
+        """Answer the last message; what was shown of an answer that is stopped is remembered."""
 
 
 def chat(
@@ -66,8 +68,9 @@ def chat(
     """Talk with a chat model; it sees the whole conversation each time.
 
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. When standard
-    input is a file or a pipe, each line of it is a message. With --server the model is one of a
-    server's: any that speaks OpenAI's protocol.
+    input is a file or a pipe, each line of it is a message. With --tools the model may call
+    functions: after an answer with calls the next lines are their results. With --server the model
+    is one of a server's: any that speaks OpenAI's protocol.
 
     Example: jackfield chat demo --temperature 0.8
     """
@@ -97,15 +100,15 @@ def _refuse_of_engines(*groups: Any) -> None:
 def _talk(speaker: Speaker) -> None:
     if sys.stdin.isatty():
         note(GREETING)
-    while (line := _read_line()) is not None and line != "/exit":
+    while (line := _read_line(speaker.past.asks)) is not None and line != "/exit":
         if line == "/reset":
-            speaker.messages.clear()
+            speaker.past.forget()
             note("the conversation is forgotten")
-        elif line:
-            speaker.answer(line)
+        elif line and speaker.past.told(line):
+            speaker.answer()
 
 
-def _read_line() -> str | None:
+def _read_line(asks: str) -> str | None:
     """The next message without white space around it; None at the end."""
     if not sys.stdin.isatty():
         line = sys.stdin.buffer.readline()
@@ -114,7 +117,7 @@ def _read_line() -> str | None:
         import readline  # noqa: F401
     while True:
         try:
-            return input("> ").strip()
+            return input(asks).strip()
         except EOFError:
             print(file=sys.stderr)
             return None
@@ -124,36 +127,35 @@ def _read_line() -> str | None:
 
 @dataclass
 class Conversation:
-    """What was said so far, oldest first."""
+    """With a model in this process."""
 
     engine: Engine
     settings: dict[str, Any]
-    messages: list[dict[str, str]] = field(default_factory=list)
+    past: Remembered = field(default_factory=Remembered)
 
     def check(self) -> None:
         """Raise now what each message would: no chat template, a setting that cannot be."""
         probe = [{"role": "user", "content": "Hello"}]
         self.engine.stream(probe, **self.settings)  # checks at once, computes when it is read
 
-    def answer(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
-        shown: list[str] = []
+    def answer(self) -> None:
+        speech = Speech()
         try:
-            completion = show(self.engine, self.messages, self.settings, shown)
+            completion = show(self.engine, self.past.messages, self.settings, speech)
         except PromptError as error:
-            self.messages.pop()
+            self.past.said(None)
             say(f"error: {error}")
-            if self.messages:
+            if self.past.messages:
                 note(f"the conversation no longer fits into the model's context; {START_AFRESH}")
             return
         except KeyboardInterrupt:
             note("(stopped)")
+            message = {"role": "assistant", "content": speech.text}
         else:
             self._remark(completion)
-        if answer := "".join(shown):
-            self.messages.append({"role": "assistant", "content": answer})
-        else:
-            self.messages.pop()
+            message = completion.message
+        says = message["content"] or message.get("tool_calls")
+        self.past.said(message if says else None)
 
     def _remark(self, completion: Completion) -> None:
         if completion.error is not None:

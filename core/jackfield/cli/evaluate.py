@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jackfield.cli.compare import baseline, compare, perplexity_of
-from jackfield.cli.generate import decoded, read_file
+from jackfield.cli.files import decoded, read_file
 from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, flag, load
 from jackfield.cli.output import console, note, print_json, progress, ran, table
 from jackfield.errors import UsageError

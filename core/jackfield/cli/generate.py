@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jackfield.cli.files import decoded, read_file
 from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, Settings, load
 from jackfield.cli.output import note, print_json, ran
-from jackfield.errors import ExecutionError, UsageError, shown
+from jackfield.cli.speech import Speech
+from jackfield.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
     from jackfield.engine.completions import Completion
@@ -51,8 +53,8 @@ def generate(
     """Continue a text, or answer it with --chat.
 
     The prompt is the argument, a file, or standard input; one newline at the end of the latter two
-    is dropped. The text goes to standard output as it is made, then one line to standard error that
-    says what ran.
+    is dropped. The text goes to standard output as it is made, calls of --tools with it; what a
+    chat model thinks goes to standard error, and then one line that says what ran.
 
     Example: jackfield generate --chat "Sort these numbers: 41 7 88 23"
     """
@@ -88,44 +90,26 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return _without_newline(decoded(sys.stdin.buffer.read(), "standard input"))
 
 
-def read_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {shown(file)}: {error.strerror}") from None
-
-
-def decoded(data: bytes, origin: str) -> str:
-    """UTF-8 text. Raises UsageError."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{origin} is not UTF-8 text (byte {error.start}); convert it") from None
-
-
 def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def show(
-    engine: Engine, prompt: Any, settings: dict[str, Any], shown: list[str] | None = None
+    engine: Engine, prompt: Any, settings: dict[str, Any], speech: Speech | None = None
 ) -> Completion:
-    """Stream the answer to standard output and to `shown`, and end its last line."""
+    """Stream the answer to the screen, and end its last line."""
     if engine.tokenizer is None:
         raise UsageError(
             "this model has no tokenizer, so it takes and gives token ids: use it from Python"
         )
-    pieces: list[str] = [] if shown is None else shown
+    speech = speech or Speech()
     try:
         for delta in engine.stream(prompt, **settings):
-            if delta.text:
-                pieces.append(delta.text)  # first, since Ctrl-C may come in between
-                print(delta.text, end="", flush=True)
+            speech.show(delta.reasoning, delta.content, delta.tool_calls)
             if delta.completion is not None:
                 return delta.completion
     finally:
-        if pieces and not pieces[-1].endswith("\n"):
-            print(flush=True)
+        speech.end()
     raise ExecutionError("the engine ended the stream without a completion")
 
 

@@ -7,11 +7,13 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from jackfield.errors import UsageError
+from jackfield.cli.files import decoded, read_file
+from jackfield.errors import UsageError, first_line, shown
 
 if TYPE_CHECKING:
     from jackfield.engine.engine import Engine
@@ -230,6 +232,10 @@ class Settings:
     stop: Annotated[
         list[str] | None, flag("--stop", "TEXT", "End before this text; repeatable.")
     ] = None
+    tools: Annotated[
+        Path | None,
+        flag("--tools", "FILE", "Functions that a chat model may call, as JSON."),
+    ] = None
     extra: Annotated[
         list[str] | None,
         flag("--set", "KEY=VALUE", "Any other setting, the value as JSON; repeatable."),
@@ -239,12 +245,22 @@ class Settings:
         """The settings that were given. Raises UsageError where one is given twice."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
         found = {key: value for key, value in given.items() if value is not None}
+        if self.tools is not None:
+            found["tools"] = _tools(self.tools)
         for text in self.extra or ():
             key, value = assignment(text)
             if key in found:
                 raise UsageError(f"the setting {key!r} is given twice; give it once")
             found[key] = value
         return found
+
+
+def _tools(file: Path) -> Any:
+    text = decoded(read_file(file), shown(file))
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--tools {shown(file)} is not JSON: {first_line(error)}") from None
 
 
 def assignment(text: str) -> tuple[str, Any]:

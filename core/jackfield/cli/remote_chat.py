@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jackfield.cli.output import note, say
+from jackfield.cli.speech import Remembered, Speech
 from jackfield.errors import JackfieldError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from jackfield.client.talking import Talk
+    from jackfield.parsing.said import ToolCallDelta
 
 START_AFRESH = "/reset starts afresh"
 MISSING = "asking a server needs httpx; pip install jackfield[client]"
@@ -39,62 +42,72 @@ def conversation(
 
 @dataclass
 class RemoteConversation:
-    """What was said so far, oldest first."""
+    """With a model of a server."""
 
     talk: Talk
-    messages: list[dict[str, str]] = field(default_factory=list)
+    past: Remembered = field(default_factory=Remembered)
 
-    def answer(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+    def answer(self) -> None:
         shown = _Shown()
         try:
-            shown.show(self.talk, self.messages)
+            shown.show(self.talk, self.past.messages)
         except KeyboardInterrupt:
             note("(stopped)")
+            shown.calls.clear()
         except JackfieldError as error:
             if not (sys.stdin.isatty() or isinstance(error, PromptError)):
                 raise
             say(f"error: {error}")
-            if isinstance(error, PromptError) and len(self.messages) > 1:
+            if isinstance(error, PromptError) and len(self.past.messages) > 1:
                 note(f"the conversation no longer fits into the model's context; {START_AFRESH}")
+            shown.calls.clear()
         else:
             shown.remark(self.talk)
-        if shown.text:
-            self.messages.append({"role": "assistant", "content": shown.text})
-        else:
-            self.messages.pop()
+        self.past.said(shown.message)
 
 
 @dataclass
 class _Shown:
     """An answer on the screen, and what the server said about it."""
 
-    text: str = ""
+    speech: Speech = field(default_factory=Speech)
+    calls: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # id, name, arguments
     finish_reason: str | None = None
     tokens: int | None = None
     seconds: float = 0.0
 
-    def show(self, talk: Talk, messages: list[dict[str, str]]) -> None:
-        began, thinking = time.perf_counter(), False
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """The answer, to be sent again; None: nothing was said."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.speech.text}
+        calls = [
+            {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for number, name, arguments in self.calls.values()
+            if _is_whole(arguments)
+        ]
+        if calls:
+            found["tool_calls"] = calls
+        return found if calls or self.speech.text else None
+
+    def show(self, talk: Talk, messages: list[dict[str, Any]]) -> None:
+        began = time.perf_counter()
         pieces = talk.answer(messages)
         try:
             for piece in pieces:
-                if piece.reasoning:
-                    print(piece.reasoning, end="", file=sys.stderr, flush=True)
-                    thinking = not piece.reasoning.endswith("\n")
-                if piece.text:
-                    if thinking:
-                        print(file=sys.stderr)
-                        thinking = False
-                    self.text += piece.text  # first, since Ctrl-C may come in between
-                    print(piece.text, end="", flush=True)
+                self.speech.show(piece.reasoning, piece.text, piece.calls)
+                for call in piece.calls:
+                    self._add(call)
                 self.finish_reason = piece.finish_reason or self.finish_reason
                 self.tokens = (piece.usage or {}).get("completion_tokens", self.tokens)
         finally:
             pieces.close()
             self.seconds = time.perf_counter() - began
-            if self.text and not self.text.endswith("\n"):
-                print(flush=True)
+            self.speech.end()
+
+    def _add(self, call: ToolCallDelta) -> None:
+        number, name, arguments = self.calls.get(call.index, ("", "", ""))
+        own = (number or call.id or "", name or call.name or "", arguments + call.text)
+        self.calls[call.index] = own
 
     def remark(self, talk: Talk) -> None:
         if self.finish_reason == "length":
@@ -107,3 +120,10 @@ class _Shown:
                      f"{START_AFRESH})")  # fmt: skip
         if sys.stdin.isatty() and self.tokens and self.seconds:
             note(f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} tokens/s")
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False

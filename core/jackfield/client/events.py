@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jackfield.parsing.said import ToolCallDelta
+
 DONE = "[DONE]"
 
 
@@ -40,9 +42,17 @@ class Piece:
 
     text: str = ""
     reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     error: str | None = None
+
+
+def _call(data: Any) -> ToolCallDelta:
+    function = data.get("function") or {}
+    name, text = function.get("name") or None, function.get("arguments") or ""
+    number = int(data.get("index") or 0)
+    return ToolCallDelta(number, str(data.get("id") or "") or None, name and str(name), str(text))
 
 
 def piece_of(data: str) -> Piece:
@@ -58,6 +68,7 @@ def piece_of(data: str) -> Piece:
         return Piece(
             delta.get("content") or choice.get("text") or "",
             delta.get("reasoning_content") or delta.get("reasoning") or "",
+            tuple(_call(call) for call in delta.get("tool_calls") or ()),
             choice.get("finish_reason"),
             usage if isinstance(usage, dict) else None,
         )

@@ -42,7 +42,7 @@ class Talk:
     client: httpx.Client
     counts: bool = True
 
-    def answer(self, messages: Sequence[Mapping[str, str]]) -> Generator[Piece, None, None]:
+    def answer(self, messages: Sequence[Mapping[str, Any]]) -> Generator[Piece, None, None]:
         """The pieces of the answer; closing the iterator stops it.
 
         Raises PromptError where the conversation is too long, UsageError for what the caller can

@@ -8,13 +8,13 @@ from typing import Any
 from jackfield.engine.completions import Delta
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError
-from jackfield.parsing import (
+from jackfield.parsing.calling import Calling
+from jackfield.parsing.formats import Format
+from jackfield.parsing.parts import (
     CallArguments,
     CallBegun,
     CallEnded,
-    Calling,
     Content,
-    Format,
     Part,
     Reasoning,
     merged,
