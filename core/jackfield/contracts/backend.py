@@ -43,9 +43,9 @@ class BindContext:
         options: An instance of the backend's own `options` class.
         assistant: The draft model, of a decoding that declares one.
         tokenizer: What a quantizer may measure texts with; None where the model has none.
-        step_bytes: What a cache leaves free on its device for what steps take, in bytes.
-        memory_share: The share of the rest that a cache may have: the same engine may have another
-            model there.
+        step_bytes: What a cache leaves free on its device for the memory of steps, in bytes.
+        memory_share: The share of the rest that a cache may take; below 1 where the engine has
+            another model (a draft model) there.
         free: What a cache is to take as free on its device, in bytes, where several processes have
             agreed on it, since their caches must be of one size. None: it looks by itself.
     """
@@ -70,8 +70,9 @@ class BindContext:
 class Backend(ABC):
     """One named implementation of a kind. Instances are made at import: keep `__init__` trivial.
 
-    A plan asks every candidate `rank`, `available`, `refuse`, `impossible` and `imply`, maybe often
-    and in any thread: they are quick, change nothing and load no weights. `bind` does the work.
+    A plan calls `rank`, `available`, `refuse`, `impossible` and `imply` of every candidate, maybe
+    often and in any thread: they must be quick, change nothing and load no weights. `bind` does the
+    work.
 
     Violations: a definition with `flaws` fails to load, and its plugin is reported. What raises
     while a plan is made counts as a reason against the backend; what raises in `bind` or later is a

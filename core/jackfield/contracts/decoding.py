@@ -49,7 +49,7 @@ class DecodingCapabilities:
         settings: The names of the generation settings that it honours, beyond those that the loop
             itself honours (lengths, stops); any other setting in a request is refused by name.
             `SAMPLER_SETTINGS` are those of the sampler.
-        rollback: It proposes drafts, tokens that may be taken back; without it nobody asks it to.
+        rollback: It proposes drafts, tokens that may be taken back; else `propose` is not called.
         assistant: It needs a draft model, which is then `BindContext.assistant`.
         forks: It is a `Search`, which goes on with copies of a sequence.
 
@@ -90,9 +90,9 @@ class Accepted:
         logprobs: One for each, where the request asked for them.
         error: Ends this request, and only this one.
         ends: Nothing may follow these tokens.
-        logits: Of each token what the model said, float32 `[vocab]` on the CPU, where the request
+        logits: The model's logits at each token, float32 `[vocab]` on the CPU, where the request
             asked for them.
-        scores: The same of what it was chosen by.
+        scores: The same of the processed scores, by which the token was chosen.
     """
 
     tokens: Seq[int] = ()
@@ -106,20 +106,20 @@ class Accepted:
 class Strategy(ABC):
     """A bound decoding strategy: it guesses, and the loop's sampler decides.
 
-    The loop feeds a guess behind a sequence's last token and asks the sampler at each position
-    what plain decoding would say there. Drafts are kept for as long as they are the same, so a
-    wrong guess costs time and never changes a text.
+    The loop feeds drafts after a sequence's last token, and the sampler chooses at each position
+    as in plain decoding. Drafts are kept as long as they equal its choice, so a wrong guess costs
+    time and never changes a text.
 
     Violations: what it returns is checked in every call. Anything but token ids, more drafts
     than there is room for, and a sequence that was changed are a PluginError, which ends every
-    open request. Wrong guesses are no lie.
+    open request. A wrong guess is no violation.
 
     Attributes:
         min_acceptance_rate: The share of its drafts that must be kept for them to pay, 0 to 1,
             read once when it is bound. A request where they do not is left alone for a while.
         min_speedup: How many times as fast as without drafts decoding must be, at least, by the
-            time that steps take, read once when it is bound. Below it nobody's drafts are asked for
-            for a while. 0: nothing is measured.
+            time that steps take, read once when it is bound. Below it the strategy rests for a
+            while. 0: nothing is measured.
     """
 
     min_acceptance_rate: float = 0.0
@@ -228,7 +228,7 @@ class Search(Strategy):
             scores: One float32 tensor a group, `[beams, vocab]` on the model's device, which may be
                 modified: for each beam its own score, plus the log-probabilities of what may
                 follow, after the request's own bias, penalties, processors and structure, and where
-                it samples its temperature, top-k, top-p and min-p. -inf: forbidden.
+                it samples also after its temperature, top-k, top-p and min-p. -inf: forbidden.
 
         Returns:
             One decision a group, in the order of `groups`.

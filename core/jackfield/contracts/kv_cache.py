@@ -192,7 +192,7 @@ class KVCache(ABC):
 
         Args:
             copies: Pairs (goes on, its copy). The copy holds nothing: it is new, or in `dropped`.
-            dropped: Sequences that nobody goes on with; none of them is a first.
+            dropped: Sequences that no beam continues; none of them is a first.
 
         Raises:
             NotImplementedError: By default.
@@ -200,7 +200,7 @@ class KVCache(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not fork")
 
     def refuse(self, prompt_length: int, max_new_tokens: int, copies: int = 1) -> str | None:
-        """Why a request of this size can never be held, and which option would; None: it can be.
+        """Why a request of this size can never fit, and which option would help; None: it can.
 
         Asked when a request is made, in the thread that makes it, while steps may run. The last new
         token is not fed, so `prompt_length + max_new_tokens - 1` tokens are cached, of each copy.
@@ -238,12 +238,12 @@ class KVCache(ABC):
     def held_bytes(self) -> int | None:
         """The memory of the keys and values of running sequences, as it is allocated, in bytes.
 
-        Pages count whole; pages that nobody holds do not. None: nobody can tell.
+        Pages count whole; pages without a holder do not. None: unknown.
         """
         return None
 
     def forget(self) -> None:
-        """Drop what is kept of sequences that have left, and nobody's steps, which `fix` laid out.
+        """Drop what is kept of sequences that have left, and the padding that `fix` laid out.
 
         Called: while it holds no sequence, when an adapter is switched on or off, so that the model
         computes something else, and while steps at fixed places are recorded and tried.
@@ -251,24 +251,24 @@ class KVCache(ABC):
         return
 
     def fix(self, rows: int) -> FixedStep:
-        """Have decode steps of up to `rows` sequences lie at one place from now on.
+        """Lay decode steps of up to `rows` sequences out at fixed addresses from now on.
 
         Of several such places a step takes the smallest that has room for its sequences and their
-        pages. What is returned has a step of padding in it, for which layers may be given keys and
+        pages. The returned place holds a step of padding, for which layers may be given keys and
         values any number of times until the next `prepare` or `forget`.
 
         Called: while it holds no sequence, where the backend declares `recordable`. A few steps of
         invented sequences are then played from there and compared with the same steps laid out
         elsewhere, before the first request.
 
-        Violations: PluginError, and the model is not loaded, where these say something else or lie
-        elsewhere. In caches that are not jackfield's own, also in any later step whose tensors or
-        pages have moved.
+        Violations: PluginError, and the model is not loaded, where these have other results or
+        other addresses. In caches that are not jackfield's own, also in any later step whose
+        tensors or pages have moved.
         """
         raise NotImplementedError(f"{type(self).__name__} has no steps at fixed places")
 
     def loosen(self, rows: int) -> None:
-        """Take back `fix(rows)`: steps of so many sequences lie anywhere again."""
+        """Undo `fix(rows)`: steps of so many sequences may lie anywhere again."""
         raise NotImplementedError(f"{type(self).__name__} has no steps at fixed places")
 
     def usage(self) -> CacheUsage | None:
@@ -276,7 +276,7 @@ class KVCache(ABC):
         return None
 
     def close(self) -> None:
-        """Let go of all memory: the engine is closed, and somebody may still have it.
+        """Free all memory: the engine is closed, but may still be referenced.
 
         Called once, after its last sequence was released; afterwards only `usage`.
         """

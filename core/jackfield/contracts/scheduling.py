@@ -9,15 +9,15 @@ from typing import ClassVar
 from jackfield.contracts.backend import Backend, BindContext
 from jackfield.contracts.sequences import Sequence
 
-#: Seconds that a request waits at most for those that are preferred to it.
+#: Seconds after which a waiting request enters before all newer ones, whatever their keys.
 PATIENCE = 30.0
 
 
 class Schedule(ABC):
     """A bound scheduler. The loop asks `key` of each that begins to wait, `schedule` in every step.
 
-    The smallest key enters first. Who has waited for `patience` seconds enters before all who have
-    not, the one that came first at the front, so nobody waits for ever whatever the keys are. A
+    The smallest key enters first. Requests that have waited for `patience` seconds enter before all
+    others, the oldest first, so no request waits for ever whatever the keys are. A
     request that does not fit into the cache yet blocks those after it.
 
     Times, `now` and the `arrival` of a sequence, are in seconds of one clock, whose zero means
@@ -44,7 +44,7 @@ class Schedule(ABC):
         smaller key.
 
         Args:
-            sequence: Who begins to wait; of a group the first member, for all of it.
+            sequence: The one that begins to wait; of a group its first member, for all of it.
 
         Returns:
             Numbers, none of them NaN, compared one after the other: ``(-priority, …)``. Of equals
@@ -57,8 +57,8 @@ class Schedule(ABC):
     ) -> list[int]:
         """Say how many tokens each feeds in this step; asked again after a preemption.
 
-        With `deterministic=True` less than `num_uncached_tokens[i]` counts as 0, and giving nobody
-        all of them breaks the contract.
+        With `deterministic=True` less than `num_uncached_tokens[i]` counts as 0, and at least one
+        sequence must get all of its tokens.
 
         Args:
             running: All that run.
@@ -66,7 +66,7 @@ class Schedule(ABC):
                 `prefill_chunk_size`; 1 for a sequence that decodes.
             token_budget: How many all of them may feed together; at least the number of those that
                 decode.
-            now: What the clock says.
+            now: The time, in seconds of the same clock as `arrival`.
 
         Returns:
             One int each, 0 to `num_uncached_tokens[i]`; in sum 1 to `token_budget`. Drafts are not

@@ -20,7 +20,7 @@ def _refused(self: Tokens, *_: object) -> NoReturn:
 class Tokens(list[int]):
     """A list that only its owner changes, by `list`'s own methods: ``list.append(tokens, token)``.
 
-    Backends are handed it as it is; what they try to change in it raises TypeError.
+    Backends get the list itself; an attempt to change it raises TypeError.
     """
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class Sequence:
         sample: Tells apart the sequences that continue one prompt, from 0 on.
         leader: The first of those, for all others; None: it is the first.
         group: The beams of a request that is searched; None: it is not.
-        arrival: When it came, in seconds of the clock that schedulers are told.
+        arrival: When it came, in seconds of the schedulers' clock (`now`).
         preemptions: How often its memory was taken from it.
     """
 
