@@ -1,4 +1,4 @@
-"""The assistant's turns in chats: what their tokens say, found out when somebody asks."""
+"""The assistant's turns in chats: their tokens are parsed when somebody reads the parts."""
 
 from __future__ import annotations
 

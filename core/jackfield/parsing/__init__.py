@@ -1,4 +1,4 @@
-"""What a model says, as parts: content, thoughts, and calls of tools.
+"""A model's text as parts: content, thoughts, and tool calls.
 
 `formats.format_of(tokenizer)` finds the form of a model; a `Format` says what to ask an engine for
 (`settings`), how the chat template wants calls (`messages`), and has a `parser` for each answer,

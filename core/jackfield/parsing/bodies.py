@@ -1,4 +1,4 @@
-"""One call, read in each of the forms; what is no JSON becomes JSON."""
+"""Reads the body of one tool call, in each of the forms; what is not JSON becomes JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers of every form do: telling text as it comes, and calls of the request's tools."""
+"""What parsers of every form share: streaming text, and calls of the request's tools."""
 
 from __future__ import annotations
 

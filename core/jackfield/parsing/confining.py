@@ -1,4 +1,4 @@
-"""Grammars that confine a text to calls, or the calls in it to the schemas of their tools.
+"""Grammars that constrain a text to tool calls, or the calls in it to their schemas.
 
 Lark as llguidance reads it: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """

@@ -1,7 +1,7 @@
-"""In which form a model writes calls and thoughts: its own chat template is asked, with probes.
+"""Detects in which form a model writes calls and thoughts, by its own chat template.
 
-A message of the assistant's with calls is rendered, and what stands around their names and
-arguments is looked up in the table of known forms. Nothing is concluded from a model's name.
+A message of the assistant with test calls is rendered, and the text around their names and
+arguments is looked up in the table of known forms. The model's name is not used.
 """
 
 from __future__ import annotations

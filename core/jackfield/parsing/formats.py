@@ -1,4 +1,4 @@
-"""How one model says things: its form of calls and thoughts, and what follows from these."""
+"""The format of one model: its form of calls and thoughts, and what follows from these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The forms in which models are known to write calls of tools: data, matched against a template.
+"""The known forms of tool calls, as data that is matched against a chat template.
 
-White space in the marks of a form is how models write it; wherever it stands, any may be read.
+White space in the marks of a form is as models write it; there, any white space is accepted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the text of a model to content, thoughts, and calls in one of the frames."""
+"""Parses the text of a model: content, thoughts, and calls in one of the frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model says, in parts."""
+"""The parts of a model's text: content, thoughts, and tool calls as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as Python and JSON write them, read as they come."""
+"""Reads values as Python and JSON write them, from text that comes in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a text that comes in pieces: what reads it is a generator that waits for more."""
+"""Reads a text that comes in pieces: a parser is a generator that waits for more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer says, put together from its parts."""
+"""Content, reasoning and tool calls of an answer, put together from its parts."""
 
 from __future__ import annotations
 
