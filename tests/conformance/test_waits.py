@@ -33,7 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2,
         "min_new_tokens": 3, "eos_token_id": [5, 6], "sequence_bias": {(3,): 2.0, (4, 5): 1.0},
     },
+    "typical": {"typical_p": 0.9, "top_h": 0.6, "seed": 3},
+    "cut": {"epsilon_cutoff": 1e-3, "eta_cutoff": 2e-3, "seed": 3},
     "logprobs": {"logprobs": 3},
+    "told": {"output_logits": True, "output_scores": True, "logprobs": 0, "top_k": 5, "seed": 3},
     "beams": {"decoding": "beam", "num_beams": 3},
     "sampled beams": {"decoding": "beam", "num_beams": 2, "temperature": 0.8, "seed": 3},
     "diverse beams": {

@@ -47,6 +47,7 @@ RIGHT = {
     "decode-1": {"paged, triton", "paged, triton: texts", "generate, static cache, compiled"},
     "decode-32": {
         "paged, triton: texts",
+        "paged, triton: profile",
         "generate_batch",
         "paged, triton, against generate_batch",
     },
@@ -176,11 +177,14 @@ class FakeCuda:
 
     def event(self) -> type:
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                pass
+            def __init__(self, enable_timing: bool = False, done: bool = False) -> None:
+                self.done = done
 
             def record(self) -> None:
                 self.at = time.perf_counter()
+
+            def query(self) -> bool:
+                return self.done
 
             def synchronize(self) -> None:
                 pass
@@ -207,6 +211,7 @@ def test_a_gpu_is_timed_asked_and_watched(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(3):
             cuda.read()  # three of one line
         torch.cuda.Event().synchronize()
+        torch.cuda.Event(done=True).synchronize()  # type: ignore[call-arg]  # of the fake
         torch.cuda.synchronize()
     assert sorted(found.values()) == [1, 1, 3]
     assert any("test_gpucheck.py:" in place for place in found)
@@ -301,6 +306,18 @@ def test_a_cut_and_a_crash_lose_nothing(tmp_path: Path) -> None:
     assert [r["stage"] for r in whole["results"]] == [*ends, "later"]
     assert whole["gpu"] == "a GPU"
     assert runner.run_stages(tmp_path, command, stages[1:2])
+
+
+def test_all_is_over_when_it_is_to_be(tmp_path: Path) -> None:
+    """A machine that is lent for ten minutes ends what runs then, without a word."""
+    stages = [Stage(name, "", 60, "") for name in ("hangs", "late")]
+    code = [sys.executable, "-c", "import time; time.sleep(60)"]
+    started = time.monotonic()
+    assert not runner.run_stages(tmp_path, lambda _: code, stages, started + 3)
+    assert time.monotonic() - started < 30
+    whole = json.loads((tmp_path / runner.RESULT).read_text())
+    assert [stage["stage"] for stage in whole["stages"]] == ["hangs", "late"]
+    assert all("was cut" in stage["ended"] for stage in whole["stages"])
 
 
 FRAGILE = """

@@ -107,22 +107,29 @@ def test_kernels_that_are_pinned_at_once_do_not_see_each_other(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "mask", "dtype", "size", "takes"),
+    ("cuda", "mask", "dtype", "sizes", "takes"),
     [
-        (False, True, torch.float32, 64, True),
-        (True, False, torch.bfloat16, 128, True),
-        (True, False, torch.float16, 256, True),
-        (True, True, torch.bfloat16, 128, False),
-        (True, False, torch.float32, 128, False),
-        (True, False, torch.bfloat16, 264, False),
+        (False, True, torch.float32, (64, 32), True),
+        (True, False, torch.bfloat16, (128, 128), True),
+        (True, False, torch.float16, (256, 256), True),
+        (True, True, torch.bfloat16, (128, 128), False),
+        (True, False, torch.float32, (128, 128), False),
+        (True, False, torch.bfloat16, (264, 264), False),
+        (True, False, torch.bfloat16, (192, 128), False),
+        (True, False, torch.bfloat16, (64, 128), False),
     ],
 )
 def test_which_calls_keep_their_heads_grouped(
-    cuda: bool, mask: bool, dtype: torch.dtype, size: int, takes: bool
+    cuda: bool, mask: bool, dtype: torch.dtype, sizes: tuple[int, int], takes: bool
 ) -> None:
-    query: Any = SimpleNamespace(is_cuda=cuda, itemsize=dtype.itemsize, shape=(1, 8, 2, size))
+    """`sizes` are those of a head's keys and of its values."""
+    query: Any
+    query, value = (
+        SimpleNamespace(is_cuda=cuda, itemsize=dtype.itemsize, shape=(1, 8, 2, size))
+        for size in sizes
+    )
     given = torch.ones(1) if mask else None
-    assert sdpa._takes_groups(query, given) == takes
+    assert sdpa._takes_groups(query, value, given) == takes
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
@@ -131,7 +138,7 @@ def test_heads_that_are_repeated_see_what_grouped_ones_see(
     kernel: str, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; a kernel that was named decides for itself, so it is asked with groups."""
-    monkeypatch.setattr(sdpa, "_takes_groups", lambda query, mask: False)
+    monkeypatch.setattr(sdpa, "_takes_groups", lambda *_: False)
     asked = set()
     original = sdpa_flags.scaled_dot_product_attention
 

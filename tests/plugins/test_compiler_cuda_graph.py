@@ -229,6 +229,7 @@ class FakeGraph:
         self._cuda = cuda
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        assert not torch.is_inference_mode_enabled()  # tensors are made that outlive it
         self._cuda.said.append(f"begin in {pool}, {capture_error_mode}")
 
     def capture_end(self) -> None:
@@ -254,7 +255,8 @@ def test_a_recording_is_warmed_up_and_always_ended(monkeypatch: pytest.MonkeyPat
         begin = f"begin in pool {pool}, thread_local"
         return [f"{own} waits for default", "run", f"wait for {own}", begin, "run", "end"]
 
-    result, play = metrics.record(run)
+    with torch.inference_mode():
+        result, play = metrics.record(run)
     play()
     assert cuda.said == [*recorded(0), "default waits for stream 1", "play"]
     assert result == "result"

@@ -76,12 +76,15 @@ class Sampler:
         raw = None if most is None else logprobs.log_probabilities(logits)
         told = Told.of(pipeline, logits) if pipeline.settled.told else None
         scores, outcome = pipeline.processed(logits)
-        shown = {} if told is None else told.by_row(pipeline.choosing.shaped(scores))
+        if told is not None:
+            told = told.chosen_by(pipeline.choosing.shaped(scores))
         tokens, best = pipeline.choosing(scores)
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)
-        return gains(pipeline.rows, _on_host(columns), outcome, shown)
+        chosen = _on_host(columns)
+        shown = {} if told is None else told.by_row()
+        return gains(pipeline.rows, chosen, outcome, shown)
 
     def _pipeline_of(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,11 +16,16 @@ Shown = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """The `rows` of a step that are told of, and their `logits` `[told, vocab]`, a copy."""
+    """The `rows` of a step that are told of, and their `logits` `[told, vocab]`, a copy.
+
+    From a GPU they and the scores are on their way to the host: they are there when somebody has
+    waited for what the device was told later.
+    """
 
     rows: Seq[int]
     index: torch.Tensor
     logits: torch.Tensor
+    scores: torch.Tensor | None = None
 
     @classmethod
     def of(cls, pipeline: Pipeline, logits: torch.Tensor) -> Told:
@@ -28,9 +33,20 @@ class Told:
         rows = pipeline.settled.told
         index = pipeline.block.put(list(rows), torch.long)
         pipeline.block.send()
-        return cls(rows, index, logits.index_select(0, index).float().cpu())
+        return cls(rows, index, _leaving(logits, index))
 
-    def by_row(self, scores: torch.Tensor) -> Shown:
+    def chosen_by(self, scores: torch.Tensor) -> Told:
         """With what the tokens are chosen by, `[rows, vocab]` of all rows."""
-        own = scores.index_select(0, self.index).float().cpu()
-        return {row: (self.logits[i], own[i]) for i, row in enumerate(self.rows)}
+        return replace(self, scores=_leaving(scores, self.index))
+
+    def by_row(self) -> Shown:
+        """Once somebody has waited, and `chosen_by` was called."""
+        assert self.scores is not None
+        logits, scores = self.logits, self.scores
+        if self.index.is_cuda:  # page-locked memory is for what is on its way
+            logits, scores = logits.clone(), scores.clone()
+        return {row: (logits[i], scores[i]) for i, row in enumerate(self.rows)}
+
+
+def _leaving(numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return numbers.index_select(0, index).float().to("cpu", non_blocking=True)

@@ -111,7 +111,7 @@ def _with_own_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.
     def own_heads(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        if kwargs["enable_gqa"] and not _takes_groups(query, kwargs["attn_mask"]):
+        if kwargs["enable_gqa"] and not _takes_groups(query, value, kwargs["attn_mask"]):
             group = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(group, 1) for t in (key, value))
             kwargs["enable_gqa"] = False
@@ -120,16 +120,16 @@ def _with_own_heads(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return own_heads
 
 
-def _takes_groups(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _takes_groups(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether a fused kernel takes grouped heads, or there is none to lose.
 
-    On a GPU that is torch's flash kernel: without a mask, of 16 bits, heads up to 256. The
-    memory-efficient one takes masks and float32, and every head's own keys. Else all scores would
-    be made in memory (pick_best_kernel in torch's sdp_utils.cpp).
+    On a GPU that is torch's flash kernel: without a mask, of 16 bits, heads up to 256, of values
+    as of keys. The memory-efficient one takes masks, float32 and other heads of values, and every
+    head's own keys. Else all scores would be made in memory (torch's sdp_utils.cpp).
     """
     if not query.is_cuda:
         return True
-    return mask is None and query.itemsize == 2 and query.shape[3] <= 256
+    return mask is None and query.itemsize == 2 and value.shape[3] == query.shape[3] <= 256
 
 
 def _padded(attend: Callable[..., torch.Tensor]) -> Callable[..., Any]:

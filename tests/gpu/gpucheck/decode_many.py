@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpucheck.bench import Bench
-from gpucheck.decode_one import BETWEEN, FLASH, GRAPHS, PIECES, TRITON, WHOLE, against_pieces
+from gpucheck.decode_one import (
+    BETWEEN,
+    FLASH,
+    GRAPHS,
+    PIECES,
+    PROFILES,
+    TRITON,
+    WHOLE,
+    against_pieces,
+)
 from gpucheck.judging import Tokens
 from gpucheck.results import SkippedError
-from gpucheck.speed import AT_FIRST, Race, Run, race_engine, race_rival
+from gpucheck.speed import AT_FIRST, Race, Run, profile_engine, race_engine, race_rival
 
 AIM = 1.5  # times the speed of `generate_batch`
 BATCH_TOKENS = 4096  # of a step, for all: every prompt is read in the first one
@@ -40,6 +49,8 @@ def run(bench: Bench) -> None:
                 aim=f"times_generate_batch at least {AIM}", met=times >= AIM,
             )  # fmt: skip
     against_pieces(bench, taken)
+    for label in PROFILES:
+        profile_engine(race, label, ENGINES[label])
 
 
 @contextlib.contextmanager

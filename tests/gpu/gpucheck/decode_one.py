@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpucheck.bench import Bench
-from gpucheck.speed import Race, race_engine, race_rival
+from gpucheck.speed import Race, profile_engine, race_engine, race_rival
 
 POOL = "paged?num_tokens=16384"
 FLASH = {
@@ -26,6 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "auto": {},
     "paged, flash 2": FLASH,
 }
+PROFILES = ("paged, triton", WHOLE)
 #: If time is left after transformers' own compiled steps, which take a minute to compile.
 MORE: dict[str, dict[str, Any]] = {
     "paged, flash 2, cuda_graph": {**FLASH, **GRAPHS},
@@ -53,6 +54,8 @@ def run(bench: Bench) -> None:
         for label, arguments in ENGINES.items()
     }
     against_pieces(bench, taken)
+    for label in PROFILES:
+        profile_engine(race, label, ENGINES[label])
     race_rival(race, "generate, static cache, compiled", race.generate_static, expected)
     for label, arguments in MORE.items():
         race_engine(race, label, arguments, expected, AIMS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -34,11 +35,13 @@ def stage_command(folder: Path, device: str, sizes: str) -> Command:
     return command
 
 
-def run_stages(folder: Path, command: Command, stages: Iterable[Stage] = STAGES) -> bool:
+def run_stages(
+    folder: Path, command: Command, stages: Iterable[Stage] = STAGES, end: float = math.inf
+) -> bool:
     """Run all; whether every check that was made was right, and no stage was cut or crashed.
 
     What is known so far is in `folder` at any time: a line for each result, and after each stage
-    one JSON of all.
+    one JSON of all. At `end` on the monotonic clock all is over, as where a machine is lent.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = folder / LINES
@@ -48,8 +51,10 @@ def run_stages(folder: Path, command: Command, stages: Iterable[Stage] = STAGES)
     due = time.monotonic()  # when a stage would end if all took as long as they may
     for planned in stages:
         due += planned.limit
+        now = time.monotonic()
         # What those before it have left is its own too.
-        stage = replace(planned, limit=max(planned.limit, int(due - time.monotonic())))
+        limit = min(max(planned.limit, due - now), end - now)
+        stage = replace(planned, limit=max(1, int(limit)))
         print(f"{stage.name} (at most {stage.limit} s): {stage.what}", flush=True)
         ended.append(run_on(stage, command(stage), folder, environ))
         print(f"  {stage.name} {ended[-1]['ended']} after {ended[-1]['seconds']:.0f} s", flush=True)

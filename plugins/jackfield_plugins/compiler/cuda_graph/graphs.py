@@ -80,7 +80,10 @@ class CudaGraphs:
 
     def _capture(self, graph: Any, run: Callable[[], Any]) -> Any:
         # `torch.cuda.graph` also collects garbage, which takes longer than a recording.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # With the first graph of a process torch makes tensors for its random numbers. It writes to
+        # them when anybody begins another one, who may not where these are of inference mode.
+        with torch.inference_mode(False):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             outputs = run()
         except BaseException:
