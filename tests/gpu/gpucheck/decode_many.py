@@ -27,8 +27,8 @@ _MOST = {"max_batch_tokens": BATCH_TOKENS}
 ENGINES: dict[str, dict[str, Any]] = {
     "paged, triton": {**TRITON, **_MOST},
     WHOLE: {**TRITON, **GRAPHS, **_MOST},
-    BETWEEN: {**TRITON, **PIECES, **_MOST},
     "paged, flash 2": {**FLASH, **_MOST},
+    BETWEEN: {**TRITON, **PIECES, **_MOST},
 }
 
 

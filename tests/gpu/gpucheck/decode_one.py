@@ -20,7 +20,7 @@ WHOLE, BETWEEN = "paged, triton, cuda_graph", "paged, triton, cuda_graph between
 AIMS = {"share_of_bandwidth": 0.8, "times_generate": 4.0}
 
 ENGINES: dict[str, dict[str, Any]] = {
-    WHOLE: {**TRITON, **GRAPHS},
+    WHOLE: {**TRITON, **GRAPHS, "max_batch_size": 1},  # else other sizes are traced as well
     BETWEEN: {**TRITON, **PIECES},
     "paged, triton": TRITON,
     "auto": {},
