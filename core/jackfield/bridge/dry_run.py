@@ -124,7 +124,7 @@ class DryRun:
         self._broken = False
 
     def activations(self, tokens: int, context: int, rows: int = 1) -> int | None:
-        """The most bytes that a step takes beside weights and cache; None where nobody can tell.
+        """The most bytes that a step takes beside weights and cache; None where it is unknown.
 
         Each of `rows` sequences feeds `tokens` tokens, with which it has `context`. The logits of
         each one's last token are among them.
@@ -148,7 +148,7 @@ class DryRun:
         return numbers * BYTES[r.dtype]
 
     def reads(self) -> StepReads | None:
-        """Which weights a step that decodes touches; None where nobody can tell."""
+        """Which weights a step that decodes touches; None where it is unknown."""
         self._experts.clear()
         watch = self._run(1, 2, 1)
         if watch is None:
@@ -169,7 +169,7 @@ class DryRun:
         return StepReads(tuple(tables), tuple(experts), idle)
 
     def prompt_flops(self) -> PromptFlops | None:
-        """What it takes to read a prompt; None where nobody can tell."""
+        """What it takes to read a prompt; None where it is unknown."""
         if self._own_attention:
             return None
         one, two = self._run(1, 1, 1), self._run(2, 2, 1)

@@ -135,7 +135,8 @@ class BoundAttention:
     belongs to the model.
 
     Violations: PluginError for an output of another shape, dtype or device, and for whatever is
-    raised; ExecutionError where a layer never calls it. Nobody notices wrong numbers while it runs.
+    raised; ExecutionError where a layer never calls it. Wrong numbers are detected only in steps
+    that `verify` compares.
 
     Attributes:
         forward: As above.

@@ -131,7 +131,7 @@ class Cache(Backend):
 
         Packed caches get no model with an attention or a mask of its own, a prefix that is read in
         both directions, chunked or linear layers, layers that share keys and values, or layers on
-        several devices. A backend has nothing to write for it.
+        several devices. A backend need not write anything for it.
 
         Args:
             requirements: The job.
@@ -142,9 +142,9 @@ class Cache(Backend):
         return not_fixed(requirements) if self.capabilities.static_shapes else []
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
-        """What a request of `tokens` tokens holds at most, in bytes; None: nobody can tell.
+        """The most that a request of `tokens` tokens holds, in bytes; None: unknown.
 
-        `jackfield.plan` tells from this, and the three below, how much fits. None of them is
+        `jackfield.plan` computes from this, and the three below, how much fits. None of them is
         checked against what is held: a wrong number is a wrong forecast.
 
         Args:
@@ -182,7 +182,7 @@ class Cache(Backend):
     def allocated_bytes(
         self, requirements: Requirements, options: Any, tokens: int, requests: int
     ) -> int | None:
-        """What is allocated once `requests` requests of `tokens` tokens run, in bytes.
+        """The bytes that are allocated once `requests` requests of `tokens` tokens run.
 
         More than they hold, where there is a pool or memory is taken in large pieces.
 
@@ -193,7 +193,7 @@ class Cache(Backend):
             requests: How many run.
 
         Returns:
-            By default `pool_bytes`, or what they hold; None: nobody can tell.
+            By default `pool_bytes`, or what they hold; None: unknown.
         """
         if (pool := self.pool_bytes(requirements, options)) is not None:
             return pool
@@ -224,7 +224,7 @@ class Cache(Backend):
     def bind(self, context: BindContext) -> KVCache | PaddedCache:
         """Return an empty cache for one model. Called once a model, when its weights are there.
 
-        It may allocate its pools now, and leaves `context.step_bytes` free for what steps take.
+        It may allocate its pools now, and leaves `context.step_bytes` free for steps.
 
         Args:
             context: `model` on its devices; `requirements.windows` and `packed_shapes` say what
@@ -262,7 +262,7 @@ class TransformersCache(Cache):
 
     Attributes:
         plain_tensors: Layers keep keys and values as tensors, whose bytes can be counted; False
-            where they are packed, and nobody can tell what running requests hold.
+            where they are packed, so that the bytes of running requests are unknown.
     """
 
     bound: ClassVar[tuple[type, ...]] = (PaddedCache,)
@@ -280,7 +280,7 @@ class TransformersCache(Cache):
         Args:
             context: As for `bind`.
             length: How many columns the batch has at most. None in plain transformers code, where
-                nobody knows it yet; a cache that needs it raises UsageError.
+                it is not known yet; a cache that needs it raises UsageError.
         """
 
     def max_cache_len(self, options: Any) -> int | None:

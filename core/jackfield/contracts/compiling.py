@@ -75,7 +75,7 @@ class Compilation(ABC):
 
     Violations: PluginError where `compile` returns the step itself or no function, the compiled
     step returns other shapes, a layer does not call its attention or calls it twice, `fill` returns
-    less than it was given, or nothing is counted in `graphs`. Nobody notices wrong numbers.
+    less than it was given, or nothing is counted in `graphs`. Wrong numbers are not detected.
 
     Attributes:
         prefill: Steps that read prompts are compiled as well; otherwise only those in which every
@@ -84,16 +84,15 @@ class Compilation(ABC):
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
         num_bytes: What recordings take on the device.
-        anew: A request came, and whoever made it may have changed the model before. Set by the
-            engine; a backend that holds what it was compiled from looks at the whole model then,
-            and unsets it.
+        anew: A request came, and the model may have been changed before it. Set by the engine; a
+            backend that keeps what it compiled compares the whole model then, and unsets it.
         native_operators: Operators in the step that backends of the plan offer as functions in C;
             set before `compile`.
         native_attention: `native_attention(output, *arguments)`, with the arguments of the operator
             `jackfield::attend`, returns the calls that do in this step what the operator does,
-            into `output`; None: call the operator. Asked anew for each layer in each step, before
-            any of it runs. Whoever then runs the calls calls `native_attended(layers)` as well, as
-            nobody counts them otherwise. Set before the first step.
+            into `output`; None: call the operator. Asked again for each layer in each step, before
+            any of it runs. After running the calls, call `native_attended(layers)`: otherwise they
+            are not counted. Set before the first step.
         native_again: `native_again(outputs)` says whether the calls that were given last for these
             `outputs`, by layer, do in this step what they are for; they need not be asked for then.
         native_attended: As above.
@@ -148,10 +147,10 @@ class Compilation(ABC):
         """
 
     def ahead(self, step: ModelStep, sizes: Seq[tuple[int, int]]) -> None:
-        """Make now what steps of these sizes will need, so that nobody waits for it.
+        """Make now what steps of these sizes will need, so that no request waits for it.
 
-        Called, if ever, after `compile` and before requests come; nothing of a step runs. What can
-        only be made when a step comes, is then.
+        Called, if at all, after `compile` and before requests come; nothing of a step runs. What
+        can only be made when a step comes is made then.
 
         Args:
             step: As in `compile`.
@@ -163,7 +162,7 @@ class Compilation(ABC):
         del step, sizes
 
     def close(self) -> None:
-        """Let go of what was recorded; torch may have the graphs for longer than the engine."""
+        """Free what was recorded; torch may keep the graphs longer than the engine lives."""
         return
 
     def sizes(self, most: int) -> list[int]:

@@ -64,8 +64,8 @@ class Kernel(Backend):
 
     Violations: the first layer of each class and shape is compared with the kernel, on 5 random
     rows. An output of another shape, or one that is further from the layer's own in float64 than
-    twice the layer's rounding and a little, is an ExecutionError when the model is loaded. What
-    only shows with other inputs is not noticed. Calls are counted.
+    twice the layer's rounding and a little, is an ExecutionError when the model is loaded. Errors
+    with other inputs are not detected. Calls are counted.
     """
 
     kind: ClassVar[str] = "kernel"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: where these are uint8 `[out, bytes of a row]` for a parameter of uint8, and else numbers.
 GGUF_BLOCKS = "gguf-blocks"
 
-#: Where nobody named a dtype and the model's own does not do: the first of these that does.
+#: Where no dtype is named and the model's own is not possible: the first of these that is.
 PREFERRED = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -53,8 +53,8 @@ class QuantizerCapabilities:
         tensor_parallel: Several processes may share a model, each with a part of its weights.
         relative_error: How far a layer's outputs are from those of the weights that it stores, at
             most: the Euclidean norm of the difference over that of the outputs, for Gaussian
-            weights and inputs, beside what rounding to the dtype leaves. 0: nothing is lost. None:
-            it promises nothing, and is held to what its bits a weight allow.
+            weights and inputs, beside the error of rounding to the dtype. 0: nothing is lost. None:
+            it declares nothing, and the bound follows from its bits a weight.
 
     Raises:
         ValueError: A name is unknown, a set is empty that must not be, it `merges` adapters that
@@ -141,7 +141,7 @@ class Quantizer(Backend):
     `reads`:
 
     1. A config: a `transformers.utils.quantization_config.QuantizationConfigMixin` with a
-       `quant_method` that nobody else has, and a `to_dict` of what a checkpoint must say of itself.
+       `quant_method` of its own, and a `to_dict` of what a checkpoint must say of itself.
     2. A `transformers.quantizers.HfQuantizer` for it, which puts a layer of its own where each
        linear layer was as the weight comes from the file, and, where it reads quantized checkpoints
        too, says how their tensors become one (`get_weight_conversions`).
@@ -150,16 +150,16 @@ class Quantizer(Backend):
        the dtype of the plan, and returns `[rows, out_features]` in the same dtype, on the same
        device.
 
-    Both classes are registered, under `quant_method`, in `make_config` and in `reads`, in whose
-    wake transformers looks them up: `register_quantization_config` and `register_quantizer` of
+    Both classes are registered, under `quant_method`, in `make_config` and in `reads`, after
+    which transformers looks them up: `register_quantization_config` and `register_quantizer` of
     `transformers.quantizers`. These raise where a name is taken, so register once.
 
     Violations: every layer that `weight_bytes` counts as stored, and every one that `converted`
-    knows, is looked at after reading. It has to be there, to return the planned dtype, shape and
-    device, and, where the file has its weights whole, to multiply as these do, as far as 2 bits
-    allow. What stays whole has to be what the file holds. All else is a PluginError that names the
-    layer, or a CheckpointError where the checkpoint was quantized before. No layer that `converted`
-    knows is an error too.
+    knows, is checked after reading. It has to exist, to return the planned dtype, shape and
+    device, and, where the file has its weights unquantized, to multiply as these do, within the
+    error of 2 bits. What is not converted has to equal the file. All else is a PluginError that
+    names the layer, or a CheckpointError where the checkpoint was quantized before. A model without
+    a layer that `converted` knows is an error, too.
 
     Attributes:
         quantizes: Whether weights that are not quantized yet can be; False for one that only reads
@@ -198,7 +198,7 @@ class Quantizer(Backend):
         """What of a checkpoint's `quantization_config` cannot be, as the file's fault.
 
         By `fields`; extend it for what depends on the job. One without fields is asked only where
-        nobody with fields reads the checkpoint.
+        no quantizer with fields reads the checkpoint.
 
         Args:
             requirements: The job, before anything is chosen; `stored` is one that it `reads`.
@@ -246,8 +246,8 @@ class Quantizer(Backend):
     def dtypes(self, requirements: Requirements, options: Any) -> frozenset[str]:
         """`capabilities.dtypes`; override it where these depend on the device or the options.
 
-        Where nobody named a dtype and the model's own is not among these, the first of bfloat16,
-        float16, float32, float64 is taken that is.
+        Where no dtype is named and the model's own is not among these, the first of bfloat16,
+        float16, float32, float64 that is among them is taken.
 
         Args:
             requirements: The job, with what the kinds decided before imply.
@@ -287,7 +287,7 @@ class Quantizer(Backend):
         return chosen if size is None else replace(chosen, weight_bytes=size)
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
-        """What all weights take once they are loaded, in bytes; None where nobody can tell.
+        """The bytes of all weights once they are loaded; None: unknown.
 
         `mixed_bytes` of `jackfield.contracts.quantizing` helps. It is also asked about one weight
         at a time: what takes another size than `plain_bytes` says is expected to be `converted`.
@@ -353,9 +353,9 @@ class Quantizer(Backend):
         """
 
     def runs_on(self, module: nn.Module) -> str | None:
-        """Which kernel a converted `module` runs on, or what it waits for, as reports tell it.
+        """Which kernel a converted `module` runs on, or what it waits for, for reports.
 
-        None where there is nothing to tell.
+        None where there is nothing to report.
 
         Args:
             module: One for which `converted` said yes.

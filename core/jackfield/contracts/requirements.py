@@ -83,9 +83,9 @@ class Requirements:
             model's class says it must not be given.
         context_length: The model: how many tokens a sequence may have; None: no limit of its own.
         kv_numbers: Layers: how many numbers transformers' cache keeps of a token, one each; empty
-            where nobody can tell.
+            where it is unknown.
         packed_numbers: Layers: how many the attention is handed (more, where a cache keeps them
-            compressed); empty where nobody can tell.
+            compressed); empty where it is unknown.
         packed_shapes: Layers: the shapes of these keys and values, `(heads, head_dim)` each.
         token_numbers: The model: about how many numbers a layer makes of a token at a time.
         weights: Weights: the parameters that have to be loaded; none where the model is `live`.

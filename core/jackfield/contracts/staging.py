@@ -16,15 +16,14 @@ _MOST = 8  # blocks; two are enough while each step's tokens are read before the
 class StepBlock:
     """Collects tensors of the host for one device, and sends all of them in one copy.
 
-    `torch.tensor(numbers, device="cuda")` waits until the device has done all that it was told
-    before: the copy is from memory that may be paged out. Here numbers are written into one of
+    `torch.tensor(numbers, device="cuda")` waits until the device has done all earlier work, since
+    the copy is from pageable memory. Here numbers are written into one of
     several page-locked blocks in turn, whose copy is begun and not awaited; `put` returns a view of
     where they will be. A block is written again when its last copy is done; where none is free,
     there is one more, up to a few. On a CPU nothing is pinned and nothing copied: `put` is
     `torch.tensor`, and `send` does nothing.
 
-    Not thread-safe. What is sent is in order with what the current stream is told before and
-    after.
+    Not thread-safe. Copies are in order with the other work of the current stream.
 
     Attributes:
         device: Where numbers go.
@@ -53,7 +52,7 @@ class StepBlock:
     def put(self, numbers: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of numbers on the device.
 
-        Lives: it is to be read after the next `send`, not before, and to be changed by nobody.
+        Lives: read it after the next `send`, not before; do not change it.
 
         Args:
             numbers: Nested lists, or a tensor of the host.

@@ -268,7 +268,7 @@ class _Compared:
         yield from zip(("key", "value"), read, strict=True)
 
     def _columns(self, length: int) -> torch.Tensor | None:
-        """Which of `length` columns of keys are this sequence's; None: nobody can tell."""
+        """Which of `length` columns of keys are this sequence's; None: unknown."""
         mask = self._inputs.kwargs["attention_mask"]
         if mask is None:
             there = len(self._tokens)

@@ -96,7 +96,7 @@ class Plan:
     def memory(self) -> CacheMemory | None:
         """What keys and values cost and how much fits, by the memory that is free now.
 
-        None where nobody can tell before the model runs.
+        None where it is unknown before the model runs.
         """
         needs, choice = self.requirements, self.choices["cache"]
 
@@ -174,7 +174,7 @@ class Plan:
         return step_bytes(self.requirements, limits)
 
     def token_bytes(self) -> int:
-        """What a token's keys and values take; 1 where nobody can tell."""
+        """What a token's keys and values take; 1 where it is unknown."""
         ask, cache = self["cache"].registered.size, self["cache"]
         return max(1, (ask("request_bytes", self.requirements, cache.options, 1024) or 0) // 1024)
 
