@@ -120,7 +120,7 @@ def too_large(device: str, total: int, asked: Asked) -> int | None:
 
 
 def _bound(device: str, asked: Asked) -> int | None:
-    """What weights may take on a device, in bytes; None: unknown, or that is asked."""
+    """The bytes that weights may take on a device; None: unknown, or a question of an estimate."""
     if asked.device_memory is not None:
         return None
     if asked.max_memory is not None:
