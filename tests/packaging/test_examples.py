@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -53,6 +54,7 @@ print(json.dumps({
         decoding="assisted", assistant_model="demo-draft", cache_implementation="counted-pages"
     ),
     "quantizer": run(quantization="plugin:int8-rows"),
+    "kernel": run(kernels="plugin:cpp-silu"),
     "off": off,
 }))
 """
@@ -62,8 +64,13 @@ print(json.dumps({
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    made = ("build", "*.egg-info")  # setuptools writes beside the sources
+    sources = shutil.copytree(
+        ROOT / "docs/examples", target / "sources", ignore=shutil.ignore_patterns(*made)
+    )
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target)]
-    done = subprocess.run([*command, *map(str, EXAMPLES)], capture_output=True, text=True)
+    command += [str(sources / example.name) for example in EXAMPLES]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -87,12 +94,16 @@ def test_they_run_and_are_right(site: Path, forks: Forks) -> None:
     assert found["cache"]["pages"] == [16, 0]
     assert found["drafts"]["report"]["speculation"]["accepted"] > 0
     assert found["quantizer"]["report"]["quantizer"]["distribution"] == "jackfield-int8-rows"
+    assert found["kernel"]["tokens"] == found[""]["tokens"]
+    kernel = found["kernel"]["report"]["kernel"]
+    assert kernel["distribution"] == "jackfield-cpp-silu"
+    assert kernel["calls"] > 0
     assert max(found["off"]) < 1e-5, found["off"]
 
 
 def test_the_page_of_examples_has_them_all() -> None:
     page = (ROOT / "docs/examples/README.md").read_text()
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     assert [one.name for one in EXAMPLES if f"({one.name})" not in page] == []
 
 
