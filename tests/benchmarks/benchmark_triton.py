@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA GPU: its kernels have nothing to run on"
 )
 
+DEVICE = "cuda"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 SCALING = HEAD_DIM**-0.5
@@ -51,13 +52,13 @@ class Pools:
 
 
 def pools_of(sizes: list[tuple[int, int]], page_size: int) -> Pools:
-    step = step_of(sizes, "cuda")
+    step = step_of(sizes, DEVICE)
     held = sum(end for _, end in sizes) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
     copies = min(64, 1 + ROTATED_BYTES // held)
     layers = [
         layer_of(
             step, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=page_size, dtype=DTYPE,
-            device="cuda", stale=0.0, seed=seed,
+            device=DEVICE, stale=0.0, seed=seed,
         )
         for seed in range(copies)
     ]  # fmt: skip
@@ -130,7 +131,7 @@ def gpu_seconds(runs: list[Callable[[int], Any]], rounds: int = ROUNDS) -> list[
 @pytest.fixture(scope="module")
 def copy_bandwidth() -> float:
     """Bytes per second that a copy of 1 GiB reads and writes: the limit that can be reached."""
-    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
+    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device=DEVICE)
     (seconds,) = gpu_seconds([lambda _: target.copy_(source)], rounds=20)
     return 2 * source.numel() / seconds
 

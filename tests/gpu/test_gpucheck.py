@@ -43,7 +43,11 @@ RIGHT = {
     "kernels": {"norm triton-rms-norm: 3 × 24, float32"},
     "engines": {"paged, triton, swap", "weights read to one device"},
     "parity": {"llama", "gpt-oss"},
-    "counters": {"waits a step: paged, triton", "pools of engines one after another"},
+    "counters": {
+        "waits a step: paged, triton",
+        "pools of engines one after another",
+        "kernels behind sdpa in an engine",
+    },
     "decode-1": {"paged, triton", "paged, triton: texts", "generate, static cache, compiled"},
     "decode-32": {
         "paged, triton: texts",

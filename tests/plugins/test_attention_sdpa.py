@@ -13,10 +13,23 @@ from torch.nn.attention import SDPBackend
 
 import jackfield
 from jackfield_plugins.attention import sdpa, sdpa_flags
-from jackfield_plugins.attention.sdpa import torch_attention
+from jackfield_plugins.attention.sdpa import SdpaAttention, SdpaOptions, torch_attention
 from jackfield_plugins.attention.sdpa_flags import ORDER, free_choice, pinned
 
 ENABLED = [sdpa_flags._ENABLED[backend] for backend in ORDER]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tensors of it are the processor's."""
+    zeros = torch.zeros
+
+    def here(*size: int, device: str) -> torch.Tensor:
+        assert device.startswith("cuda")
+        return zeros(*size)
+
+    monkeypatch.setattr(torch, "zeros", here)
+    return "cuda:0"
 
 
 def order() -> list[int]:
@@ -27,9 +40,9 @@ def flags() -> list[bool]:
     return [enabled() for enabled in ENABLED]
 
 
-def test_cudnn_comes_last_of_the_fused_ones_until_the_last_engine_is_closed() -> None:
+def test_cudnn_comes_last_of_the_fused_ones_until_the_last_engine_is_closed(gpu: str) -> None:
     before = order(), flags()
-    first, second = (torch_attention("auto", "cuda") for _ in range(2))
+    first, second = (torch_attention("auto", gpu) for _ in range(2))
     assert first.close is not None
     assert second.close is not None
     wanted = [int(backend) for backend in ORDER]
@@ -42,10 +55,10 @@ def test_cudnn_comes_last_of_the_fused_ones_until_the_last_engine_is_closed() ->
     assert (order(), flags()) == before
 
 
-def test_what_a_user_switched_off_stays_off() -> None:
+def test_what_a_user_switched_off_stays_off(gpu: str) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        bound = torch_attention("auto", "cuda")
+        bound = torch_attention("auto", gpu)
         assert flags() == [True, True, False, True]
         assert bound.close is not None
         bound.close()
@@ -54,11 +67,52 @@ def test_what_a_user_switched_off_stays_off() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps", None])
-def test_elsewhere_the_order_is_left_alone(device: str | None) -> None:
+@pytest.mark.parametrize(
+    ("devices", "asked"),
+    [
+        (("cpu",), None), (("mps",), None), (("cuda:1",), "cuda:1"), (("cpu", "cuda:0"), "cuda:0"),
+    ],
+)  # fmt: skip
+def test_the_order_is_for_gpus_of_cuda(
+    devices: tuple[str, ...], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is made on a GPU that a model does not use."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sdpa_flags, "_let_torch_order", seen.append)
     before = order()
-    assert torch_attention("auto", device).close is None
+    needs = SimpleNamespace(computing_devices=devices)
+    bound = SdpaAttention().bind(SimpleNamespace(options=SdpaOptions(), requirements=needs))  # type: ignore[arg-type]
+    assert seen == [asked] * (asked is not None)
+    assert (bound.close is None) == (asked is None)
+    if bound.close is not None:
+        bound.close()
     assert order() == before
+
+
+def test_the_order_that_torch_sets_at_its_first_call_does_not_stay(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper, with cuDNN first; it asks once a process, when it first has to choose a kernel."""
+    before, calls = order(), []
+    theirs = [int(SDPBackend.CUDNN_ATTENTION), *(n for n in before if n != 3)]
+
+    def first_sets(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if not calls:
+            torch._C._set_sdp_priority_order(theirs)
+        calls.append(query)
+        return query
+
+    monkeypatch.setattr(sdpa_flags, "scaled_dot_product_attention", first_sets)
+    try:
+        attend, close = free_choice(gpu)
+        attend(torch.ones(1, 1, 1, 8))
+        wanted = [int(backend) for backend in ORDER]
+        assert [number for number in order() if number in wanted] == wanted
+        assert close is not None
+        close()
+        assert order() == theirs  # torch's own for that GPU
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 def test_an_engine_that_is_closed_ends_its_pinning() -> None:
@@ -85,7 +139,7 @@ def test_kernels_that_are_pinned_at_once_do_not_see_each_other(
 
     monkeypatch.setattr(sdpa_flags, "scaled_dot_product_attention", spy)
     made = {"MATH": pinned("MATH"), "FLASH_ATTENTION": pinned("FLASH_ATTENTION")}
-    calls = {**made, "any": free_choice(on_cuda=False)}
+    calls = {**made, "any": free_choice(None)}
 
     def run(own: str) -> None:
         for _ in range(6):

@@ -87,17 +87,22 @@ class SdpaAttention(Attention):
         return "it attends to one sequence after another, in every layer"
 
     def bind(self, context: BindContext) -> BoundAttention:
-        return torch_attention(context.options.kernel, context.requirements.device)
+        devices = context.requirements.computing_devices
+        gpu = next((device for device in devices if device.startswith("cuda")), None)
+        return torch_attention(context.options.kernel, gpu)
 
 
-def torch_attention(kernel: str = "auto", device: str | None = None) -> BoundAttention:
-    """torch's attention for both layouts, with the kernel of that name."""
+def torch_attention(kernel: str = "auto", gpu: str | None = None) -> BoundAttention:
+    """torch's attention for both layouts, with the kernel of that name; `gpu`: where it computes.
+
+    None: on no CUDA GPU.
+    """
     from transformers.masking_utils import sdpa_mask
 
     from jackfield_plugins.attention.sdpa_flags import free_choice, pinned
 
     if kernel == "auto":
-        attend, close = free_choice(on_cuda=device == "cuda")
+        attend, close = free_choice(gpu)
     else:
         attend, close = pinned(_KERNELS[kernel][0])
     if kernel in ("auto", "efficient"):

@@ -43,10 +43,11 @@ class _Flags:
         self._ordered = 0
         self._before = contextlib.ExitStack()
 
-    def order(self) -> Callable[[], None]:
+    def order(self, gpu: str) -> Callable[[], None]:
         """Have torch go by `ORDER`, of what is enabled, until the last one who asked lets go."""
         with self.lock:
             if not self._ordered:
+                _let_torch_order(gpu)
                 enabled = [backend for backend in ORDER if _ENABLED[backend]()]  # type: ignore[no-untyped-call]
                 if enabled:
                     self._before.enter_context(sdpa_kernel(enabled, set_priority=True))
@@ -72,8 +73,21 @@ class _Flags:
 _flags = _Flags()
 
 
-def free_choice(*, on_cuda: bool) -> tuple[Attend, Callable[[], None] | None]:
-    """torch's function, which picks a kernel for each call; and what puts its order back."""
+def _let_torch_order(gpu: str) -> None:
+    """Have torch set its own order for `gpu`, which it does at the first call of a process.
+
+    Whatever order was asked for before that call is lost (`priority_order` in sdp_utils.cpp).
+    """
+    with contextlib.suppress(RuntimeError):  # where all kernels are off for such a call
+        one = torch.zeros(1, 1, 1, 8, device=gpu)
+        scaled_dot_product_attention(one, one, one)
+
+
+def free_choice(gpu: str | None) -> tuple[Attend, Callable[[], None] | None]:
+    """torch's function, which picks a kernel for each call; and what puts its order back.
+
+    `gpu`: the one where it computes; None: none of CUDA's.
+    """
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not _flags.pinned:
@@ -81,7 +95,7 @@ def free_choice(*, on_cuda: bool) -> tuple[Attend, Callable[[], None] | None]:
         with _flags.lock:  # else it might see what another engine pins
             return scaled_dot_product_attention(*args, **kwargs)
 
-    return attend, _flags.order() if on_cuda else None
+    return attend, None if gpu is None else _flags.order(gpu)
 
 
 def pinned(name: str) -> tuple[Attend, Callable[[], None]]:

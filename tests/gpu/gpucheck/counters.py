@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.nn.attention import SDPBackend
+
 import jackfield
 from gpucheck.bench import Bench
 from gpucheck.engines import loaded
@@ -40,6 +43,7 @@ def run(bench: Bench) -> None:
     bench.results.run("pools of engines one after another", pools_in_turn, bench, model)
     bench.results.run("pools of two engines at once", pools_at_once, bench)
     bench.results.run("deterministic", deterministic, bench, model)
+    bench.results.run("kernels behind sdpa in an engine", order_of_sdpa, bench, model)
     for label, arguments in ENGINES.items():
         name = f"compilations after warm-up: {label}"
         bench.results.run(name, compilations, bench, model, arguments)
@@ -126,6 +130,23 @@ def pools_at_once(bench: Bench) -> Values:
 
 def pool_bytes(engine: jackfield.Engine) -> int:
     return engine._loop.cache.usage().num_bytes
+
+
+def order_of_sdpa(bench: Bench, model: Any) -> Values:
+    """cuDNN, which plans anew for each length of keys, is asked behind the other fused ones."""
+    prompts = prompts_of(2, 24, model.config.vocab_size)
+    with loaded(model, {"attn_implementation": "sdpa", "cache_implementation": POOL}) as engine:
+        engine.generate(prompts, max_new_tokens=3)
+        order = [int(backend) for backend in torch._C._get_sdp_priority_order()]
+    last, *first = (
+        order.index(int(backend))
+        for backend in (
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+        )
+    )
+    return {"ok": last > max(first), "order": order}
 
 
 def deterministic(bench: Bench, model: Any) -> Values:

@@ -55,7 +55,7 @@ def run(bench: Bench) -> None:
             raise SkippedError(f"no {header}: Triton cannot build its launcher without it")
         found["at"] = str(header)
     with results.check("kernels behind sdpa") as found:
-        _sdpa(found)
+        _sdpa(bench, found)
     for name in SIGNATURES:
         with results.check(f"signature {name}") as found:
             found["found"] = signature_of(name)
@@ -103,7 +103,9 @@ def _output(*command: str) -> str:
     return next((line.strip() for line in lines if any(map(str.isdigit, line))), "")
 
 
-def _sdpa(found: Values) -> None:
+def _sdpa(bench: Bench, found: Values) -> None:
+    one = torch.zeros(1, 1, 1, 8, device=bench.device.name)
+    torch.nn.functional.scaled_dot_product_attention(one, one, one)  # when torch sets its order
     backends = torch.backends.cuda
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         found[name] = getattr(backends, f"{name}_sdp_enabled")()
