@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 
 from jackfield.cli.app import COMMANDS
 
@@ -158,6 +159,24 @@ def test_a_command_in_its_surroundings(
     assert "Exception ignored" not in done.err
     assert done.code in (0, 1, 2)
     check(line, done)
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "5", "19", "-5", "x", "1000000"])
+@pytest.mark.parametrize("line", ["generate --help", "plugins", "explain", "memory", "doctor"])
+def test_any_number_of_columns(
+    cli: Cli, line: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut off, wherever lines are broken."""
+
+    def said() -> str:
+        done = cli(*LINES[line][0])
+        assert (done.code, done.err) == (0, "")
+        return "".join(sorted(char for char in done.out if char.isalpha()))
+
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = said()
+    monkeypatch.setenv("COLUMNS", columns)
+    assert said() == wide
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
     python tests/plugins/quantized_mutants.py [SELECTION…] [--all | --some NUMBER]
 
 A mutant is *caught* (an error of ours, before the first step, on one line, that blames no
-plugin), or *harmless* (the same logits as plain transformers computes from the same files).
-Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only; `--some`
+plugin), or *harmless* (the same logits as plain transformers computes from the same files; of GPTQ
+the same text). Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only; `--some`
 takes so many of the mutants, evenly.
 """
 
@@ -47,6 +47,7 @@ SELECTIONS = (
     "int4-cpu",
     "int4-cpu?head=8",
     "int8-cpu",
+    "gptq?samples=2",
 )
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 ODD: tuple[Any, ...] = (
@@ -77,7 +78,7 @@ def save(selection: str, folder: Path, dtype: str = "bfloat16") -> Path:
     if not base.is_dir():
         torch.manual_seed(0)
         config = LlamaConfig(
-            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=2048, max_position_embeddings=64,
             initializer_range=0.3, tie_word_embeddings=False,
         )  # fmt: skip
@@ -202,6 +203,20 @@ def _with_metadata(label: str, changes: dict[str, str]) -> Mutant:
     return Mutant(label, apply)
 
 
+def of_groups(folder: Path) -> Iterator[Mutant]:
+    """Groups that columns of GPTQ are in."""
+    for name, groups in load_file(folder / "model.safetensors").items():
+        if name.endswith("0.self_attn.k_proj.g_idx"):
+            last = int(groups.max())
+            for word, changed in (
+                ("one behind the last", groups.clone().fill_(last + 1)),
+                ("below zero", groups - last - 1),
+                ("all the first", torch.zeros_like(groups)),
+                ("backwards", groups.flip(0)),
+            ):
+                yield Mutant(f"{name} {word}", _replaced(name, changed))
+
+
 def of_config(folder: Path) -> Iterator[Mutant]:
     """Every field of the quantization config, and of what is nested in it, with odd values."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -241,6 +256,7 @@ def mutants(folder: Path, *, everything: bool = False) -> Iterator[Mutant]:
     yield from of_tensors(folder, everything=everything)
     yield from of_states(folder)
     yield from of_metadata(folder)
+    yield from of_groups(folder)
     yield from of_config(folder)
 
 
@@ -248,12 +264,10 @@ def outcome(mutant: Mutant, whole: Path, copy: Path) -> Outcome:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(whole, copy)
     mutant.apply(copy)
+    compared = compared_in(whole)
     try:
-        with (
-            jackfield.load(copy, dtype="bfloat16", cache_implementation="dynamic") as engine,
-            torch.no_grad(),
-        ):
-            ours = engine.model(IDS).logits
+        with jackfield.load(copy, dtype="bfloat16", cache_implementation="dynamic") as engine:
+            ours = compared(engine.model)
     except JackfieldError as error:
         said = str(error)
         clean = said.isprintable() and not any(w in said for w in ("its own", "Traceback"))
@@ -264,26 +278,46 @@ def outcome(mutant: Mutant, whole: Path, copy: Path) -> Outcome:
     except Exception as error:  # noqa: BLE001 - that is what is looked for
         return Outcome(mutant.label, "wrong", f"{type(error).__name__}: {error}")
     try:
-        theirs = plain(copy)
+        theirs = compared(plain(copy))
     except Exception as error:  # noqa: BLE001
         return Outcome(mutant.label, "wrong", f"runs, where transformers fails: {error}")
     same = torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    return Outcome(mutant.label, "harmless" if same else "wrong", "" if same else "other logits")
+    return Outcome(mutant.label, "harmless" if same else "wrong", "" if same else "another result")
 
 
-def plain(folder: Path) -> torch.Tensor:
-    """What transformers computes by itself."""
+def compared_in(folder: Path) -> Callable[[Any], torch.Tensor]:
+    """What is compared of a model: its logits, or its text where gptqmodel rounds otherwise."""
+    return text_of if method(folder) == "gptq" else logits_of
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def text_of(model: Any) -> torch.Tensor:
+    return model.generate(IDS, max_new_tokens=8, do_sample=False)  # type: ignore[no-any-return]
+
+
+def method(folder: Path) -> Any:
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return stored.get("quant_method")
+
+
+def plain(folder: Path) -> Any:
+    """The model as transformers reads it by itself."""
     more: dict[str, Any] = {}
-    if (
-        stored.get("quant_method") == "gptq"
-    ):  # the kernel that is named here, too: others round otherwise
+    if method(folder) == "gptq":  # the kernel that is named here, too: others round otherwise
+        stored = json.loads((folder / "config.json").read_text())["quantization_config"]
         more["quantization_config"] = GPTQConfig(bits=stored["bits"], backend=CPU_KERNEL)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", **more
     )
-    with torch.no_grad():
-        return model.eval()(IDS).logits
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes would repack layers in the first step, and round scales to bfloat16
+            module.support_avx512bf16_for_cpu = False
+    return model.eval()
 
 
 class UnusableError(Exception):
@@ -294,7 +328,7 @@ def sweep(selection: str, *, everything: bool = False, some: int | None) -> Iter
     with tempfile.TemporaryDirectory() as made:
         whole = save(selection, Path(made))
         try:
-            plain(whole)
+            compared_in(whole)(plain(whole))
         except Exception as error:
             raise UnusableError(f"plain transformers does not run it undamaged: {error}") from error
         every = list(mutants(whole, everything=everything))

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from forking import Forks
 
 SCRIPT = Path(__file__).with_name("quantized_mutants.py")
-LIBRARY = {"bnb": "bitsandbytes", "torchao": "torchao"}
-SELECTIONS = ("bnb-4bit?double_quantization=true", "bnb-8bit", "torchao", "int4-cpu?head=8")
+LIBRARY = {"bnb": "bitsandbytes", "torchao": "torchao", "gptq": "gptqmodel"}
+GPTQ = "gptq?samples=2"
+SELECTIONS = ("bnb-4bit?double_quantization=true", "bnb-8bit", "torchao", "int4-cpu?head=8", GPTQ)
 
 
 def counts(forks: Forks, selection: str, *arguments: str) -> tuple[int, int, int]:

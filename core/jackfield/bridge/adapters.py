@@ -27,6 +27,7 @@ from jackfield.bridge.adapter_files import (
     read_config,
 )
 from jackfield.bridge.headers import safetensors_header
+from jackfield.bridge.patterns import check_patterns
 from jackfield.bridge.source import ModelSource
 from jackfield.contracts.requirements import Weight
 from jackfield.errors import CheckpointError, UsageError, first_line
@@ -65,6 +66,7 @@ def find_adapter(
     if not has_peft():
         raise UsageError(f"adapter={str(location)!r} needs PEFT: pip install 'jackfield[peft]'")
     check_fields(folder, config)
+    check_patterns(str(folder / CONFIG), config, (name for name, _ in model.named_modules()))
     check_tied(folder, config, model)
     found = _injected(folder, model)
     names = _check_weights(folder, model, found)

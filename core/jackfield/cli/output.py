@@ -27,6 +27,9 @@ class HasDebug(Protocol):
 
 #: How an encoding that lacks a character shows it: in the name of the error handler.
 PLAIN = "jackfield.plain"
+#: Columns of what is printed: at least, and where nobody says how many there are.
+NARROWEST, UNKNOWN = 20, 80
+
 _LOOKS_LIKE = {"…": "...", "·": "|", "×": "x", "–": "-", "—": "-", "‘": "'", "’": "'"}
 
 
@@ -65,7 +68,10 @@ def console(*, stderr: bool = False) -> Console:
     """A rich console that takes texts as they are: no markup, no colouring of numbers."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    made = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    # COLUMNS may say anything; 0 is what some shells write where they do not know.
+    made.width = max(made.width, NARROWEST) if made.width else UNKNOWN
+    return made
 
 
 def table(*headings: str) -> Table:

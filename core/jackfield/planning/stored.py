@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jackfield.bridge.patterns import check_patterns
 from jackfield.bridge.source import ModelSource
 from jackfield.contracts import Requirements
 from jackfield.contracts.checkpoint import shown
 from jackfield.errors import CheckpointError, PluginError
 from jackfield.registry.backends import Registered, Registry
+
+#: Fields of a quantization_config that hold texts to read, and no names of modules.
+_TEXTS = ("dataset", "tokenizer")
 
 
 def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -> None:
@@ -35,6 +39,8 @@ def check_stored(registry: Registry, source: ModelSource, needs: Requirements) -
     odd = [reader.ask("odd", needs) for reader in strict or readers]
     if all(odd):
         raise CheckpointError(f"{where}: {odd[0][0]}")
+    patterns = {name: value for name, value in stored.items() if name not in _TEXTS}
+    check_patterns(where, patterns, (weight.name for weight in needs.weights))
 
 
 def _shown(method: Any) -> str:
