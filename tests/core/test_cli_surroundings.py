@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import pytest
-from command_line import Cli
 
 from jackfield.cli.app import COMMANDS
+
+if TYPE_CHECKING:
+    from command_line import Cli
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and POSIX shells")
 

@@ -4,8 +4,8 @@
 
 A mutant is *caught* (an error of ours, before the first step, on one line, that blames no
 plugin), or *harmless* (the same logits as plain transformers computes from the same files; of GPTQ
-the same text). Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only; `--some`
-takes so many of the mutants, evenly.
+the same text). Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one
+only; `--some` takes so many of the mutants, evenly.
 """
 
 from __future__ import annotations
