@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jackfield import errors, quieting
+from jackfield import errors, paths, quieting
 from jackfield.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name not in _HOMES:
         raise AttributeError(f"module 'jackfield' has no attribute {name!r}")
+    paths.check_here()
     with quieting.quieted(*quieting.TORCHAO):  # torchao comes in with transformers
         try:
             value = getattr(importlib.import_module(_HOMES[name]), name)

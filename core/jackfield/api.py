@@ -22,6 +22,7 @@ from jackfield.engine.sharing import agree, agreed_bytes, prove, together
 from jackfield.engine.verifying import check_verifiable, steps_of
 from jackfield.errors import UsageError
 from jackfield.parallel.ranks import Follower, Leader
+from jackfield.paths import check_here
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
 from jackfield.planning.keywords import in_our_words
@@ -156,6 +157,7 @@ def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | No
 
 
 def _check_given(model: Any, call: str) -> None:
+    check_here()
     if model is None:
         raise UsageError(f"there is no model; write {call}('MODEL'), with a hub id or a folder")
 

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
+
+from jackfield.errors import UsageError
+
+
+def check_here() -> None:
+    """Raise UsageError where the current folder is gone.
+
+    transformers cannot be imported there, and MKL, which torch computes with, ends the process.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the current folder is gone (deleted or moved), and nothing can be computed there; "
+            "change to another one"
+        ) from None
 
 
 def why_no_folder(path: Path) -> str | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -179,6 +179,19 @@ def test_any_number_of_columns(
     wide = said()
     monkeypatch.setenv("COLUMNS", columns)
     assert said() == wide
+
+
+@pytest.mark.parametrize("line", ["generate", "explain", "memory", "eval", "chat", "batch"])
+def test_a_folder_that_is_gone(
+    cli: Cli, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where MKL would end the process."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    arguments, told = LINES[line]
+    cli(*arguments, stdin=told).assert_failed(2, "current folder is gone")
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:

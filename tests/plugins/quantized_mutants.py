@@ -3,9 +3,9 @@
     python tests/plugins/quantized_mutants.py [SELECTION…] [--all | --some NUMBER]
 
 A mutant is *caught* (an error of ours, before the first step, on one line, that blames no
-plugin), or *harmless* (the same logits as plain transformers computes from the same files; of GPTQ
-the same text). Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one
-only; `--some` takes so many of the mutants, evenly.
+plugin), or *harmless* (the same logits as plain transformers computes from the same files).
+Anything else is *wrong*. `--all` damages the tensors of every layer, and not of one only; `--some`
+takes so many of the mutants, evenly.
 """
 
 from __future__ import annotations
@@ -264,10 +264,9 @@ def outcome(mutant: Mutant, whole: Path, copy: Path) -> Outcome:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(whole, copy)
     mutant.apply(copy)
-    compared = compared_in(whole)
     try:
         with jackfield.load(copy, dtype="bfloat16", cache_implementation="dynamic") as engine:
-            ours = compared(engine.model)
+            ours = logits_of(engine.model)
     except JackfieldError as error:
         said = str(error)
         clean = said.isprintable() and not any(w in said for w in ("its own", "Traceback"))
@@ -278,16 +277,11 @@ def outcome(mutant: Mutant, whole: Path, copy: Path) -> Outcome:
     except Exception as error:  # noqa: BLE001 - that is what is looked for
         return Outcome(mutant.label, "wrong", f"{type(error).__name__}: {error}")
     try:
-        theirs = compared(plain(copy))
+        theirs = logits_of(plain(copy))
     except Exception as error:  # noqa: BLE001
         return Outcome(mutant.label, "wrong", f"runs, where transformers fails: {error}")
     same = torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    return Outcome(mutant.label, "harmless" if same else "wrong", "" if same else "another result")
-
-
-def compared_in(folder: Path) -> Callable[[Any], torch.Tensor]:
-    """What is compared of a model: its logits, or its text where gptqmodel rounds otherwise."""
-    return text_of if method(folder) == "gptq" else logits_of
+    return Outcome(mutant.label, "harmless" if same else "wrong", "" if same else "other logits")
 
 
 @torch.no_grad()
@@ -295,20 +289,11 @@ def logits_of(model: Any) -> torch.Tensor:
     return model(IDS).logits  # type: ignore[no-any-return]
 
 
-def text_of(model: Any) -> torch.Tensor:
-    return model.generate(IDS, max_new_tokens=8, do_sample=False)  # type: ignore[no-any-return]
-
-
-def method(folder: Path) -> Any:
-    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return stored.get("quant_method")
-
-
 def plain(folder: Path) -> Any:
     """The model as transformers reads it by itself."""
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
     more: dict[str, Any] = {}
-    if method(folder) == "gptq":  # the kernel that is named here, too: others round otherwise
-        stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if stored.get("quant_method") == "gptq":  # the kernel that is named here, too
         more["quantization_config"] = GPTQConfig(bits=stored["bits"], backend=CPU_KERNEL)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa", **more
@@ -328,7 +313,7 @@ def sweep(selection: str, *, everything: bool = False, some: int | None) -> Iter
     with tempfile.TemporaryDirectory() as made:
         whole = save(selection, Path(made))
         try:
-            compared_in(whole)(plain(whole))
+            logits_of(plain(whole))
         except Exception as error:
             raise UnusableError(f"plain transformers does not run it undamaged: {error}") from error
         every = list(mutants(whole, everything=everything))

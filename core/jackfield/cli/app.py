@@ -26,6 +26,7 @@ from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 from jackfield.cli.serve import serve
 from jackfield.cli.warm import warm
+from jackfield.paths import check_here
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -72,6 +73,7 @@ def _globals(
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(2)
+    check_here()
 
 
 app.callback(invoke_without_command=True, add_help_option=False, help=_usage(_globals))(_globals)

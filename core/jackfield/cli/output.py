@@ -28,7 +28,7 @@ class HasDebug(Protocol):
 #: How an encoding that lacks a character shows it: in the name of the error handler.
 PLAIN = "jackfield.plain"
 #: Columns of what is printed: at least, and where nobody says how many there are.
-NARROWEST, UNKNOWN = 20, 80
+NARROWEST, UNKNOWN = 40, 80
 
 _LOOKS_LIKE = {"…": "...", "·": "|", "×": "x", "–": "-", "—": "-", "‘": "'", "’": "'"}
 
