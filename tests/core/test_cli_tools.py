@@ -148,6 +148,18 @@ def test_tools_are_told_in_one_place(cli: Cli, folder: Path) -> None:
     demo.assert_failed(2, "tools[0]: the chat template does not read it")
 
 
+def test_a_form_that_is_not_known_is_told(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    for part in model_of(THINKING.replace("tool_call>", "odd>")):
+        part.save_pretrained(tmp_path)
+    own = ["--model", str(tmp_path), "--tools", str(folder / "tools.json"), "--max-new-tokens", "2"]
+    for command in (["generate", "--chat", "Hello!"], ["chat"]):
+        done = cli(*command, *own, stdin="Hello!\n")
+        done.assert_failed(2, "the chat template writes tool calls in no form that is known here")
+    found = cli("generate", "--json", "--chat", "Hello!", *own).json
+    assert "content" in found
+    assert "tool_calls" not in found
+
+
 def test_lines_end_where_something_else_begins(capsys: pytest.CaptureFixture[str]) -> None:
     speech = Speech()
     speech.show("a", "")

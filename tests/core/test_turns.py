@@ -270,6 +270,24 @@ def test_an_answer_that_begins_in_a_thought(engine: jackfield.Engine) -> None:
     assert engine.generate([ASKED], **how)[0].reasoning is None
 
 
+@pytest.mark.parametrize("held", [{"choices": ["Yes."]}, {"json_schema": {"const": 1}}])
+def test_what_is_confined_is_no_thought(engine: jackfield.Engine, held: dict[str, Any]) -> None:
+    """Though the prompt has opened one: a text that cannot end it is for the reader."""
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
+    thinks = {"chat_template_kwargs": {"thinks": True}, "max_new_tokens": 9, **held}
+    (found,) = engine.generate([ASKED], **thinks)
+    assert found.text in ("Yes.", "1")
+    assert (found.content, found.reasoning) == (found.text, None)
+    assert "".join(delta.content for delta in engine.stream(ASKED, **thinks)) == found.text
+
+
+def test_a_grammar_may_have_a_thought(engine: jackfield.Engine) -> None:
+    pytest.importorskip("llguidance", reason="needs jackfield[structured]")
+    thinks = {"chat_template_kwargs": {"thinks": True}, "max_new_tokens": 30}
+    (found,) = engine.generate([ASKED], regex="Hm</think>Yes", **thinks)
+    assert (found.content, found.reasoning) == ("Yes", "Hm")
+
+
 #: As DeepSeek R1's: where the assistant goes on after a result, no thought is opened.
 REASONER = TEMPLATES["deepseek"].replace(
     "{{- '<|assistant|>' }}",

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from test_bodies import CHAT, SAY, error_of
+from tool_models import THINKING
 from tool_templates import TEMPLATES, with_template
 
+from jackfield.engine.completions import Delta
 from jackfield.parsing.formats import format_of
 from jackfield.serving.asking import Asking
 from jackfield.serving.errors import ApiError
 from jackfield.serving.schema.chat import ChatRequest
 from jackfield.serving.settings import settings
-from jackfield.serving.turns import defaults, template_kwargs
+from jackfield.serving.turns import Turn, defaults, template_kwargs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,3 +105,30 @@ def test_a_default_that_no_template_reads_is_warned_of_by_name(
     assert httpx.post(server.url + CHAT, json=SAY, timeout=30).status_code == 200
     effort = httpx.post(server.url + CHAT, json={**SAY, "reasoning_effort": "low"})
     assert error_of(effort)["param"] == "reasoning_effort"
+
+
+class OnlyTokenizer:
+    """As much of an engine as a turn looks at before it is taken."""
+
+    def __init__(self) -> None:
+        self.tokenizer = with_template(THINKING)
+        self.chat_format = format_of(self.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({}, {"reasoning_content": "{}"}),
+        ({"response_format": {"type": "json_object"}}, {"content": "{}"}),
+        ({"choices": ["{}"]}, {"content": "{}"}),
+        ({"regex": "[{]}"}, {"content": "{}"}),
+        ({"regex": "[{]}(</think>)?"}, {"reasoning_content": "{}"}),
+    ],
+)
+def test_what_is_confined_is_no_thought(held: dict[str, Any], said: dict[str, Any]) -> None:
+    """Though the prompt has opened one: a text that cannot end it is for the reader."""
+    own = {"chat_template_kwargs": {"thinks": True}, "max_tokens": 9, **held}
+    body = ChatRequest.model_validate(BODY | own)
+    turn = Turn(body, Asking(settings(), "", "a"), OnlyTokenizer())  # type: ignore[arg-type]
+    (found,) = turn.parser(0).said(Delta("{}", []))
+    assert {name: value for name, value in found.items() if value} == said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,7 @@ class Speech:
     def show(self, thought: str, text: str, calls: Iterable[ToolCallDelta] = ()) -> None:
         """What comes next of each."""
         if thought:
-            self._beside.print(thought, style="dim", end="", soft_wrap=True)
+            self._think(thought)
             self._thinking = not thought.endswith("\n")
         if text:
             self.text += text  # first, since Ctrl-C may come in between
@@ -55,8 +55,12 @@ class Speech:
 
     def _end_thought(self) -> None:
         if self._thinking:
-            print(file=sys.stderr)
+            self._think("\n")
             self._thinking = False
+
+    def _think(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # who closed it wants no thoughts
+            self._beside.print(text, style="dim", end="", soft_wrap=True)
 
     def _put(self, text: str) -> None:
         if not text:

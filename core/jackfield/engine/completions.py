@@ -86,9 +86,9 @@ class Completion:
 
     @cached_property
     def _said(self) -> Said[ToolCall]:
-        if self.heard is None:
+        if self.heard is None or self.text is None:
             return Said(self.text or "")
-        return self.heard.whole(self.token_ids, self.text or "")
+        return self.heard.whole(self.token_ids, self.text)
 
     def __getstate__(self) -> dict[str, Any]:
         """Whoever copies it reads it: how that is done is the engine's."""

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.tokenizer import Text
-from jackfield.contracts import Settings
+from jackfield.contracts import Settings, Structure
 from jackfield.parsing.parts import Part, merged
 from jackfield.parsing.said import Said, ToolCall, ToolCallDelta, piece, whole
 from jackfield.parsing.tools import read_tools
@@ -66,6 +66,12 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _confined(structure: Structure | None) -> str | None:
+    if structure is None:
+        return None
+    return structure.source if structure.kind in ("regex", "grammar") else ""
+
+
 @dataclass(frozen=True)
 class Turn:
     """How the answers to one prompt are read.
@@ -91,7 +97,7 @@ class Turn:
 
         return (
             "the chat template writes tool calls in no form that is known here, so none can be "
-            f"found in the text; known are those of {', '.join(KNOWN)}; read completion.text"
+            f"found; known are those of {', '.join(KNOWN)}; the text has them as they are"
         )
 
     @cached_property
@@ -112,7 +118,10 @@ class Turn:
         if chat.add_generation_prompt is False and not chat.continue_final_message:
             return False  # the model itself begins its turn
         return self.turns.form.starts_in_reasoning(
-            chat.chat_template_kwargs, self.continued, after_tool=self.after_tool
+            chat.chat_template_kwargs,
+            self.continued,
+            after_tool=self.after_tool,
+            confined=_confined(self.settings.structure),
         )
 
     def parser(self, sample: int) -> Calling:

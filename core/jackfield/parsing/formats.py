@@ -58,15 +58,19 @@ class Format:
         continued: str = "",
         *,
         after_tool: bool = False,
+        confined: str | None = None,
     ) -> bool:
         """Whether what the model says begins inside of a thought.
 
         `continued`: the text of the assistant's message that goes on, instead of a new one.
-        `after_tool`: the last message is the result of a call.
+        `after_tool`: the last message is the result of a call. `confined`: the regex or grammar
+        that the text is held to, empty for JSON; it has no thought unless it can end one.
         """
         if self.thought is None:
             return False
         opens, closes = self.thought
+        if confined is not None and closes not in confined:
+            return False
         if continued:
             return continued.rfind(opens) > continued.rfind(closes)
         return detecting.is_opened(self._probed, opens, chat_template_kwargs, after_tool=after_tool)

@@ -97,12 +97,14 @@ class Turn:
             asked["sanitize_control_tokens"] = asking.settings.sanitize_control_tokens
             if told := template_kwargs(body, asking, form):
                 asked["chat_template_kwargs"] = told
-            self._read_by(form, body, told)
+            self._read_by(form, body, told, asked)
             messages = self._told(messages, asked, body)
         self.prompt: Sequence[Any] = messages
         self.asked = asking.completed(asked)
 
-    def _read_by(self, form: Format, body: ChatRequest, told: dict[str, Any]) -> None:
+    def _read_by(
+        self, form: Format, body: ChatRequest, told: dict[str, Any], asked: dict[str, Any]
+    ) -> None:
         tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
         if not tools and body.tool_choice not in (None, "none", "auto"):
             raise refused("tool_choice: there are no tools to choose from", "tool_choice")
@@ -121,7 +123,12 @@ class Turn:
         if body.continue_final_message and isinstance(last.content, str):
             continued = last.content
         after_tool = last.role == "tool"
-        self._opened = form.starts_in_reasoning(told, continued, after_tool=after_tool)
+        held = (
+            None if _structure_in(asked) is None else asked.get("regex", asked.get("grammar", ""))
+        )
+        self._opened = form.starts_in_reasoning(
+            told, continued, after_tool=after_tool, confined=held
+        )
 
     def _told(self, messages: list[Any], asked: dict[str, Any], body: ChatRequest) -> list[Any]:
         """The messages as the template takes them; `asked` gets what calls and thoughts need."""
