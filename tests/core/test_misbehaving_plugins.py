@@ -128,6 +128,20 @@ TOLD = {  # loaded all the same
     "adds a builtin": ("import builtins; builtins.noise = 1", "the builtins"),
     "shows warnings": ("import warnings; warnings.showwarning = print", "another hook"),
     "seeds": ("import random; random.seed(0)", "Python's random numbers"),
+    "speaks another language": (
+        "from locale import LC_CTYPE as C, setlocale as s; s(C, 'C' if s(C) != 'C' else 'C.UTF-8')",
+        "the locale or another setting",
+    ),
+    "lets all write": ("import os; os.umask(0)", "another setting of Python"),
+    "goes deep": (
+        "import sys; sys.setrecursionlimit(sys.getrecursionlimit() + 9)",
+        "another setting of Python",
+    ),
+    "collects no garbage": ("import gc; gc.disable()", "another setting of Python"),
+    "hurries sockets": (
+        "import socket; socket.setdefaulttimeout(0.01)",
+        "another setting of Python",
+    ),
     "forks": ("import os; os.fork()", ""),
     "changes its name": (
         "NAMES: name = property(lambda self, said=[]: said.append(1) or 'NAME'[len(said) // 9 :])",

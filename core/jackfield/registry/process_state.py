@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import locale
 import logging
 import os
 import random
+import socket
 import sys
 import threading
 import warnings
@@ -102,6 +105,36 @@ def _builtins() -> dict[str, Any]:
     return vars(builtins)
 
 
+def _mask() -> int:
+    """The bits that new files do not get. To ask is to set them, here to files of one's own."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _collect(on: bool) -> None:
+    (gc.enable if on else gc.disable)()
+
+
+#: name -> how a setting of the process is read and written
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "locale": (
+        lambda: locale.setlocale(locale.LC_ALL),
+        lambda value: locale.setlocale(locale.LC_ALL, value),
+    ),
+    "mode of new files": (_mask, os.umask),
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "digits": (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    "switches of threads": (sys.getswitchinterval, sys.setswitchinterval),
+    "garbage": (gc.isenabled, _collect),
+    "timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+}
+
+
+def _settings() -> dict[str, Any]:
+    return {name: read() for name, (read, _) in _SETTINGS.items()}
+
+
 class _Filters:
     """Filters of warnings. What a library says of messages of its own changes nobody else's."""
 
@@ -184,6 +217,11 @@ PARTS = (
         lambda: dict(_builtins()),
         lambda name, value: _builtins().__setitem__(name, value),
         lambda name: _builtins().pop(name, None),
+    ),
+    Part(
+        "the locale or another setting of Python",
+        _settings,
+        lambda name, value: _SETTINGS[name][1](value),
     ),
     Part(
         "the filters of all warnings", lambda: {"": _Filters()}, lambda _, value: value.put_back()
