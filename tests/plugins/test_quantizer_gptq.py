@@ -246,12 +246,14 @@ def test_the_default_text_is_cut_into_windows() -> None:
     assert "<|assistant|>" in tokenizer.decode(found[0]["input_ids"][0])
 
 
-def test_the_import_leaves_the_folders_of_the_hub_alone(forks: Forks) -> None:
+def test_the_import_leaves_the_folders_of_the_hub_and_torchs_settings_alone(forks: Forks) -> None:
     code = (
-        "import os, sys; before = dict(os.environ); assert 'tokenicer' not in sys.modules\n"
+        "import os, sys; from torch._dynamo import config; set = config.get_config_copy()\n"
+        "before = dict(os.environ); assert 'tokenicer' not in sys.modules\n"
         "from jackfield_plugins.quantizer.gptqmodel import HUB_FOLDERS, import_gptqmodel\n"
         "import_gptqmodel(); import tokenicer\n"
-        "print([n for n in HUB_FOLDERS if os.environ.get(n) != before.get(n)])"
+        "print([n for n in HUB_FOLDERS if os.environ.get(n) != before.get(n)],\n"
+        "      [n for n, value in config.get_config_copy().items() if set[n] != value])"
     )
     done = forks.python("-c", code)
-    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-500:]
+    assert done.stdout.strip().splitlines()[-1:] == ["[] []"], done.stderr[-500:]

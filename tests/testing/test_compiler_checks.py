@@ -21,10 +21,20 @@ def test_steps_as_they_are_pass() -> None:
     assert_right(found_of("plugin:none"), 15)
 
 
+def test_native_steps_follow_the_weights() -> None:
+    (check,) = (
+        one
+        for one in checks_of(subject_of("plugin:native", "compiler"))
+        if one.name == "step.weights"
+    )
+    assert_right([verdict(check)], 1)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "selection", ["inductor?backend=eager", "inductor?backend=eager&shapes=bucketed", "inductor"]
+    "selection",
+    ["inductor?backend=eager", "inductor?backend=eager&shapes=bucketed", "inductor", "native"],
 )
 def test_built_in_compilers_pass(selection: str) -> None:
     assert_right(found_of(f"plugin:{selection}"))

@@ -33,12 +33,24 @@ HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACH
 
 
 def import_gptqmodel() -> None:
-    """Import it without its banner, and with the root logger and the hub's folders as they were."""
+    """Import it without its banner; loggers, the hub's folders and torch's settings stay."""
     if importlib.util.find_spec("bitsandbytes"):
         import_bitsandbytes()  # which it would import itself
-    with _contained(), _own_folders():
+    with _contained(), _own_folders(), _own_limits():
         importlib.import_module("gptqmodel")
         importlib.import_module("optimum.gptq")
+
+
+@contextlib.contextmanager
+def _own_limits() -> Iterator[None]:
+    """How often torch compiles a function anew, which it raises for the whole process."""
+    import torch._dynamo.config as settings
+
+    before = settings.recompile_limit
+    try:
+        yield
+    finally:
+        settings.recompile_limit = before
 
 
 @contextlib.contextmanager

@@ -219,6 +219,7 @@ def _weights(subject: Subject, _: object) -> None:
     compiled.check(given, "after weights were changed in place")
     with torch.no_grad():
         compiled.model.layer.weight.data = compiled.model.layer.weight.data.flip(0).clone()
+    compiled.compilation.anew = True  # as the engine says when the next request comes
     compiled.check(given, "after a weight was moved to other memory")
 
 
