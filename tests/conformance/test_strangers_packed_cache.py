@@ -25,8 +25,6 @@ NOT_PACKED = {
     "gemma3n": "share the keys and values of 2",
     "hrm-text": "a prefix that is read in both directions",
     "llama4": "does not hold chunked_attention layers",
-    "lfm2": "does not hold linear_attention layers",
-    "qwen3-next": "does not hold linear_attention layers",
 }
 
 

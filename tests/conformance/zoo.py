@@ -143,6 +143,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "global_head_dim": 8,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "bamba": {**_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},

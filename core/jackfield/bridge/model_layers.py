@@ -69,13 +69,13 @@ def replaceable(model: PreTrainedModel) -> bool:
     kinds = dict(enumerate(layer_types(model.config)))
     attending = (m for i, m in attention_modules(model) if kinds.get(i) != "linear_attention")
     classes: set[Any] = {type(module) for module in attending}
-    if not all(map(_looks_up, classes)):
+    if not all(map(looks_up, classes)):
         return False
     return not READS_THE_NAME.holds(model)
 
 
 @functools.cache
-def _looks_up(cls: Any) -> bool:
+def looks_up(cls: Any) -> bool:
     """Whether an attention class, or one that it derives from, uses AttentionInterface."""
     for base in cls.__mro__:
         with contextlib.suppress(OSError, TypeError):  # written at a prompt, or not in Python

@@ -75,11 +75,13 @@ class Probe:
     """What one step does: the calls of its attention, and what its cache then holds.
 
     `cached` says for each layer of transformers' cache how many numbers it keeps of a token; 0
-    where that is no keys and values. Both are empty where nothing could be seen.
+    where that is no keys and values. `states`: how many numbers its state has, in convolutions and
+    in what recurs. All are empty where nothing could be seen.
     """
 
     calls: tuple[Call, ...] = ()
     cached: tuple[int, ...] = ()
+    states: tuple[tuple[int, int], ...] = ()
 
 
 def probe(meta_model: PreTrainedModel) -> Probe:
@@ -100,13 +102,23 @@ def probe(meta_model: PreTrainedModel) -> Probe:
     except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
         logger.debug("no probe of %s: %s", type(meta_model).__name__, first_line(error))
         return Probe()
-    return Probe(tuple(calls), tuple(map(_numbers, cache.layers)))
+    return Probe(tuple(calls), tuple(map(_numbers, cache.layers)), tuple(map(_state, cache.layers)))
 
 
 def _numbers(layer: Any) -> int:
     """How many numbers a layer keeps of a token."""
     states = (getattr(layer, "keys", None), getattr(layer, "values", None))
     return sum(s.shape[1] * s.shape[3] for s in states if s is not None and s.dim() == 4)
+
+
+def _state(layer: Any) -> tuple[int, int]:
+    """How many numbers a layer keeps of a whole sequence, however long it is."""
+
+    def count(name: str) -> int:
+        own = getattr(layer, name, None)
+        return sum(t.numel() for t in own.values() if t is not None) if isinstance(own, dict) else 0
+
+    return count("conv_states"), count("recurrent_states")
 
 
 def _listening(

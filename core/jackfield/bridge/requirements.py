@@ -44,6 +44,7 @@ from jackfield.bridge.quirks import (
     STRETCHES_POSITIONS,
 )
 from jackfield.bridge.source import ModelSource
+from jackfield.bridge.state_layers import states_apart
 from jackfield.contracts.requirements import BYTES, DTYPES, Requirements
 from jackfield.devices import input_device
 from jackfield.errors import CheckpointError, JackfieldError, UsageError, first_line
@@ -137,6 +138,8 @@ def describe(
         num_key_value_heads=min(kv_heads),
         head_dims=tuple(sorted({size for _, m in layers for size in _head_dims(m, text)})),
         layer_types=types,
+        states_apart=states_apart(model, seen.states),
+        state_bytes=_state_bytes(types, seen.states, dtype),
         windows=windows(config),
         dynamic_only=_dynamic_only(text),
         features=_features(model, text, layers, calls),
@@ -159,6 +162,14 @@ def describe(
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
+
+
+def _state_bytes(types: Sequence[str], states: Sequence[tuple[int, int]], dtype: str) -> int | None:
+    """What a sequence's states take; what recurs is kept in float32 where `dtype` is smaller."""
+    if states:
+        recurs = max(BYTES[dtype], BYTES["float32"])
+        return sum(BYTES[dtype] * conv + recurs * own for conv, own in states)
+    return None if "linear_attention" in types else 0
 
 
 def shapes_by_layer(calls: Sequence[Call], layers: int) -> dict[str, Any]:

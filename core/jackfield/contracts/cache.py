@@ -69,13 +69,13 @@ class CacheCapabilities:
 
     def lacks(self, requirements: Requirements) -> list[str]:
         """Each of `requirements` that is not met, as a reason."""
-        reasons = [
-            f"does not hold {layer_type} layers"
-            for layer_type in sorted(set(requirements.layer_types) - self.layer_types)
-        ]
+        packed = self.layout == "packed"
+        beside = {"linear_attention"} if packed else set()  # whose states the engine keeps
+        missing = set(requirements.layer_types) - self.layer_types - beside
+        reasons = [f"does not hold {layer_type} layers" for layer_type in sorted(missing)]
         if requirements.dtype not in self.dtypes:
             reasons.append(f"does not hold dtype {requirements.dtype}")
-        if requirements.batch_invariant and self.layout != "packed":
+        if requirements.batch_invariant and not packed:
             reasons.append("pads rows to the longest, so a text depends on its batch")
         if requirements.compiled and not self.compiles:
             reasons.append("is not known to work with steps that are compiled")
@@ -94,7 +94,8 @@ class CacheCapabilities:
     def _stuck(self, requirements: Requirements) -> str | None:
         if not self.rollback:
             return "cannot take back tokens (rollback)"
-        stuck = sorted(set(requirements.layer_types) & self.layer_types - self.rollback)
+        held = self.layer_types | {"linear_attention"}
+        stuck = sorted(set(requirements.layer_types) & held - self.rollback)
         if stuck:
             return f"cannot take back tokens of {', '.join(stuck)} layers (rollback)"
         wrong = requirements.pieces or requirements.holes
@@ -156,7 +157,9 @@ class Cache(Backend):
             By default the keys and values of the layers, without padding.
         """
         del options
-        return kv_bytes(requirements, tokens) if known(requirements.kv_numbers) else None
+        return (
+            kv_bytes(requirements, tokens) if known(requirements, requirements.kv_numbers) else None
+        )
 
     def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
         """The memory that requests share, in bytes, where `options` fix it; None: what is free.

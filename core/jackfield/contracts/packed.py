@@ -35,10 +35,10 @@ _NOT_PACKED: Mapping[str, str] = MappingProxyType(
 def not_packed(requirements: Requirements) -> list[str]:
     """Why no cache can have a model's tokens in the packed layout; empty: one may."""
     r = requirements
-    reasons = [
-        f"does not hold {layer_type} layers"
-        for layer_type in sorted(set(r.layer_types) - PACKED_LAYER_TYPES)
-    ]
+    other = set(r.layer_types) - PACKED_LAYER_TYPES - {"linear_attention"}
+    reasons = [f"does not hold {layer_type} layers" for layer_type in sorted(other)]
+    if "linear_attention" in r.layer_types:
+        reasons += _not_apart(r)
     reasons += [
         f"{problem} ({r.features[feature]})"
         for feature, problem in _NOT_PACKED.items()
@@ -54,6 +54,20 @@ def not_packed(requirements: Requirements) -> list[str]:
         )
     if evidence := r.ragged or r.pieces:
         reasons.append(f"has the tokens of other requests in a model's columns ({evidence})")
+    return reasons
+
+
+def _not_apart(r: Requirements) -> list[str]:
+    """Why the states of linear-attention layers cannot be kept beside the pages."""
+    if not r.states_apart:
+        return ["does not hold linear_attention layers whose state is part of other work"]
+    reasons = []
+    if r.batch_invariant:
+        reasons.append("has linear_attention layers compute together what decodes together")
+    if r.request_adapters:
+        reasons.append("takes calls of linear_attention layers apart, and adapters go by the row")
+    if r.tp_size > 1:
+        reasons.append(f"keeps states in one process, and tp_size={r.tp_size} shares the model")
     return reasons
 
 

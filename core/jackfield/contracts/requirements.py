@@ -74,6 +74,10 @@ class Requirements:
         head_dims: Attention: the sizes of heads that there are, ascending.
         layer_types: Layers: "full_attention", "sliding_attention", "chunked_attention" or
             "linear_attention", one each.
+        states_apart: Layers: each of those with "linear_attention" has a module of its own that
+            reads and writes its state, so that each sequence can have one.
+        state_bytes: Layers: what the states of a sequence take in all of them at most, however long
+            it is, in bytes; None: nobody can tell.
         windows: Layers: how many tokens each keeps, None where it sees everything.
         dynamic_only: Layers: those of the model's own types that transformers' static caches do
             not know.
@@ -139,6 +143,8 @@ class Requirements:
     num_key_value_heads: int
     head_dims: tuple[int, ...]
     layer_types: tuple[str, ...]
+    states_apart: bool = False
+    state_bytes: int | None = 0
     windows: tuple[int | None, ...] = ()
     dynamic_only: tuple[str, ...] = ()
     features: Mapping[str, str] = field(default_factory=dict)
@@ -210,7 +216,7 @@ class Requirements:
     @property
     def whole_prompt(self) -> str | None:
         """Why a prompt cannot be fed in several steps; None: it can."""
-        if "linear_attention" in self.layer_types:
+        if "linear_attention" in self.layer_types and self.layout != "packed":
             return "linear-attention layers"
         return self.features.get("bidirectional_prefix") or self.pieces
 

@@ -12,12 +12,14 @@ from jackfield.bridge.attention import AttentionBinding, decoder_configs
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
+from jackfield.bridge.state_layers import state_layers
 from jackfield.bridge.unchanged import Unchanged
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
+from jackfield.engine.stateful import StatefulCache
 from jackfield.errors import ExecutionError, PlanError, UsageError
 from jackfield.guarded import all_of, guarded
 from jackfield.planning.beside import Beside
@@ -85,8 +87,15 @@ class BoundModel:
         bound = laid_out(cache.bind(context), context)
         users = [plan[kind].registered for kind in ("attention", "compiler")]
         self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
+        if "linear_attention" in plan.requirements.layer_types:
+            self._with_states(cache)
         self._holds = True
         self._steps = False  # a step goes on
+
+    def _with_states(self, who: object) -> None:
+        """In the packed layout the states of layers are kept beside the pages."""
+        if isinstance(self.cache, PackedKVCache):
+            self.cache = StatefulCache(self.cache, who, state_layers(self.model))
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits `[rows, k, vocab]` of one step.
@@ -192,6 +201,8 @@ class BoundModel:
             self.attention.remove()
             raise
         undo += [layers.install() for layers in self.layers]
+        if isinstance(self.cache, StatefulCache):
+            undo.append(self.cache.install())
         if self.plan.requirements.tp_size > 1:
             for module in {model, model.base_model}:
                 undo.append(module.register_forward_pre_hook(self._check_called_by_us).remove)

@@ -32,13 +32,16 @@ class StepLimits:
 def step_bytes(needs: Requirements, limits: StepLimits) -> int:
     """What to leave free for a step beside weights and cache, in bytes; on the CPU nothing is.
 
-    It is more than a dry run shows, and than the sampler takes of any settings.
+    It is more than a dry run shows, and than the sampler takes of any settings. In the packed
+    layout the states of layers are in it, which no cache has in its pools.
     """
     if needs.device == "cpu":
         return 0
     size, (vocabulary, _) = BYTES[needs.dtype], needs.head or (0, 0)
     fed = (limits.tokens + limits.rows * limits.drafts) * needs.token_numbers * size
-    return fed + limits.rows * (1 + limits.drafts) * vocabulary * sampled_bytes(needs.dtype)
+    logits = limits.rows * (1 + limits.drafts) * vocabulary * sampled_bytes(needs.dtype)
+    states = limits.rows * (needs.state_bytes or 0) if needs.layout == "packed" else 0
+    return fed + logits + states
 
 
 def sampled_bytes(dtype: str) -> int:

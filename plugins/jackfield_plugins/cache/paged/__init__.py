@@ -116,7 +116,7 @@ class PagedCache(Cache):
     def rank(self, requirements: Requirements) -> int | None:
         """Before `dynamic`, where there are attentions that read its pages at full speed."""
         wanted = requirements.device in ("cpu", "cuda")
-        return 20 if wanted and known(requirements.packed_numbers) else None
+        return 20 if wanted and known(requirements, requirements.packed_numbers) else None
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         return replace(super().imply(requirements, options), page_size=options.page_size)
@@ -124,7 +124,11 @@ class PagedCache(Cache):
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         measured = options.memory is not None or requirements.device != "cpu"
-        if measured and options.num_tokens is None and not known(requirements.packed_numbers):
+        if (
+            measured
+            and options.num_tokens is None
+            and not known(requirements, requirements.packed_numbers)
+        ):
             reasons.append(
                 "does not know before this model runs how much a token takes; say how many fit "
                 "with 'paged?num_tokens=…'"
@@ -145,17 +149,17 @@ class PagedCache(Cache):
         return reasons
 
     def request_bytes(self, requirements: Requirements, options: Any, tokens: int) -> int | None:
-        if not known(requirements.packed_numbers):
+        if not known(requirements, requirements.packed_numbers):
             return None
         size = _page_size(requirements, options)
         numbers = 0
         for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
             places = tokens if window is None else min(tokens, window + size - 1)
             numbers += count * -(-places // size) * size
-        return numbers * BYTES[requirements.dtype]
+        return numbers * BYTES[requirements.dtype] + (requirements.state_bytes or 0)
 
     def pool_bytes(self, requirements: Requirements, options: Any) -> int | None:
-        if options.num_tokens is None or not known(requirements.packed_numbers):
+        if options.num_tokens is None or not known(requirements, requirements.packed_numbers):
             return None
         pages: int = -(-options.num_tokens // _page_size(requirements, options))
         return pages * self._page_bytes(requirements, options)
@@ -165,7 +169,7 @@ class PagedCache(Cache):
     ) -> int | None:
         """Pools that grow do so by doubling: those of layers with one window together."""
         grows = requirements.device == "cpu" and options.num_tokens is options.memory is None
-        if not grows or not known(requirements.packed_numbers):
+        if not grows or not known(requirements, requirements.packed_numbers):
             return super().allocated_bytes(requirements, options, tokens, requests)
         size, total = _page_size(requirements, options), 0
         for count, window in zip(requirements.packed_numbers, requirements.windows, strict=True):
@@ -173,7 +177,8 @@ class PagedCache(Cache):
             pages = max(FIRST_PAGES, requests * -(-places // size))
             doublings = (-(-pages // FIRST_PAGES) - 1).bit_length()
             total += count * (FIRST_PAGES << doublings) * size
-        return total * BYTES[requirements.dtype]
+        states = requests * (requirements.state_bytes or 0)
+        return total * BYTES[requirements.dtype] + states
 
     def _page_bytes(self, requirements: Requirements, options: Any) -> int:
         """One page in every layer."""
@@ -183,7 +188,7 @@ class PagedCache(Cache):
     def pool_of(self, requirements: Requirements, options: Any, left: int) -> int | None:
         """A share of what is left, in whole pages; None: pools grow, or nobody knows a page."""
         share = _share(requirements, options)
-        if share is None or not known(requirements.packed_numbers):
+        if share is None or not known(requirements, requirements.packed_numbers):
             return self.pool_bytes(requirements, options)
         page = self._page_bytes(requirements, options)
         return int(share * left) // page * page
