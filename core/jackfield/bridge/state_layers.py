@@ -32,10 +32,11 @@ def state_modules(model: PreTrainedModel) -> dict[int, nn.Module] | None:
     """
     if not hasattr(Cache, "get_conv_state"):  # transformers before 5.20 hand the layer's own out
         return None
-    attending = {id(module) for _, module in attention_modules(model) if looks_up(type(module))}
+    attending = {id(module) for _, module in attention_modules(model) if _attends(module)}
     found: dict[int, nn.Module] = {}
     for module in model.modules():
-        if not _keeps_state(type(module)):
+        cls: Any = type(module)
+        if not _keeps_state(cls):
             continue
         number = getattr(module, "layer_idx", None)
         mixed = any(id(part) in attending for part in module.modules())
@@ -54,6 +55,11 @@ def states_apart(model: PreTrainedModel, states: Sequence[tuple[int, int]]) -> b
     due = {i for i, kind in kinds if kind == "linear_attention" and (not states or any(states[i]))}
     modules = state_modules(model)
     return modules is not None and modules.keys() == due
+
+
+def _attends(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    return looks_up(cls)
 
 
 @functools.cache

@@ -30,7 +30,8 @@ class CacheCapabilities:
     Attributes:
         layout: "padded" (batch × time) or "packed" (all tokens of a step in one row).
         layer_types: Those that it holds: "full_attention", "sliding_attention" and, padded only,
-            "chunked_attention" and "linear_attention".
+            "chunked_attention" and "linear_attention". Beside a packed cache the engine keeps the
+            states of "linear_attention" itself.
         dtypes: Those of keys and values.
         rollback: The layer types whose tokens can be taken back once they were fed (rejected
             drafts).
@@ -131,8 +132,9 @@ class Cache(Backend):
         """Why no cache of this layout can have this model, whatever `refuse` says.
 
         Packed caches get no model with an attention or a mask of its own, a prefix that is read in
-        both directions, chunked or linear layers, layers that share keys and values, or layers on
-        several devices. A backend need not write anything for it.
+        both directions, chunked layers, layers that share keys and values, or layers on several
+        devices. Of linear-attention layers the engine keeps the states itself, beside any of them.
+        A backend need not write anything for it.
 
         Args:
             requirements: The job.

@@ -98,8 +98,8 @@ MODELS = {
     "mixed_windows": ({"full_attention", "sliding_attention"}, True),
     "sinks": ({"full_attention", "sliding_attention"}, True),
     "chunked": ({"full_attention", "chunked_attention"}, False),
-    "linear": ({"full_attention", "linear_attention"}, False),
-    "convolution": ({"full_attention", "linear_attention"}, False),
+    "linear": ({"full_attention", "linear_attention"}, True),
+    "convolution": ({"full_attention", "linear_attention"}, True),
     "shared_layers": ({"full_attention", "sliding_attention"}, False),
 }
 
@@ -115,7 +115,7 @@ def _models(bench: Bench) -> Iterator[Check]:
         return run
 
     for name, (kinds, packs) in MODELS.items():
-        if kinds <= bench.layer_types and (packs or not bench.packed):
+        if kinds <= bench.held and (packs or not bench.packed):
             what = f"layer_types: {', '.join(sorted(kinds))}"
             yield Check(f"engine.{name}", what, of(name, what))
 

@@ -67,6 +67,7 @@ class Bench:
 
     Attributes:
         layer_types: Those that it declares.
+        held: With those that the engine keeps beside any packed cache.
         base: The model of `MODELS` that asks least of it.
         dtype: The first that it declares: float32 where it does.
     """
@@ -75,6 +76,8 @@ class Bench:
         self.subject = subject
         self.declared: CacheCapabilities = subject.backend.capabilities
         self.layer_types = self.declared.layer_types
+        packed = self.declared.layout == "packed"
+        self.held = self.layer_types | ({"linear_attention"} if packed else set())
         self.base = next(name for kind, name in BASES.items() if kind in self.layer_types)
         self.dtype = "float32" if "float32" in self.declared.dtypes else min(self.declared.dtypes)
         self._plans: dict[Any, Plan | PlanError] = {}

@@ -16,7 +16,7 @@ from jackfield.testing.checks import Check, WrongError
 
 def refusals(bench: Bench) -> Iterator[Check]:
     declared = bench.declared
-    for kind in sorted(set(LAYER_TYPES) - declared.layer_types):
+    for kind in sorted(set(LAYER_TYPES) - bench.held):
         yield _refused(bench, f"layer_types.{kind}", f"layer_types: {kind}", _model(bench, kind))
     for dtype in sorted(set(DTYPES) - declared.dtypes):
         yield _refused(bench, f"dtypes.{dtype}", f"dtypes: {dtype}", _dtype(bench, dtype))
