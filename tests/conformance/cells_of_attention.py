@@ -53,7 +53,7 @@ def run(family: str, attention: str, cache: str) -> Cell:
 
 def modes(family: str, dtype: torch.dtype, chosen: dict[str, str]) -> Iterable[Mode]:
     model, wanted = model_of(family, dtype), expected(family, dtype)
-    whole = jackfield.plan(model).requirements.whole_prompt
+    whole = jackfield.plan(model, **chosen).requirements.whole_prompt
     for chunk in CHUNKS:
         if whole and chunk is not None:
             with pytest.raises(UsageError, match="one piece"):

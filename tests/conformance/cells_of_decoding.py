@@ -112,7 +112,8 @@ def tokenizer(*, ends: bool, backwards: bool = False) -> Any:
 
 def modes(family: str, way: Way, cache: str, dtype: torch.dtype) -> Iterable[Mode]:
     arguments, model = chosen(family, way, cache), model_of(family, dtype)
-    chunks = (None,) if jackfield.plan(model).requirements.whole_prompt else (None, 7)
+    whole = jackfield.plan(model, **arguments).requirements.whole_prompt
+    chunks = (None,) if whole else (None, 7)
     for ends in (True, False):
         end = "EOS" if ends else "no EOS"
         wanted = said(family, dtype, ends, way.structured, way.num_beams)

@@ -10,6 +10,7 @@ from families import FAMILIES, Family, build, oracle, prompts
 import jackfield
 from jackfield.bridge.state_layers import StateLayer
 from jackfield.errors import PlanError, UsageError
+from jackfield.estimates.perplexity import token_logprobs
 
 PROMPTS = prompts((2, 5, 12))
 COUNTS = (3, 10, 6)
@@ -132,3 +133,14 @@ def test_a_state_takes_what_was_planned(hybrid: Any) -> None:
 def test_what_states_cannot_do_is_refused(hybrid: Any, asked: Any, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         jackfield.plan(hybrid, cache_implementation="paged", **asked)
+
+
+def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are fed in pieces there, each as one token and what follows it."""
+    monkeypatch.setattr("jackfield.estimates.perplexity._CHUNK", 16)
+    ids = prompts((100,))[0]
+    found = []
+    for cache in ("dynamic", "paged"):
+        with jackfield.load(hybrid, cache_implementation=cache) as engine:
+            found.append(token_logprobs(engine, ids))
+    assert found[0] == pytest.approx(found[1], abs=1e-9)

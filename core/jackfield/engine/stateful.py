@@ -48,7 +48,7 @@ class StatefulCache(GuardedPackedCache):
         inputs = super().prepare(step)
         rows, begin = [], 0
         for item in step.scheduled:
-            end = begin + item.num_tokens
+            end = begin + item.num_tokens + len(item.drafts)  # where all of these are kept
             rows.append(StateRows(item.sequence.id, begin, end))
             begin = end
         self._reads(rows)
