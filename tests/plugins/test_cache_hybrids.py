@@ -143,4 +143,5 @@ def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.Mon
     for cache in ("dynamic", "paged"):
         with jackfield.load(hybrid, cache_implementation=cache) as engine:
             found.append(token_logprobs(engine, ids))
-    assert found[0] == pytest.approx(found[1], abs=1e-9)
+    # Between two pieces some states are rounded to float32, in a model of float64, too.
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
