@@ -17,6 +17,8 @@ import transformers
 
 VOCAB = 120
 WINDOW = 8
+#: Whether states of linear-attention layers can be kept beside pages.
+STATES_APART = hasattr(transformers.Cache, "get_conv_state")
 CONTEXT = 128
 
 _COMMON = {

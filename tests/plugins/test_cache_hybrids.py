@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from families import FAMILIES, Family, build, oracle, prompts
+from families import FAMILIES, STATES_APART, Family, build, oracle, prompts
 
 import jackfield
 from jackfield.bridge.state_layers import StateLayer
@@ -57,9 +57,12 @@ def test_chunks_are_refused_where_rows_are_padded(hybrid: Any) -> None:
         jackfield.load(hybrid, prefill_chunk_size=4, cache_implementation="dynamic")
 
 
+in_pages = pytest.mark.skipif(not STATES_APART, reason="transformers has no get_conv_state")
+
 BEGIN_ALIKE = [*PROMPTS, [*PROMPTS[2], 3, 1], PROMPTS[2], [*PROMPTS[2][:9], 4]]
 
 
+@in_pages
 @pytest.mark.parametrize("chunk", [None, 1, 5])
 @pytest.mark.parametrize("swap", [False, True])
 def test_states_beside_pages(hybrid: Any, chunk: int | None, swap: bool) -> None:
@@ -81,6 +84,7 @@ def test_states_beside_pages(hybrid: Any, chunk: int | None, swap: bool) -> None
     assert not any("forward" in vars(module) for module in hybrid.modules())
 
 
+@in_pages
 def test_preempted_requests_go_on_from_their_states(
     hybrid: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +102,7 @@ def test_preempted_requests_go_on_from_their_states(
             assert bool(back) == swap
 
 
+@in_pages
 @pytest.mark.parametrize("decoding", [{"num_beams": 3}, {"do_sample": True, "seed": 7}])
 def test_copies_have_states_of_their_own(hybrid: Any, decoding: dict[str, Any]) -> None:
     asked = {"max_new_tokens": 8, "num_return_sequences": 3, **decoding}
@@ -110,6 +115,7 @@ def test_copies_have_states_of_their_own(hybrid: Any, decoding: dict[str, Any]) 
     assert len({tuple(one) for one in said[0]}) > len(PROMPTS)
 
 
+@in_pages
 def test_a_state_takes_what_was_planned(hybrid: Any) -> None:
     plan = jackfield.plan(hybrid, cache_implementation="paged?page_size=3")
     with jackfield.load(hybrid, cache_implementation="paged?page_size=3") as engine:
@@ -122,6 +128,7 @@ def test_a_state_takes_what_was_planned(hybrid: Any) -> None:
         assert planned / 2 < max(held) <= planned  # some keep float32 in a model of float64
 
 
+@in_pages
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -135,6 +142,7 @@ def test_what_states_cannot_do_is_refused(hybrid: Any, asked: Any, why: str) -> 
         jackfield.plan(hybrid, cache_implementation="paged", **asked)
 
 
+@in_pages
 def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are fed in pieces there, each as one token and what follows it."""
     monkeypatch.setattr("jackfield.estimates.perplexity._CHUNK", 16)

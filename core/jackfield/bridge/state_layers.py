@@ -30,8 +30,8 @@ def state_modules(model: PreTrainedModel) -> dict[int, nn.Module] | None:
 
     None where one does other work as well, so that nobody can keep it apart for each sequence.
     """
-    if not hasattr(Cache, "get_conv_state"):  # transformers before 5.20 hand the layer's own out
-        return None
+    if not hasattr(Cache, "get_conv_state"):
+        return None  # in transformers 5.17 prompts in pieces of one token are wrong (Zamba2)
     attending = {id(module) for _, module in attention_modules(model) if _attends(module)}
     found: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -66,7 +66,8 @@ def _attends(module: nn.Module) -> bool:
 def _keeps_state(cls: Any) -> bool:
     """Whether the code of a class writes a state into its cache."""
     # Kernels of the hub and the like are wrapped around it.
-    functions = (inspect.unwrap(f) for f in vars(cls).values() if isinstance(f, FunctionType))
+    parts = (part for base in cls.__mro__ for part in vars(base).values())
+    functions = (inspect.unwrap(f) for f in parts if isinstance(f, FunctionType))
     return any(not _UPDATES.isdisjoint(f.__code__.co_names) for f in functions)
 
 
@@ -151,11 +152,10 @@ class StateLayer:
         out: dict[int, Any] = {}
         decoding = [r for r in rows if r.end - r.begin == 1 and self._has(r.sequence)]
         if decoding:
-            index = None if len(decoding) == tokens else [row.begin for row in decoding]
-            found = self._call(_in_rows(given, tokens, index), self._together(decoding))
-            if index is None:
+            found = self._call(_in_rows(given, tokens, decoding), self._together(decoding))
+            if len(decoding) == tokens:
                 return _in_a_row(found, tokens)
-            out = {row.begin: _row(found, n, len(index)) for n, row in enumerate(decoding)}
+            out = {row.begin: _row(found, n, len(decoding)) for n, row in enumerate(decoding)}
         for row in rows:
             if row.begin not in out:
                 own = _cut(given, tokens, row.begin, row.end)
@@ -237,12 +237,19 @@ def _each(value: Any, shape: tuple[int, int], change: Callable[[torch.Tensor], A
     return tuple(_each(v, shape, change) for v in value) if isinstance(value, tuple) else value
 
 
-def _in_rows(given: Any, tokens: int, index: list[int] | None) -> Any:
-    """Tokens of the step, all of them or some, as the rows of a batch."""
+def _in_rows(given: Any, tokens: int, decoding: Sequence[StateRows]) -> Any:
+    """The tokens of sequences that feed one each, as the rows of a batch.
+
+    They are cut out where they lie: an index would be a copy to the device, which waits.
+    """
+    runs: list[tuple[int, int]] = []
+    for row in decoding:
+        follows = runs and runs[-1][1] == row.begin
+        runs[-1:] = [(runs[-1][0], row.end)] if follows else [*runs[-1:], (row.begin, row.end)]
 
     def rows(x: torch.Tensor) -> torch.Tensor:
-        chosen = x if index is None else x[:, torch.tensor(index, device=x.device)]
-        return chosen.transpose(0, 1)
+        parts = [x[:, begin:end] for begin, end in runs]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(0, 1)
 
     return _each(given, (1, tokens), rows)
 
