@@ -172,7 +172,8 @@ def test_any_number_of_columns(
 
     def said() -> str:
         done = cli(*LINES[line][0])
-        assert (done.code, done.err) == (0, "")
+        assert done.err == ""
+        assert done.code in ((0, 1) if line == "doctor" else (0,))  # it may find something here
         return "".join(sorted(char for char in done.out if char.isalpha()))
 
     monkeypatch.setenv("COLUMNS", "200")

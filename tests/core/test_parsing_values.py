@@ -63,6 +63,8 @@ def test_json_is_what_json_reads(text: str) -> None:
     assert found == text[:end] or "\n" in text or "\x01" in text
 
 
+@example(text="01")
+@example(text="-007.5")
 @given(text=BITS | VALUES.map(repr) | VALUES.map(json.dumps))
 def test_python_is_what_python_reads(text: str) -> None:
     try:

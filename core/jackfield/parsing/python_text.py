@@ -11,8 +11,10 @@ _WORDS = {
     "True": True, "False": False, "None": None, "true": True, "false": False, "null": None,
 }  # fmt: skip
 _WORD = re.compile(r"[-+.\w]+")
-_INTEGER = re.compile(r"[-+]?[0-9]+")
-_REAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_INTEGER = re.compile(r"[-+]?(0+|[1-9][0-9]*)")  # Python has no 01
+_REAL = re.compile(
+    r"[-+]?([0-9]+(\.[0-9]*([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)|\.[0-9]+([eE][-+]?[0-9]+)?)"
+)
 _LONGEST = 400  # characters of a number
 _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"',
