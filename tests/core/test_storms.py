@@ -48,7 +48,7 @@ class Storm(Stepped):
     )
     def begin(self, family: str, chunk: int | None, swap: bool, sharing: bool, scheduler: str,
               size: int, deterministic: bool, assistant: str) -> None:  # fmt: skip
-        self.family = family
+        self.family, swap = family, swap and family not in STATES
         deterministic = deterministic and family not in STATES
         plain = deterministic or family in STATES
         self.decodings = [None] if plain else ["sample", "look", "assist"]
@@ -160,7 +160,6 @@ class Storm(Stepped):
         assert set(self.loop._timed._held) <= set(self.open)
         if self.family in STATES:
             cache: Any = self.loop.cache
-            assert set(cache._preempted) <= waiting
             for layer in cache._layers:
                 assert {*layer._apart, *layer._members} <= held
         self.nothing_of_drafts_leaks()

@@ -1,16 +1,21 @@
-"""Models with linear layers: padded batches whose rows end early; prompts in one piece only."""
+"""Models with linear layers: padded batches whose rows end early; states beside pages."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from typing import Any
 
 import pytest
+import torch
 from families import FAMILIES, STATES_APART, Family, build, oracle, prompts
 
 import jackfield
-from jackfield.bridge.state_layers import StateLayer
-from jackfield.errors import PlanError, UsageError
+from jackfield.bridge.state_layers import state_modules
+from jackfield.errors import ExecutionError, PlanError, UsageError
 from jackfield.estimates.perplexity import token_logprobs
+from jackfield.registry.backends import Registered
 
 PROMPTS = prompts((2, 5, 12))
 COUNTS = (3, 10, 6)
@@ -64,11 +69,10 @@ BEGIN_ALIKE = [*PROMPTS, [*PROMPTS[2], 3, 1], PROMPTS[2], [*PROMPTS[2][:9], 4]]
 
 @in_pages
 @pytest.mark.parametrize("chunk", [None, 1, 5])
-@pytest.mark.parametrize("swap", [False, True])
-def test_states_beside_pages(hybrid: Any, chunk: int | None, swap: bool) -> None:
+def test_states_beside_pages(hybrid: Any, chunk: int | None) -> None:
     """Requests wait, are read in pieces, lose their pages and come back, and begin alike."""
     expected = [oracle(hybrid, prompt, 10) for prompt in BEGIN_ALIKE]
-    cache = f"paged?page_size=3&num_tokens=42&swap={swap}"
+    cache = "paged?page_size=3&num_tokens=42"
     with jackfield.load(
         hybrid, cache_implementation=cache, prefill_chunk_size=chunk, max_batch_size=4
     ) as engine:
@@ -79,27 +83,91 @@ def test_states_beside_pages(hybrid: Any, chunk: int | None, swap: bool) -> None
         assert usage is not None
         assert usage.prefix_tokens == 0
         assert engine._assembly.bound.cache.held_bytes() == 0
-        states = engine._assembly.bound.cache
-        assert not states._preempted
     assert not any("forward" in vars(module) for module in hybrid.modules())
 
 
 @in_pages
-def test_preempted_requests_go_on_from_their_states(
-    hybrid: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `swap` nothing is computed again; otherwise all is, and no state is mistaken for it."""
+def test_preempted_requests_are_read_again(hybrid: Any, strangers: Any) -> None:
+    """Nothing of what they had is taken for theirs, however closely the cache is watched."""
     expected = [oracle(hybrid, prompt, 12) for prompt in PROMPTS] * 2
-    back: list[int] = []
-    put_back = StateLayer.put_back
-    monkeypatch.setattr(StateLayer, "put_back", lambda *a: (back.append(a[1]), put_back(*a))[1])
-    for swap in (True, False):
-        back.clear()
-        cache = f"paged?page_size=2&num_tokens=40&swap={swap}"
-        with jackfield.load(hybrid, cache_implementation=cache) as engine:
-            found = engine.generate(PROMPTS * 2, max_new_tokens=12)
+    cache = "paged?page_size=2&num_tokens=40"
+    with jackfield.load(hybrid, cache_implementation=cache) as engine:
+        found = engine.generate(PROMPTS * 2, max_new_tokens=12)
+        assert [c.token_ids for c in found] == expected
+        assert engine.statistics().preemptions > 0
+
+
+@pytest.fixture(params=[False, True])
+def strangers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all backends are another package's, and looked at in every step."""
+    if request.param:
+        monkeypatch.setattr(Registered, "own", False)
+
+
+@in_pages
+@pytest.mark.parametrize("where", ["processor", "thread"])
+def test_what_others_call_of_a_live_model_changes_no_state(hybrid: Any, where: str) -> None:
+    expected = [oracle(hybrid, prompt, 10) for prompt in PROMPTS]
+    ids, over = torch.tensor([PROMPTS[2][:5]]), threading.Event()
+    called = []
+
+    def call(*args: Any) -> Any:
+        with contextlib.suppress(Exception), torch.no_grad():
+            hybrid(input_ids=ids)
+        called.append(1)
+        return args[-1] if args else None
+
+    def calls() -> None:
+        while not over.is_set():
+            call()
+
+    asked: list[dict[str, Any]] = [{"logits_processor": [call]}, {}, {}]
+    with jackfield.load(hybrid, cache_implementation="paged?page_size=3") as engine:
+        if where == "processor":
+            found = engine.generate(PROMPTS, settings=asked, max_new_tokens=10)
             assert [c.token_ids for c in found] == expected
-            assert bool(back) == swap
+        else:
+            other = threading.Thread(target=calls)
+            other.start()
+            try:
+                with contextlib.suppress(ExecutionError):  # it may be found out
+                    found = engine.generate(PROMPTS, max_new_tokens=10)
+                    assert [c.token_ids for c in found] == expected
+            finally:
+                over.set()
+                other.join()
+    assert called
+
+
+@in_pages
+def test_a_forward_of_the_users_is_used_and_given_back(hybrid: Any) -> None:
+    expected = [oracle(hybrid, prompt, 6) for prompt in PROMPTS]
+    (module, *_) = state_modules(hybrid).values()  # type: ignore[union-attr]
+    theirs, seen = module.forward, []
+
+    @functools.wraps(theirs)
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return theirs(*args, **kwargs)
+
+    module.forward = mine
+    try:
+        with jackfield.load(hybrid, cache_implementation="paged") as engine:
+            assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=6)] == expected
+            module.forward = mine  # in the midst: the states are passed over
+            with pytest.raises(ExecutionError, match="0 times in a step through the engine"):
+                engine.generate(PROMPTS, max_new_tokens=6)
+        assert vars(module)["forward"] is mine
+    finally:
+        del module.forward
+    assert seen
+
+
+@in_pages
+def test_steps_are_verified(hybrid: Any) -> None:
+    with jackfield.load(hybrid, cache_implementation="paged", verify=True) as engine:
+        found = engine.generate(PROMPTS, max_new_tokens=6)
+    assert [c.token_ids for c in found] == [oracle(hybrid, prompt, 6) for prompt in PROMPTS]
 
 
 @in_pages
@@ -134,12 +202,13 @@ def test_a_state_takes_what_was_planned(hybrid: Any) -> None:
     [
         ({"decoding": "prompt_lookup"}, "cannot take back tokens of linear_attention layers"),
         ({"deterministic": True}, "linear_attention layers compute together what decodes"),
+        ({"cache_implementation": "paged?swap=true"}, "without the states of layers"),
         ({"compile": "native"}, "cannot take the state of linear-attention layers"),
     ],
 )
 def test_what_states_cannot_do_is_refused(hybrid: Any, asked: Any, why: str) -> None:
     with pytest.raises(PlanError, match=why):
-        jackfield.plan(hybrid, cache_implementation="paged", **asked)
+        jackfield.plan(hybrid, **{"cache_implementation": "paged", **asked})
 
 
 @in_pages

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from jackfield.bridge.model_layers import attention_modules, layer_types, looks_up
+from jackfield.errors import ExecutionError
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHE = ("cache_params", "past_key_values")  # what mixers call it
@@ -96,9 +98,9 @@ class State(LinearAttentionLayer):
         """One of its rows; a view."""
         return self._with(lambda name, i: getattr(self, name)[i][number : number + 1])
 
-    def copy(self, device: torch.device | None = None) -> State:
+    def copy(self) -> State:
         """The same in memory of its own."""
-        return self._with(lambda name, i: getattr(self, name)[i].to(device, copy=True))
+        return self._with(lambda name, i: getattr(self, name)[i].clone())
 
     def _with(self, tensor: Callable[[str, int], torch.Tensor]) -> State:
         found = type(self)(self.number_of_states)
@@ -127,27 +129,54 @@ class StateLayer:
 
     def __init__(self, module: nn.Module, number: int, states: int) -> None:
         self._module, self._number, self._states = module, number, states
-        self._inner = module.forward
-        self._signature = inspect.signature(self._inner)
         self._cache = str(_cache_name(module))
         self._apart: dict[int, State] = {}
         self._members: tuple[int, ...] = ()  # whose rows `_batch` has
         self._batch: State | None = None
-        self.rows: Sequence[StateRows] | None = None  # of the step that is under way
+        self._rows: Sequence[StateRows] = ()  # of the step that is under way
+        self._thread: int | None = None  # which computes it
+        self._calls = 0
 
     def install(self) -> Callable[[], None]:
         """Have the module compute steps of ours so. Returns what gives it back."""
-        self._module.forward = self._forward
+        module = self._module
+        before = vars(module).get("forward")
+        self._inner = module.forward
+        self._signature = inspect.signature(self._inner)
+        module.forward = mine = self._forward
 
         def restore() -> None:
-            del self._module.forward  # what shows again is the method of its class
+            if vars(module).get("forward") != mine:  # somebody's later wish
+                return
+            if before is None:
+                del module.forward  # what shows again is the method of its class
+            else:
+                module.forward = before
 
         return restore
 
+    def begin(self, rows: Sequence[StateRows]) -> None:
+        """This thread computes a step now; what others call meanwhile is theirs."""
+        self._rows, self._thread, self._calls = rows, threading.get_ident(), 0
+
+    def end(self) -> None:
+        """The step was computed, or failed."""
+        self._thread = None
+
+    def check_called(self) -> None:
+        """Raise ExecutionError where the module was not called once in the step."""
+        if self._calls != 1:
+            raise ExecutionError(
+                f"{type(self._module).__name__} of layer {self._number} was called {self._calls} "
+                "times in a step through the engine, which keeps its state; leave its forward as "
+                "it is while an engine has the model"
+            )
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        rows = self.rows
-        if rows is None:  # somebody else's call
+        if self._thread != threading.get_ident():  # somebody else's call
             return self._inner(*args, **kwargs)
+        self._calls += 1
+        rows = self._rows
         given, tokens = self._by_name(args, kwargs), rows[-1].end
         out: dict[int, Any] = {}
         decoding = [r for r in rows if r.end - r.begin == 1 and self._has(r.sequence)]
@@ -207,14 +236,6 @@ class StateLayer:
         """Give the second of each pair what the first has."""
         found = {into: self._alone(source).copy() for source, into in copies}
         self._apart.update(found)
-
-    def take_out(self, sequence: int) -> State | None:
-        """A copy of a state in host memory; None where there is none."""
-        return self._alone(sequence).copy(torch.device("cpu")) if self._has(sequence) else None
-
-    def put_back(self, sequence: int, state: State) -> None:
-        """Use what `take_out` gave."""
-        self._apart[sequence] = state.copy(state.device)
 
     def clear(self) -> None:
         """Forget all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.compiled import CompiledForward
     from jackfield.contracts import ModelInputs
+
+
+_NOTHING = nullcontext()
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
@@ -110,7 +114,8 @@ class BoundModel:
         attention.begin()
         self._steps = True
         try:
-            logits = self._forward(inputs)
+            with self._states():
+                logits = self._forward(inputs)
         except BaseException:
             attention.check_selected()  # which is then the cause
             raise
@@ -124,6 +129,11 @@ class BoundModel:
         else:
             attention.check_called()
         return logits
+
+    def _states(self) -> AbstractContextManager[None]:
+        """What has layers with a state compute a step of ours."""
+        own = isinstance(self.cache, StatefulCache)
+        return self.cache.computing() if own else _NOTHING  # type: ignore[attr-defined]
 
     def check_unchanged(self) -> None:
         """A request comes. ExecutionError: the model or its config is not what was planned."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jackfield.bridge.state_layers import State, StateLayer, StateRows
+from jackfield.bridge.state_layers import StateLayer, StateRows
 from jackfield.contracts import ModelInputs, PackedKVCache
 from jackfield.engine.guarded_cache import GuardedPackedCache
-from jackfield.guarded import all_of
+from jackfield.guarded import all_of, fault
 
 if TYPE_CHECKING:
     from jackfield.contracts import Sequence, Step
@@ -19,52 +20,58 @@ if TYPE_CHECKING:
 class StatefulCache(GuardedPackedCache):
     """`inner`, whose sequences have states in `layers` as long as they are in it.
 
-    A state is that of all tokens of a sequence, so the beginning of a prompt that others have read
-    is of no use: each sequence gets a `cache_salt` of its own whenever it enters.
+    A state is that of all tokens of a sequence, so what was read before it entered is of no use,
+    by others or by itself: it gets another `cache_salt` whenever it enters.
     """
 
     def __init__(self, inner: PackedKVCache, who: object, layers: Seq[StateLayer]) -> None:
         super().__init__(inner, who)
         self._layers = layers
-        self._preempted: dict[int, tuple[int, list[State | None]]] = {}
+        self._rows: list[StateRows] = []
 
     def install(self) -> Callable[[], None]:
         """Have the layers look here. Returns what gives them back."""
         return partial(all_of, [layer.install() for layer in self._layers])
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """The step that was prepared is computed meanwhile, in this thread.
+
+        Raises ExecutionError where a layer was not asked for what it keeps.
+        """
+        for layer in self._layers:
+            layer.begin(self._rows)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.end()
+        for layer in self._layers:
+            layer.check_called()
 
     def admit(self, sequence: Sequence) -> bool:
         salt = f"{sequence.id}.{sequence.preemptions}"
         sequence.settings = sequence.settings._replace(cache_salt=salt)
         if not super().admit(sequence):
             return False
-        tokens, states = self._preempted.pop(sequence.id, (0, []))
-        if sequence.num_cached and sequence.num_cached == tokens:  # its pages were kept, too
-            for layer, state in zip(self._layers, states, strict=True):
-                if state is not None:
-                    layer.put_back(sequence.id, state)
+        if sequence.num_cached:
+            raise fault(
+                self._who,
+                f"admit says that it has {sequence.num_cached} tokens of a sequence whose "
+                "cache_salt no other had, and whose states are gone; it must say 0",
+            )
         return True
 
     def prepare(self, step: Step) -> ModelInputs:
         inputs = super().prepare(step)
-        rows, begin = [], 0
+        self._rows, begin = [], 0
         for item in step.scheduled:
             end = begin + item.num_tokens + len(item.drafts)  # where all of these are kept
-            rows.append(StateRows(item.sequence.id, begin, end))
+            self._rows.append(StateRows(item.sequence.id, begin, end))
             begin = end
-        self._reads(rows)
         return inputs
 
-    def _reads(self, rows: list[StateRows] | None) -> None:
-        for layer in self._layers:
-            layer.rows = rows
-
-    def commit(self, step: Step, kept: Seq[int]) -> None:
-        self._reads(None)
-        super().commit(step, kept)
-
     def preempt(self, sequence: Sequence) -> None:
-        states = [layer.take_out(sequence.id) for layer in self._layers]
-        self._preempted[sequence.id] = sequence.num_cached, states
         self._drop([sequence])
         super().preempt(sequence)
 
@@ -75,10 +82,7 @@ class StatefulCache(GuardedPackedCache):
         super().fork(copies, dropped)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        self._reads(None)
         self._drop(sequences)
-        for sequence in sequences:
-            self._preempted.pop(sequence.id, None)
         super().release(sequences)
 
     def _drop(self, sequences: Seq[Sequence]) -> None:
@@ -86,7 +90,6 @@ class StatefulCache(GuardedPackedCache):
             layer.drop([sequence.id for sequence in sequences])
 
     def close(self) -> None:
-        self._preempted.clear()
         for layer in self._layers:
             layer.clear()
         super().close()

@@ -135,6 +135,8 @@ class PagedCache(Cache):
             )
         if requirements.batch_invariant and options.prefix_sharing:
             reasons.append("prefix_sharing=true goes against deterministic=True; drop one of them")
+        if "linear_attention" in requirements.layer_types and options.swap:
+            reasons.append("swap=true would bring pages back without the states of layers; drop it")
         if requirements.tp_size > 1 and options.swap:
             reasons.append(
                 "swap=true goes by the free memory of one process, and tp_size="
@@ -223,7 +225,8 @@ class PagedCache(Cache):
 
         options, device = context.options, context.device
         # By free memory, which processes that share a model would each see otherwise.
-        swap = device.type != "cpu" and context.requirements.tp_size == 1
+        states = "linear_attention" in context.requirements.layer_types
+        swap = device.type != "cpu" and context.requirements.tp_size == 1 and not states
         made = PagedKVCache(
             context.requirements.windows,
             _page_size(context.requirements, options),
