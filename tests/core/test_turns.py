@@ -101,7 +101,7 @@ def test_the_deltas_of_a_stream_add_up_to_the_whole(
     last = len(pairs) - 1
     pieces = {n: found.piece(*pairs[n], last=n == last) for n in order}
     assert put_together([pieces[n] for n in range(len(pairs))]) == as_told(said)
-    if not special:
+    if not special and found._turn.marks.keys().isdisjoint(ids):
         reader = parser(turns)
         reader.name = f"{found._turn.name}/0"
         assert said == whole([*reader.push(plain), *reader.finish()])
