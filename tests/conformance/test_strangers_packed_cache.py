@@ -25,7 +25,9 @@ NOT_PACKED = {
     "gemma3n": "share the keys and values of 2",
     "hrm-text": "a prefix that is read in both directions",
     "llama4": "does not hold chunked_attention layers",
-    **dict.fromkeys(() if STATES_APART else ("lfm2", "qwen3-next"), "whose state is part of other"),
+    **dict.fromkeys(
+        () if STATES_APART else ("lfm2", "qwen3-next"), "cannot keep the state of linear"
+    ),
 }
 
 

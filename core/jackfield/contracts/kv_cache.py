@@ -57,7 +57,9 @@ class KVCache(ABC):
         else 0.
 
         Violations: PluginError for another number, for a no while nothing else is held, and, in
-        the packed layout, for tokens that no sequence with the same `cache_salt` has fed.
+        the packed layout, for tokens that no sequence with the same `cache_salt` has fed. Where
+            layers have states ("linear_attention") a sequence gets a new salt whenever it enters,
+            so the number is 0 then, also after `preempt`: its state is gone.
 
         Args:
             sequence: One that the cache does not hold.

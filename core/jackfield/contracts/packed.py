@@ -60,7 +60,8 @@ def not_packed(requirements: Requirements) -> list[str]:
 def _not_apart(r: Requirements) -> list[str]:
     """Why the states of linear-attention layers cannot be kept beside the pages."""
     if not r.states_apart:
-        return ["does not hold linear_attention layers whose state is part of other work"]
+        why = "part of other work there, or this transformers hands it on in another way"
+        return [f"cannot keep the state of linear_attention layers apart ({why})"]
     reasons = []
     if r.batch_invariant:
         reasons.append("has linear_attention layers compute together what decodes together")

@@ -13,7 +13,7 @@ def known(requirements: Requirements, numbers: tuple[int, ...]) -> bool:
         numbers: Its `kv_numbers` or `packed_numbers`.
     """
     states = requirements.state_bytes is not None
-    layers = zip(numbers, requirements.layer_types, strict=False)
+    layers = zip(numbers, requirements.layer_types, strict=True)
     return bool(numbers) and all(n or (states and t == "linear_attention") for n, t in layers)
 
 

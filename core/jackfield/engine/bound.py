@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs
 
 
-_NOTHING = nullcontext()
-
-
 def vocab_size_of(model: PreTrainedModel) -> int:
     """The width of its logits."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
@@ -91,15 +88,14 @@ class BoundModel:
         bound = laid_out(cache.bind(context), context)
         users = [plan[kind].registered for kind in ("attention", "compiler")]
         self.cache: KVCache = held_to_contract(bound, cache, plan.requirements.windows, users)
-        if "linear_attention" in plan.requirements.layer_types:
-            self._with_states(cache)
+        # What has layers with a state compute a step of ours.
+        self._computing: Callable[[], AbstractContextManager[None]] = nullcontext
+        stateful = "linear_attention" in plan.requirements.layer_types
+        if stateful and isinstance(self.cache, PackedKVCache):
+            self.cache = states = StatefulCache(self.cache, cache, state_layers(model))
+            self._computing = states.computing
         self._holds = True
         self._steps = False  # a step goes on
-
-    def _with_states(self, who: object) -> None:
-        """In the packed layout the states of layers are kept beside the pages."""
-        if isinstance(self.cache, PackedKVCache):
-            self.cache = StatefulCache(self.cache, who, state_layers(self.model))
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits `[rows, k, vocab]` of one step.
@@ -114,7 +110,7 @@ class BoundModel:
         attention.begin()
         self._steps = True
         try:
-            with self._states():
+            with self._computing():
                 logits = self._forward(inputs)
         except BaseException:
             attention.check_selected()  # which is then the cause
@@ -129,11 +125,6 @@ class BoundModel:
         else:
             attention.check_called()
         return logits
-
-    def _states(self) -> AbstractContextManager[None]:
-        """What has layers with a state compute a step of ours."""
-        own = isinstance(self.cache, StatefulCache)
-        return self.cache.computing() if own else _NOTHING  # type: ignore[attr-defined]
 
     def check_unchanged(self) -> None:
         """A request comes. ExecutionError: the model or its config is not what was planned."""

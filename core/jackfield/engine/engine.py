@@ -236,7 +236,8 @@ class Engine:
     def submit_samples(self, prompt: Prompt | None = None, **settings: Any) -> list[Request]:
         """`submit` for `num_return_sequences` texts of one prompt, a request for each.
 
-        The first one reads the prompt for all. Raises what `submit` raises; all start, or none.
+        The first one reads the prompt for all, where a cache finds prompts. Raises what `submit`
+        raises; all start, or none.
         """
         prompt = _one(
             taken(prompt, settings), "submit_samples takes one prompt; call it once for each prompt"
