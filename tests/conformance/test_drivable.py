@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, VOCAB, build, oracle, prompts
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import jackfield
@@ -91,36 +90,6 @@ def on_meta(name: str, config: transformers.PreTrainedConfig) -> transformers.Pr
     with torch.device("meta"):
         model: transformers.PreTrainedModel = getattr(transformers, name)(config)
     return model
-
-
-ENCODER_DECODERS = sorted(
-    (name, model_type)
-    for model_type, names in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items()
-    for name in ([names] if isinstance(names, str) else names)
-)
-FEW = ("BartForConditionalGeneration", "MarianMTModel", "T5ForConditionalGeneration")
-
-
-@pytest.mark.parametrize(
-    ("name", "model_type"),
-    [
-        pytest.param(*pair, marks=() if pair[0] in FEW else pytest.mark.long)
-        for pair in ENCODER_DECODERS
-    ],
-)
-def test_every_encoder_decoder_is_refused_by_name(name: str, model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type)
-    if not config.is_encoder_decoder:
-        pytest.skip(f"{model_type} has no encoder by its config's defaults")
-    with pytest.raises(CheckpointError, match="is an encoder-decoder model"):
-        jackfield.plan(config)
-    try:
-        model = on_meta(name, config)
-    except Exception as error:  # noqa: BLE001 - a default config that its own class refuses
-        pytest.skip(f"{name} cannot be made: {error}")
-    for call in (jackfield.plan, jackfield.load):
-        with pytest.raises(CheckpointError, match=f"{name} .*is an encoder-decoder model"):
-            call(model)
 
 
 NO_HEADS = ("LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification",

@@ -11,7 +11,7 @@ from families import FAMILIES, WINDOW, build, config_of, oracle, prompts
 from transformers import LlamaForCausalLM
 
 import jackfield
-from jackfield.bridge.batch_trial import tried
+from jackfield.bridge.batch_trial import decoder_trial, tried
 from jackfield.bridge.shrinking import shrunk
 from jackfield.contracts import CacheCapabilities, TransformersCache
 from jackfield.contracts.cache import not_fixed
@@ -171,10 +171,10 @@ def test_a_large_config_is_tried_in_small() -> None:
     config = transformers.MistralConfig()
     small = next(shrunk(config, None))
     assert (small.num_hidden_layers, small.sliding_window, config.sliding_window) == (2, 4, 4096)
-    found = tried(config, None, torch.float32)
+    found = tried(config, None, torch.float32, decoder_trial)
     assert (found.failed, found.ragged) == (None, None)
     assert found.holes is not None
-    assert tried(transformers.MistralConfig(), None, torch.float32) is found
+    assert tried(transformers.MistralConfig(), None, torch.float32, decoder_trial) is found
 
 
 @pytest.mark.parametrize("name", ["CwmConfig", "ModernBertDecoderConfig", "ProphetNetConfig"])
@@ -216,5 +216,5 @@ def test_nothing_of_a_trial_stays() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    tried(transformers.LlamaConfig(**TINY, attention_bias=True), None, torch.float32)
+    tried(transformers.LlamaConfig(**TINY, attention_bias=True), None, torch.float32, decoder_trial)
     assert torch.equal(torch.rand(2), expected)

@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from jackfield.bridge.encoders import has_encoder, part_configs
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
 from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.native_attention import NativeAttention
@@ -114,7 +115,9 @@ class AttentionBinding:
             forward = self._declared(forward)
         self.key, self.by_lookup = f"{KEY}{next(_serial)}", True
         self.native = self._native(bound, pages)
-        self._whole_mask = "own_mask" in context.requirements.features
+        # Modules with an encoder do not always say themselves that they are causal.
+        masked = {"own_mask", "cross_attention"}
+        self._whole_mask = bool(masked & context.requirements.features.keys())
         self.forward, mask = forward, self._masking(bound.mask)
         if context.requirements.compiled:
             from jackfield.bridge.opaque import opaque, unmasked
@@ -158,8 +161,9 @@ class AttentionBinding:
         ) -> Any:
             guard.layer = layer = module.layer_idx
             rows, heads, length, _ = query.shape
-            count(layer, length)
-            note(layer)
+            if not self._aside:
+                count(layer, length)
+                note(layer)
             with guard:
                 output, weights = inner(module, query, key, value, attention_mask, **kwargs)
             self._check("forward", output, (rows, length, heads, value.shape[3]), query, value)
@@ -196,6 +200,8 @@ class AttentionBinding:
             there = any(isinstance(n, torch.Tensor) and n.device.type != "cpu" for n in numbers)
             if (self._whole_mask or there) and "allow_is_causal_skip" in kwargs:
                 kwargs["allow_is_causal_skip"] = False
+            if there and "allow_is_bidirectional_skip" in kwargs:
+                kwargs["allow_is_bidirectional_skip"] = False
             with guard:
                 return inner(*args, **kwargs)
 
@@ -313,7 +319,7 @@ class AttentionBinding:
             def seen(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                 if self._aside:
                     return
-                states = args[0] if args else kwargs["hidden_states"]
+                states = args[0] if args else kwargs.get("hidden_states", kwargs.get("query"))
                 count(layer, states.shape[1])
                 note(layer)
 
@@ -397,6 +403,8 @@ class AttentionBinding:
 
 
 def decoder_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs in which `model` keeps the name of its decoder's attention."""
+    """The configs in which `model` keeps the name of its decoder's attention; its encoder's too."""
+    if has_encoder(model.config):
+        return part_configs(model)
     text = model.config.get_text_config(decoder=True)
     return [model.config] if text is model.config else [model.config, text]

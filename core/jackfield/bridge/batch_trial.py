@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,14 @@ class Trial:
     fixed: str | None = None
 
 
-def tried(config: PreTrainedConfig, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
+def tried(
+    config: PreTrainedConfig,
+    cls: type[PreTrainedModel] | None,
+    dtype: torch.dtype,
+    trial: Callable[[PreTrainedModel], Trial],
+) -> Trial:
     """The trial of models of `config`, once for all that are alike."""
-    return _tried(Asked.of(config), cls, dtype)  # type: ignore[arg-type]  # a class is hashable
+    return _tried(Asked.of(config), cls, dtype, trial)  # type: ignore[arg-type]  # is hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +85,18 @@ class Asked:
 
 
 @functools.lru_cache(maxsize=256)
-def _tried(asked: Asked, cls: type[PreTrainedModel] | None, dtype: torch.dtype) -> Trial:
+def _tried(
+    asked: Asked,
+    cls: type[PreTrainedModel] | None,
+    dtype: torch.dtype,
+    trial: Callable[[PreTrainedModel], Trial],
+) -> Trial:
     why = "none can be built"
     with quiet(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
         for small in shrunk(asked.config, cls):
             torch.manual_seed(_SEED)
             try:
-                return _Bench(drawn(small, cls, dtype)).trial()
+                return trial(drawn(small, cls, dtype))
             except Exception as error:  # noqa: BLE001 - any model's code
                 why = first_line(error)
                 logger.debug("no trial of %s: %s", asked.config.model_type, why)
@@ -113,6 +124,11 @@ def drawn(
 def apart(found: torch.Tensor, alone: torch.Tensor) -> bool:
     """Whether logits are further from those that are right than rounding explains."""
     return not bool((found - alone).abs().max() <= _BOUND * alone.std())
+
+
+def decoder_trial(model: PreTrainedModel) -> Trial:
+    """What goes wrong with `model`, a decoder."""
+    return _Bench(model).trial()
 
 
 class _Bench:

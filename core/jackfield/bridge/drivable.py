@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from transformers import GenerationMixin
+
+from jackfield.bridge.encoders import NEEDED, has_encoder
 from jackfield.bridge.quirks import HAS_ITS_OWN_CACHE, KEEPS_STATE, NUMBERS_COLUMNS
 from jackfield.errors import CheckpointError
 
@@ -35,9 +38,12 @@ def _undrivable(
     attentions: Sequence[nn.Module],
     layer_types: Sequence[str],
 ) -> str | None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        return _ENCODER_DECODER
     taken = inspect.signature(model.forward).parameters
+    if has_encoder(model.config):
+        lacking = sorted(NEEDED - set(taken))
+        if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+            return "generates by code of its own, which is not run here; call its own generate"
+        return f"takes no {lacking[0]}, which its decoder is called with" if lacking else None
     missing = {"past_key_values", "attention_mask"} - set(taken)
     if missing or not hasattr(text, "num_attention_heads"):
         what = f"takes no {min(missing)}" if missing else "has no attention heads"
@@ -67,8 +73,8 @@ def _undrivable(
 
 
 def check_decoder(config: PreTrainedConfig) -> None:
-    """Raise CheckpointError for an encoder-decoder model, whose decoder alone is another model."""
-    if getattr(config, "is_encoder_decoder", False):
+    """Raise CheckpointError for an encoder-decoder model, where only decoders are run."""
+    if has_encoder(config):
         raise CheckpointError(f"a model of type {config.model_type!r} {_ENCODER_DECODER}")
 
 
@@ -93,13 +99,16 @@ def _counts_tokens(model: PreTrainedModel) -> bool:
     return True
 
 
-_ENCODER_DECODER = "is an encoder-decoder model, and jackfield runs decoders only; give a decoder"
+_ENCODER_DECODER = (
+    "is an encoder-decoder model, which runs in an engine (jackfield.load) and in no plain "
+    "transformers code; give a decoder"
+)
 _BOTH_DIRECTIONS = "reads its text in both directions, so it cannot continue it; give a decoder"
 
 
 def check_calls(model: PreTrainedModel, calls: Sequence[Call]) -> None:
     """The same, for what only shows when the model calls its attention."""
-    if any(call.sees(0, 1) for call in calls):
+    if any(call.sees(0, 1) for call in calls if not call.crosses):
         raise CheckpointError(
             f"{type(model).__name__} of type {model.config.model_type!r} {_BOTH_DIRECTIONS}"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from jackfield.bridge.encoders import for_the_whole, has_encoder
 from jackfield.bridge.fixed_shapes import with_fixed_shapes
 from jackfield.bridge.quirks import READS_A_PREFIX
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from jackfield.contracts import ModelInputs
 
 #: Arguments that some models work out by themselves, from the attention mask and the cache.
-_DERIVABLE = ("position_ids", "logits_to_keep")
+_DERIVABLE = ("position_ids", "decoder_position_ids", "logits_to_keep")
 
 
 def forward_of(
@@ -29,7 +30,7 @@ def forward_of(
     """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
-    prefix = READS_A_PREFIX.holds(model)
+    prefix, encodes = READS_A_PREFIX.holds(model), has_encoder(model.config)
     # What a config asks for training is handed on to each attention, and nobody reads it here.
     router = {"output_router_logits"} & parameters.keys()
     silent = {name: False for name in router if getattr(model.config, name, False)}
@@ -38,6 +39,8 @@ def forward_of(
         kwargs = inputs.kwargs
         if prefix:  # it looks at these in the first step only, which feeds whole prompts
             kwargs = {**kwargs, "token_type_ids": torch.ones_like(kwargs["input_ids"])}
+        if encodes:
+            kwargs = for_the_whole(kwargs)
         if silent:
             kwargs = {**kwargs, **silent}
         keep = kwargs["logits_to_keep"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.config_files import config_tree
+from jackfield.bridge.encoders import text_class
 from jackfield.bridge.quiet import quiet
 from jackfield.errors import CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def meta_model(
@@ -22,9 +26,9 @@ def meta_model(
     config = copy.deepcopy(config)
     for part in config_tree(config):
         part._attn_implementation_internal = "eager"
+    build = text_class(config).from_config if cls is None else cls
     try:
         with quiet(), torch.device("meta"):
-            build = AutoModelForCausalLM.from_config if cls is None else cls
             model: PreTrainedModel = build(config)
     except Exception as error:
         raise CheckpointError(

@@ -67,12 +67,14 @@ def _eager_of(cls: Any) -> Callable[..., Any] | None:
     return None
 
 
-def narrow_eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+def narrow_eager_mask(dtype: torch.dtype, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask for eager attention, filled with float32's lowest number in float64.
 
     Models softmax in float32, where float64's lowest is -inf: a row of padding would become NaN.
     Made here, since transformers up to 5.17 copies a number of the host's for it in each step.
     """
     seen: Any = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    if seen is None:  # an encoder's tokens all see one another
+        return None
     unseen = torch.finfo(_narrow(dtype)).min
     return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), unseen)

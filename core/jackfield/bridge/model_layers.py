@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from jackfield.bridge.encoders import cached_config, has_encoder
 from jackfield.bridge.quirks import READS_THE_NAME
 
 
@@ -18,15 +19,22 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
     """The (layer index, module) of every attention layer of the decoder.
 
     Older models do not number theirs: there the innermost attention modules count, in their order.
+    Of a decoder with an encoder it is the first of a layer, which looks at its own tokens.
     """
+    encodes = has_encoder(model.config)
+    decoder: Any = model.get_decoder() if encodes else model
     named = [
         module
-        for module in model.modules()
+        for module in decoder.modules()
         if "Attention" in type(module).__name__ and not _is_cross(module)
     ]
     numbered = [m for m in named if isinstance(getattr(m, "layer_idx", None), int)]
+    if numbered and encodes:
+        first = {int(module.layer_idx): module for module in reversed(numbered)}
+        yield from sorted(first.items())
+        return
     if numbered:
-        yield from ((int(module.layer_idx), module) for module in numbered)  # type: ignore[arg-type]
+        yield from ((int(module.layer_idx), module) for module in numbered)
         return
     inner = [m for m in named if not any(other in named for other in list(m.modules())[1:])]
     yield from enumerate(inner)
@@ -41,7 +49,7 @@ def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
     """How each layer remembers, as transformers' own dynamic cache lays it out."""
     text = config.get_text_config(decoder=True)
     chunked = getattr(text, "attention_chunk_size", None) is not None
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=cached_config(config))
     names = []
     for layer in cache.layers:
         if "Linear" in type(layer).__name__ or not hasattr(layer, "keys"):
@@ -55,7 +63,7 @@ def layer_types(config: PreTrainedConfig) -> tuple[str, ...]:
 
 def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """The window of each cached layer in tokens, None where it sees everything."""
-    layers = DynamicCache(config=config).layers
+    layers = DynamicCache(config=cached_config(config)).layers
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 
 

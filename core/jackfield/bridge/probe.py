@@ -18,6 +18,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from jackfield.bridge.encoders import (
+    beside_an_encoder,
+    cached_config,
+    encoder_size,
+    for_the_whole,
+    has_encoder,
+    joined,
+)
+from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.stand_ins import standing_in
 from jackfield.errors import first_line
@@ -45,6 +54,7 @@ class Call:
 
     `mask` is the function (batch, head, query, key) -> bool of which its mask was made. None where
     there is no mask, or one (`own_mask`) that the attention's mask function did not return.
+    `crosses`: it looks at what an encoder said.
     """
 
     layer: int | None
@@ -53,6 +63,7 @@ class Call:
     own_mask: bool = False
     kv_shapes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     heads: int = 0
+    crosses: bool = False
 
     @property
     def kv_numbers(self) -> int:
@@ -90,19 +101,26 @@ def probe(meta_model: PreTrainedModel) -> Probe:
     `meta_model` is on the meta device. It is changed, and of no use afterwards.
     """
     calls: list[Call] = []
-    cache = DynamicCache(config=meta_model.config)
+    cache = DynamicCache(config=cached_config(meta_model.config))
     try:
         with quiet(), torch.no_grad(), torch.device("meta"), _listening(meta_model, calls):
-            meta_model.eval()(
-                input_ids=torch.zeros(1, TOKENS, dtype=torch.long),
-                attention_mask=None,  # models ask one whether all of it is valid
-                past_key_values=cache,
-                use_cache=True,
-            )
+            _step(meta_model.eval(), cache)
     except Exception as error:  # noqa: BLE001 - any model's code; a real step is checked as well
         logger.debug("no probe of %s: %s", type(meta_model).__name__, first_line(error))
         return Probe()
     return Probe(tuple(calls), tuple(map(_numbers, cache.layers)), tuple(map(_state, cache.layers)))
+
+
+def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    # Models ask a mask whether all of it is valid.
+    if not has_encoder(meta_model.config):
+        meta_model(input_ids=ids, attention_mask=None, past_key_values=cache, use_cache=True)
+        return
+    said = joined([torch.zeros(TOKENS, encoder_size(meta_model))], TOKENS)
+    said |= {"input_ids": ids, "encoder_attention_mask": None}
+    whole = for_the_whole(said)
+    meta_model(**whole, past_key_values=beside_an_encoder(cache), use_cache=True)
 
 
 def _numbers(layer: Any) -> int:
@@ -126,6 +144,8 @@ def _listening(
 ) -> contextlib.AbstractContextManager[None]:
     """Have `meta_model` call stand-ins that note their arguments in `calls`."""
     masks: list[tuple[torch.Tensor, MaskFunction]] = []
+    own_layers = {id(module) for _, module in attention_modules(meta_model)}
+    encodes = has_encoder(meta_model.config)
 
     def mask(
         batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **kwargs: Any
@@ -144,7 +164,8 @@ def _listening(
         keys, values = ((states.shape[1], states.shape[3]) for states in (key, value))
         batch, heads, length, _ = query.shape
         layer = getattr(module, "layer_idx", None)
-        calls.append(Call(layer, kwargs, by, own, (keys, values), heads))
+        crosses = encodes and id(module) not in own_layers
+        calls.append(Call(layer, kwargs, by, own, (keys, values), heads, crosses))
         return query.new_empty(batch, length, heads, value.shape[-1]), None
 
     def experts(module: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:

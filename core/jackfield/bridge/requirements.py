@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
-from jackfield.bridge.batch_trial import Asked, tried
+from jackfield.bridge.batch_trial import Asked, decoder_trial, tried
 from jackfield.bridge.devices import pick_device
 from jackfield.bridge.drivable import (
     check_calls,
-    check_decoder,
     check_drivable,
     check_generates,
 )
+from jackfield.bridge.encoder_trial import encoder_trial
+from jackfield.bridge.encoders import has_encoder
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import (
     head_is_tied,
@@ -58,8 +59,6 @@ def requirements_of(
     source: ModelSource, *, dtype: str, device: str | torch.device, deterministic: bool = False
 ) -> Requirements:
     """Derive the requirements of `source`. Raises CheckpointError, PlanError, UsageError."""
-    if source.live is None:
-        check_decoder(source.config)
     model = source.live if source.live is not None else meta_model(source.config)
     name = dtype_name(dtype, source)
     check_generates(model)
@@ -87,7 +86,8 @@ def with_trial(model: PreTrainedModel, needs: Requirements) -> Requirements:
     # In float64 our own masks are right; a model's own may not be.
     own = {"own_attention", "own_mask"} & needs.features.keys()
     dtype = torch.float64 if own and needs.dtype == "float64" else torch.float32
-    found = tried(model.config, type(model), dtype)
+    trial = encoder_trial if has_encoder(model.config) else decoder_trial
+    found = tried(model.config, type(model), dtype, trial)
     if found.failed and dtype == torch.float64:
         raise CheckpointError(
             f"{needs.architecture} does not run in float64 ({found.failed}); load it in another "
@@ -136,7 +136,7 @@ def describe(
         device_index=None if device is None else device.index,
         num_attention_heads=heads,
         num_key_value_heads=min(kv_heads),
-        head_dims=tuple(sorted({size for _, m in layers for size in _head_dims(m, text)})),
+        head_dims=_all_head_dims(layers, text, calls),
         layer_types=types,
         states_apart=states_apart(model, seen.states),
         state_bytes=_state_bytes(types, seen.states, dtype),
@@ -145,6 +145,8 @@ def describe(
         features=_features(model, text, layers, calls),
         model_declines=_declines(model),
         context_length=_context_length(model, text),
+        encoder=f"{type(model).__name__} has an encoder" if has_encoder(config) else None,
+        encoder_length=_encoder_length(config),
         kv_numbers=seen.cached,
         **shapes_by_layer(calls, len(types)),
         token_numbers=numbers_of_a_token(model),
@@ -156,7 +158,7 @@ def describe(
         stored=stored_quantization(config),
         live=live,
         dtype_named=dtype_named,
-        irregular=irregular(calls, windows(config)),
+        irregular=irregular(calls, windows(config)) or _two_attentions(config),
         branches=_branches(model),
         counts_rows="rows are shared out by numbers" if COUNTS_ROWS.holds(model) else None,
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
@@ -174,8 +176,9 @@ def _state_bytes(types: Sequence[str], states: Sequence[tuple[int, int]], dtype:
 
 def shapes_by_layer(calls: Sequence[Call], layers: int) -> dict[str, Any]:
     """What each of so many layers hands its attention; nothing where no call was seen."""
-    numbers = {call.layer: call.kv_numbers for call in calls}
-    shapes = {call.layer: call.kv_shapes for call in calls}
+    own = [call for call in calls if not call.crosses]
+    numbers = {call.layer: call.kv_numbers for call in own}
+    shapes = {call.layer: call.kv_shapes for call in own}
     return {
         "packed_numbers": tuple(numbers.get(layer, 0) for layer in range(layers) if numbers),
         "packed_shapes": tuple(shapes.get(layer, _NOTHING) for layer in range(layers) if shapes),
@@ -219,6 +222,30 @@ def _dynamic_only(text: PreTrainedConfig) -> tuple[str, ...]:
     return () if known is None else tuple(sorted(declared - set(known)))
 
 
+def _two_attentions(config: PreTrainedConfig) -> str | None:
+    """What `irregular` says of a decoder that no probe could see at work."""
+    return "a layer looks at its own tokens and at an encoder's" if has_encoder(config) else None
+
+
+def _encoder_length(config: PreTrainedConfig) -> int | None:
+    """Tokens that an encoder reads at most; None without one, or without a limit."""
+    if not has_encoder(config):
+        return None
+    text = config.get_text_config(encoder=True)
+    names = ("max_encoder_position_embeddings", "max_position_embeddings")
+    limits = [getattr(part, name, None) for part in (config, text) for name in names]
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def _all_head_dims(
+    layers: list[tuple[int, nn.Module]], text: PreTrainedConfig, calls: Sequence[Call]
+) -> tuple[int, ...]:
+    """The sizes of heads that there are, ascending."""
+    if calls and any(call.crosses for call in calls):  # T5's config has them by another name
+        return tuple(sorted({size for call in calls for _, size in call.kv_shapes}))
+    return tuple(sorted({size for _, module in layers for size in _head_dims(module, text)}))
+
+
 def _head_dims(module: nn.Module, text: PreTrainedConfig) -> set[int]:
     """The sizes of a module's query/key and value heads (two only where they differ, as in MLA)."""
     own = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
@@ -253,6 +280,12 @@ def _features(
         found["sinks"] = "every head has a sink logit"
     if getattr(text, "alibi", False):
         found["position_bias"] = "alibi = True"
+    if has_encoder(model.config):
+        found["cross_attention"] = f"{name} has an encoder"
+        if "sdpa" in _declines(model):  # NLLB-MoE reads off the mask which tokens are padding
+            found["own_mask"] = f"{name} declares that it must not run with sdpa, or its masks"
+    if any(getattr(module, "has_relative_attention_bias", False) for _, module in layers):
+        found["position_bias"] = f"{name} adds to scores what a distance says"
     if READS_A_PREFIX.holds(model):
         found["bidirectional_prefix"] = "prefix_lm = True"
     for feature, evidence in seen_features(name, calls).items():

@@ -10,12 +10,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jackfield.bridge.config_files import config_tree
+from jackfield.bridge.encoders import text_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB = 97
 _SEEN = 4  # what a window or a sparse attention is made
@@ -36,7 +40,7 @@ _WIDTH = re.compile(r"^hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> PreTrainedModel:
     """The model of `config` where torch makes tensors now."""
-    make = AutoModelForCausalLM.from_config if cls is None else cls
+    make = text_class(config).from_config if cls is None else cls
     model: PreTrainedModel = make(config)
     return model
 

@@ -86,12 +86,7 @@ def find(
             gguf = open_gguf(location, revision)
         return ModelSource(gguf.config, location, revision, gguf=gguf)
     location = packaged(location)
-    config = read_config(location, revision)
-    if config.is_encoder_decoder:
-        raise CheckpointError(
-            f"{location} is an encoder-decoder model; jackfield runs decoders only"
-        )
-    return ModelSource(config, location, revision)
+    return ModelSource(read_config(location, revision), location, revision)
 
 
 def packaged(location: str) -> str:

@@ -12,6 +12,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.config_files import config_tree
+from jackfield.bridge.encoders import has_encoder, part_configs
 
 _serial = itertools.count(1)
 
@@ -30,7 +31,8 @@ def standing_in(
     transformers makes none.
     """
     key = f"jackfield-stand-in-{next(_serial)}"
-    for config in config_tree(model.config):
+    parts = part_configs(model) if has_encoder(model.config) else ()
+    for config in (*config_tree(model.config), *parts):
         config._attn_implementation_internal = "eager" if attention is None else key
         config._experts_implementation_internal = key
     tables: tuple[tuple[Any, Callable[..., Any] | None], ...] = (

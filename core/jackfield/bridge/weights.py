@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from jackfield.bridge.encoders import text_class
 from jackfield.bridge.footprint import stored_quantization
 from jackfield.bridge.headers import check_files
 from jackfield.bridge.hub_files import cached_folder, fetch, is_whole
@@ -24,6 +24,9 @@ from jackfield.contracts import Quantization, Requirements, StoredTensor
 from jackfield.contracts.checkpoint import Tensors
 from jackfield.errors import CheckpointError, shown
 from jackfield.foreign import named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("jackfield")
 
@@ -140,7 +143,7 @@ def _read_from(source: ModelSource, fetched: Path | None) -> tuple[Any, dict[str
             "config": source.gguf.whole_config(),
             "state_dict": dict(source.gguf.weights),
         }
-    return AutoModelForCausalLM, {
+    return text_class(source.config), {
         "pretrained_model_name_or_path": source.location or "",
         "config": source.config,
         "revision": source.revision if fetched is None else fetched.name,

@@ -25,6 +25,7 @@ _NOT_COMPILED = {
     "own_attention": "cannot take the model's own attention out of what it compiles",
     "own_mask": "cannot make the mask that the model makes itself",
     "bidirectional_prefix": "cannot make the mask of a prefix that is read in both directions",
+    "cross_attention": "cannot take out the attention to what an encoder said",
     "position_bias": "would compile anew for every bias that the model makes for its length",
 }
 

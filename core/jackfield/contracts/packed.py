@@ -28,6 +28,7 @@ _NOT_PACKED: Mapping[str, str] = MappingProxyType(
         "own_attention": "needs its own attention",
         "own_mask": "has no place for a mask of the model's own",
         "bidirectional_prefix": "has no place for a prefix that is read in both directions",
+        "cross_attention": "has no place for what an encoder said",
     }
 )
 

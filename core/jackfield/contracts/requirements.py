@@ -19,6 +19,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "sinks": "a learned logit per head that takes part in the softmax and in nothing else",
         "position_bias": "a tensor added to the scores",
         "bidirectional_prefix": "a prompt whose tokens see one another in both directions",
+        "cross_attention": "an encoder's tokens see one another, and a decoder's see all of them",
         "own_mask": "a mask that the model makes from the one it asked for",
         "own_attention": "attention that is part of the model's code and cannot be replaced",
     }
@@ -112,6 +113,9 @@ class Requirements:
         pieces: The model, evidence: a prompt that is read in several steps would be wrong.
         holes: The model, evidence: a token that is masked out once it was read would be wrong.
         fixed: The model, evidence: a cache with columns that are not written yet would be wrong.
+        encoder: The model, evidence: an encoder reads the prompt, once, and a sequence is what the
+            decoder says.
+        encoder_length: The model: how many tokens its encoder reads at most; None: no limit.
         experts_implementation: The model: how mixture-of-experts layers have to be computed, where
             transformers' default does not do.
         execution_devices: Placement: the devices that layers compute on, the one where a step
@@ -170,6 +174,8 @@ class Requirements:
     pieces: str | None = None
     holes: str | None = None
     fixed: str | None = None
+    encoder: str | None = None
+    encoder_length: int | None = None
     experts_implementation: str | None = None
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()

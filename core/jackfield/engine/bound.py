@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapter_switch import AdapterSwitch
 from jackfield.bridge.attention import AttentionBinding, decoder_configs
+from jackfield.bridge.encoders import TextEncoder, cached_config
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
@@ -18,6 +19,7 @@ from jackfield.bridge.unchanged import Unchanged
 from jackfield.contracts import BindContext, Compilation, KVCache, PackedKVCache, Quantizer
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.checked_packed import held_to_contract
+from jackfield.engine.encoded import EncodedCache
 from jackfield.engine.padded import laid_out
 from jackfield.engine.reading import in_use
 from jackfield.engine.stateful import StatefulCache
@@ -94,6 +96,8 @@ class BoundModel:
         if stateful and isinstance(self.cache, PackedKVCache):
             self.cache = states = StatefulCache(self.cache, cache, state_layers(model))
             self._computing = states.computing
+        if plan.requirements.encoder is not None:
+            self.cache = EncodedCache(self.cache, cache, TextEncoder(model), self._aside)
         self._holds = True
         self._steps = False  # a step goes on
 
@@ -126,6 +130,10 @@ class BoundModel:
             attention.check_called()
         return logits
 
+    def _aside(self) -> AbstractContextManager[None]:
+        """Calls of the attention are no step's meanwhile."""
+        return self.attention.set_aside()
+
     def check_unchanged(self) -> None:
         """A request comes. ExecutionError: the model or its config is not what was planned."""
         self.unchanged.check_weights()
@@ -137,7 +145,7 @@ class BoundModel:
         """What the backend chosen for `kind` is bound to, or another `choice` of that kind."""
         return BindContext(
             model=self.model,
-            config=self.model.config,
+            config=cached_config(self.model.config),
             requirements=self.plan.requirements,
             options=(choice or self.plan[kind]).options,
         )

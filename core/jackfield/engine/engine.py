@@ -314,7 +314,7 @@ class Engine:
 
         Raises what `submit` raises for the prompt and the settings.
         """
-        return self._sequence(prompt, settings).prompt_length
+        return self._sequence(prompt, settings).num_prompt_tokens
 
     @property
     def chat_format(self) -> Format:

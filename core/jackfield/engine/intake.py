@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from jackfield.bridge.encoders import decoder_start, has_encoder
 from jackfield.bridge.lora import HeldLora
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
@@ -13,7 +14,7 @@ from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.turns import Heard, Turn, Turns
-from jackfield.errors import CacheFullError, SettingsError
+from jackfield.errors import CacheFullError, PromptError, SettingsError
 from jackfield.planning.planning import Plan
 from jackfield.planning.strategies import elsewhere, pick
 from jackfield.registry.discovery import registry
@@ -39,6 +40,8 @@ class Intake:
             name: _limits(self._text, self._plan, name) for name in self._plan.decodings
         }
         self._ids = itertools.count()
+        #: what the decoder of an encoder's text begins with; None: the prompt is its own
+        self._start = [decoder_start(self._model)] if has_encoder(self._model.config) else None
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise SettingsError for settings that are wrong whatever the prompt."""
@@ -70,8 +73,8 @@ class Intake:
         chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
-        ids = self._text.encode(prompt, self._plan.requirements.context_length, chat)
-        settings = resolve(wished, len(ids), limits, number)
+        ids, encoder_ids = self._read(prompt, chat)
+        settings = resolve(wished, len(ids), limits, number, encoder_ids)
         if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
         ):
@@ -80,8 +83,22 @@ class Intake:
         self._check_size(settings, len(ids), width)
         adapter, settings = self._adapter(settings)
         turn = self.turns.turn(prompt, chat, settings, ids)
-        made = self._made(ids, settings, width, adapter, turn, streams=streams)
+        made = self._made(ids, encoder_ids, settings, width, adapter, turn, streams=streams)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
+
+    def _read(self, prompt: Any, chat: ChatSettings) -> tuple[list[int], list[int] | None]:
+        """What a sequence begins with, and what its encoder reads. Raises PromptError."""
+        needs = self._plan.requirements
+        if self._start is None:
+            return self._text.encode(prompt, needs.context_length, chat), None
+        most = needs.encoder_length
+        ids = self._text.encode(prompt, most, chat)
+        if most is not None and len(ids) > most:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, and the model's encoder reads {most} at most; "
+                "shorten it"
+            )
+        return self._start, ids
 
     def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
         """Raise SettingsError or CacheFullError for a request that can never be held."""
@@ -105,6 +122,7 @@ class Intake:
     def _made(
         self,
         ids: list[int],
+        encoder_ids: list[int] | None,
         settings: Settings,
         width: int | None,
         adapter: HeldLora | None,
@@ -126,6 +144,7 @@ class Intake:
                 streams=streams,
                 adapter=adapter,
                 heard=None if turn is None else Heard(turn, sample),
+                encoder_ids=encoder_ids,
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

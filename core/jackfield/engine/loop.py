@@ -72,7 +72,7 @@ class Loop:
         sequence.arrival = self.clock()
         self.waiting.add(sequence)
         self._full = False
-        self.metrics.tokens_in += sequence.prompt_length
+        self.metrics.tokens_in += sequence.num_prompt_tokens
 
     def cancel(self, sequence: RunningSequence, why: str | None = None) -> list[Event]:
         """End a sequence wherever it is, and its group; nothing is computed for it from now on."""

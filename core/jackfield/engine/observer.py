@@ -119,7 +119,7 @@ class Observer:
             token_ids=sequence.new_tokens,
             finish_reason=sequence.finish_reason,
             usage=Usage(
-                sequence.prompt_length,
+                sequence.num_prompt_tokens,
                 sequence.num_new,
                 time.perf_counter() - sequence.started,
                 sequence.num_found or 0,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from jackfield.bridge.encoders import beside_an_encoder, layers_of
 from jackfield.contracts import (
     BindContext,
     KVCache,
@@ -51,6 +52,7 @@ class PaddedKVCache(KVCache):
         self._static = bound.static_shapes
         self._plain_tensors = bound.plain_tensors
         self._equal_lengths = context.requirements.ragged is not None
+        self._encodes = context.requirements.encoder is not None
         self._drafts = context.requirements.rollback
         self._forget()
 
@@ -147,7 +149,7 @@ class PaddedKVCache(KVCache):
         """None where layers keep something else: linear ones a state, quantized ones codes."""
         if not self._plain_tensors:
             return None
-        layers = [] if self._past is None else self._past.layers
+        layers = layers_of(self._past)
         states = [getattr(x, name, None) for x in layers for name in ("keys", "values")]
         tensors = [state for state in states if isinstance(state, torch.Tensor)]
         if len(tensors) < len(states):
@@ -167,7 +169,7 @@ class PaddedKVCache(KVCache):
         past: Any = self._make(self._capacity or needed)
         if not isinstance(past, transformers.Cache):
             raise PluginError(f"make must return a transformers Cache, got {quoted(past)}")
-        self._past = past
+        self._past = beside_an_encoder(past) if self._encodes else past
         self._rows, self._joining = list(sequences), []
 
     def _mark(self, valid: torch.Tensor | None, width: int) -> None:

@@ -42,12 +42,13 @@ class RunningSequence(Sequence):
     what a search found of it. `num_found` tokens were in the cache when it first entered.
     `passed_over` counts turns of its that others got. `report_before` is what had run when the
     request came. `streams`: somebody reads along. `adapter` is computed beside the model's layers.
-    `heard` is what its tokens say, where it is an answer in a chat. Times are in seconds of
-    `time.perf_counter`.
+    `heard` is what its tokens say, where it is an answer in a chat. `encoder_ids` is what an
+    encoder reads, where there is one; the prompt is what the decoder begins with then. Times are in
+    seconds of `time.perf_counter`.
     """
 
     __slots__ = (
-        "adapter", "constraint", "detokenizer", "drafted", "error", "finish_reason",
+        "adapter", "constraint", "detokenizer", "drafted", "encoder_ids", "error", "finish_reason",
         "first_token_at", "heard", "logits", "logprobs", "num_found", "passed_over",
         "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
@@ -67,10 +68,12 @@ class RunningSequence(Sequence):
         streams: bool = False,
         adapter: HeldLora | None = None,
         heard: Heard | None = None,
+        encoder_ids: Seq[int] | None = None,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
         self.adapter = adapter
         self.heard = heard
+        self.encoder_ids = encoder_ids
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None
@@ -91,6 +94,11 @@ class RunningSequence(Sequence):
     def members(self) -> Seq[RunningSequence]:
         """Itself, or all of the group that it ends with."""
         return (self,) if self.group is None else self.group.members
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What a caller's prompt has."""
+        return self.prompt_length if self.encoder_ids is None else len(self.encoder_ids)
 
     @property
     def deadline(self) -> float | None:

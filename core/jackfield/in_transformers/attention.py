@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from jackfield.bridge.attention import KEY, AttentionBinding
+from jackfield.bridge.drivable import check_decoder
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.model_layers import replaceable
 from jackfield.bridge.requirements import describe
@@ -186,6 +187,7 @@ def _plug_in(model: PreTrainedModel, name: str, *, loading: bool, given: Any = N
     else:
         shape, dtype, device = model, model.dtype, input_device(model)
     try:
+        check_decoder(shape.config)
         needs = describe(shape, dtype=str(dtype).removeprefix("torch."), device=device)
     except CheckpointError as error:  # a model that no plugin serves
         raise PlanError(

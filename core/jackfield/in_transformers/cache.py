@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import Cache, PreTrainedModel
 
+from jackfield.bridge.drivable import check_decoder
 from jackfield.bridge.requirements import describe, with_trial
 from jackfield.contracts import BindContext, TransformersCache
 from jackfield.devices import input_device
@@ -34,6 +35,7 @@ def cache(selection: str, model: PreTrainedModel) -> Cache:
             "attention of jackfield's own, which generate does not call; use "
             f"jackfield.load(model, cache_implementation={selection!r})"
         )
+    check_decoder(model.config)
     dtype = str(model.dtype).removeprefix("torch.")
     needs = with_trial(model, describe(model, dtype=dtype, device=input_device(model)))
     if reasons := reasons_against(registered, needs, options):

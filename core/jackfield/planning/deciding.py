@@ -29,6 +29,7 @@ from jackfield.contracts.requirements import Requirements, Weight
 from jackfield.errors import PlanError, UsageError
 from jackfield.planning.beside import DEFAULT, Beside, found_beside, plain, with_weights
 from jackfield.planning.device_map import Asked, asked
+from jackfield.planning.encoder import check_goes_with
 from jackfield.planning.fitting import check_size
 from jackfield.planning.placing import first_device, place
 from jackfield.planning.planning import Plan
@@ -172,7 +173,9 @@ def resolve_job(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: Pl
         )
     said = asked(spec.device_map, spec.max_memory, spec.offload_folder)
     said = replace(said, device_memory=spec.device_memory)
-    source, shard = find(model, spec.revision), shard_of(spec)
+    source = find(model, spec.revision)
+    check_goes_with(source, spec)
+    shard = shard_of(spec)
     if shard is not None:
         check_shared(source, shard)
         said = own_device(said, shard)

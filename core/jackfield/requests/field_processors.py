@@ -28,23 +28,31 @@ Make = Callable[[Any], Any]
 class FieldProcessor:
     """What a field with this value does behind a prompt of so many tokens.
 
-    It is made when it is first called, as it may look at the prompt.
+    It is made when it is first called, as it may look at the prompt: `encoder_ids` where an encoder
+    reads that.
     """
 
     name: str
     value: Any
     prompt_length: int
+    encoder_ids: Sequence[int] | None = field(compare=False, repr=False)
     make: Make = field(compare=False, repr=False)
     _made: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._made is None:
-            self._made = self.make(input_ids[:, : self.prompt_length])
+            own = self.encoder_ids
+            prompt = input_ids.new_tensor([[*own]]) if own else input_ids[:, : self.prompt_length]
+            self._made = self.make(prompt)
         return self._made(input_ids, scores)  # type: ignore[no-any-return]
 
 
 def by_fields(
-    wishes: Wishes, lengths: tuple[int, int], eos: Sequence[int], vocab_size: int
+    wishes: Wishes,
+    lengths: tuple[int, int],
+    eos: Sequence[int],
+    vocab_size: int,
+    encoder_ids: Sequence[int] | None = None,
 ) -> tuple[FieldProcessor, ...]:
     """The processors that fields of `given` ask for. Raises SettingsError for odd values.
 
@@ -71,7 +79,7 @@ def by_fields(
         "begin_suppress_tokens": lambda name: _begun_without(tokens(name), prompt),
     }
     asked = [n for n in makers if n in given and not asks_for_nothing(n, given[n])]
-    return tuple(FieldProcessor(n, given[n], prompt, makers[n](n)) for n in asked)
+    return tuple(FieldProcessor(n, given[n], prompt, encoder_ids, makers[n](n)) for n in asked)
 
 
 def _penalized(penalty: float) -> Make:

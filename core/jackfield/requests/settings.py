@@ -12,7 +12,7 @@ and `prefix_allowed_tokens_fn` are what `generate` takes under these names; `sto
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,26 +36,42 @@ _KNOBS = (
 )  # fmt: skip
 
 
-def resolve(wishes: Wishes, prompt_length: int, limits: Limits, number: int = 0) -> Settings:
+def resolve(
+    wishes: Wishes,
+    prompt_length: int,
+    limits: Limits,
+    number: int = 0,
+    encoder_ids: Sequence[int] | None = None,
+) -> Settings:
     """The settings of one request, for prompt `number` of its call.
+
+    Where an encoder reads `encoder_ids`, `prompt_length` is what the decoder begins with.
 
     Raises SettingsError for a field that is unknown, invalid or not honoured, PromptError where
     the prompt and the new tokens do not fit into the context.
     """
     refuse_unhonoured(wishes, limits)
     try:
-        return _resolved(wishes, prompt_length, limits, number)
+        return _resolved(wishes, prompt_length, limits, number, encoder_ids)
     except SettingsError as error:
         raise SettingsError(wishes.told(str(error))) from None
 
 
-def _resolved(wishes: Wishes, prompt_length: int, limits: Limits, number: int) -> Settings:
+def _resolved(
+    wishes: Wishes,
+    prompt_length: int,
+    limits: Limits,
+    number: int,
+    encoder_ids: Sequence[int] | None,
+) -> Settings:
     given = wishes.given
     count = CheckedNumbers(given, wishes.origin)
     drawn = _drawing(wishes, limits.honoured)
     eos = token_settings.token_ids(given.get("eos_token_id"), "eos_token_id", limits.vocab_size)
     new = _max_new_tokens(wishes, prompt_length, limits)
-    fields = field_processors.by_fields(wishes, (prompt_length, new), eos, limits.vocab_size)
+    fields = field_processors.by_fields(
+        wishes, (prompt_length, new), eos, limits.vocab_size, encoder_ids
+    )
     settings = Settings(
         max_new_tokens=new,
         min_new_tokens=_min_new_tokens(wishes, prompt_length),

@@ -57,6 +57,7 @@ class SdpaAttention(Attention):
             {
                 "bidirectional_prefix",
                 "chunked",
+                "cross_attention",
                 "grouped_query",
                 "mixed_head_sizes",
                 "own_mask",

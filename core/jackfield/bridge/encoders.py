@@ -1,0 +1,147 @@
+"""Encoder-decoder models: an encoder reads the prompt once, the decoder looks at what it said."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+from jackfield.devices import input_device
+from jackfield.errors import CheckpointError, PlanError
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """What an encoder said; nothing of how its experts were chosen, which is for training."""
+
+    router_logits: Any = None
+    router_probs: Any = None
+
+
+#: What a step of a decoder is called by, and what the whole model calls it.
+_NAMES = {
+    "input_ids": "decoder_input_ids",
+    "position_ids": "decoder_position_ids",
+    "attention_mask": "decoder_attention_mask",
+    "encoder_attention_mask": "attention_mask",
+}
+#: Arguments without which a model is not driven.
+NEEDED = frozenset({"encoder_outputs", *_NAMES.values()} - {"decoder_position_ids"})
+
+
+def has_encoder(config: PreTrainedConfig) -> bool:
+    """Whether models of `config` read their prompt with an encoder."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def part_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of the models in it, each once; T5's stacks have copies."""
+    parts = (part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+    return list({id(config): config for config in (model.config, *parts)}.values())
+
+
+def cached_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """`config` as transformers' caches are to read it: some count the encoder's layers (T5)."""
+    layers = getattr(config, "num_decoder_layers", None) if has_encoder(config) else None
+    if layers is None or layers == config.num_hidden_layers:
+        return config
+    found = copy.deepcopy(config)
+    found.num_hidden_layers = layers
+    return found
+
+
+def text_class(config: PreTrainedConfig) -> Any:
+    """transformers' class of classes that generate text. Raises CheckpointError where none does."""
+    if not has_encoder(config):
+        return AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"a model of type {config.model_type!r} has an encoder that reads no text, which is "
+            "not run here; give a decoder, or an encoder-decoder model for text"
+        )
+    return AutoModelForSeq2SeqLM
+
+
+def for_the_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a decoder's step, by the names that the whole model has for them."""
+    return {_NAMES.get(name, name): value for name, value in kwargs.items()}
+
+
+def beside_an_encoder(cache: Cache) -> EncoderDecoderCache:
+    """`cache` for a decoder's own keys and values, with room for those of the encoder's text."""
+    return EncoderDecoderCache(cache, DynamicCache())
+
+
+def layers_of(cache: Cache | None) -> list[Any]:
+    """All layers of a cache, those of an encoder's text too."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return [] if cache is None else list(cache.layers)
+
+
+def decoder_start(model: PreTrainedModel) -> int:
+    """The token that every text of its decoder begins with. Raises PlanError where none is told."""
+    text = model.config.get_text_config(decoder=True)
+    places = (
+        (model.generation_config, "decoder_start_token_id"),
+        (model.config, "decoder_start_token_id"),
+        (model.generation_config, "bos_token_id"),
+        (model.config, "bos_token_id"),
+        (text, "bos_token_id"),
+    )
+    for config, name in places:
+        if isinstance(token := getattr(config, name, None), int):
+            return token
+    raise PlanError(
+        f"{type(model).__name__} does not say which token its texts begin with; set "
+        "decoder_start_token_id in its generation_config.json, or in the live model's "
+        "generation_config"
+    )
+
+
+class TextEncoder:
+    """What reads prompts, one at a time: no prompt is padded for another."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._encoder: Any = model.get_encoder()
+        self._device = input_device(model)
+
+    def read(self, ids: Sequence[int]) -> torch.Tensor:
+        """What it says of each token: `[tokens, size]`."""
+        tokens = torch.tensor([list(ids)], device=self._device)
+        said = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        states: torch.Tensor = said[0]
+        return states[0]
+
+
+def joined(states: Sequence[torch.Tensor], columns: int) -> dict[str, Any]:
+    """Rows of what an encoder said, padded at the right: arguments of a step of the decoder."""
+    first = states[0]
+    rows = first.new_zeros(len(states), columns, first.shape[1])
+    mask = torch.zeros(len(states), columns, dtype=torch.long, device=first.device)
+    for row, own in enumerate(states):
+        rows[row, : len(own)] = own
+        mask[row, : len(own)] = 1
+    return {
+        "encoder_outputs": EncoderOutput(last_hidden_state=rows),  # type: ignore[arg-type]
+        "encoder_attention_mask": mask,
+    }
+
+
+def encoder_size(model: PreTrainedModel) -> int:
+    """How many numbers its encoder says of a token."""
+    return int(model.get_encoder().config.hidden_size)

@@ -1,0 +1,99 @@
+"""A cache of an encoder-decoder model: what the encoder said lives with the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jackfield.bridge.encoders import TextEncoder, joined
+from jackfield.contracts import KVCache, ModelInputs
+from jackfield.engine.guarded_cache import GuardedCache
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.contracts import Sequence
+    from jackfield.engine.sequences import RunningSequence
+    from jackfield.engine.steps import RunningStep
+
+_NOBODY: tuple[int, ...] = ()
+
+
+class EncodedCache(GuardedCache):
+    """`inner` of the padded layout, whose steps get what `encoder` said of each row's prompt.
+
+    A prompt is read once, when its sequence is first in a step; samples and beams of it share that.
+    `aside` is entered meanwhile. The rows of a batch keep their columns as long as it runs, since
+    the keys and values that were made of them do.
+    """
+
+    def __init__(
+        self,
+        inner: KVCache,
+        who: object,
+        encoder: TextEncoder,
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(inner, who)
+        self._encoder, self._aside = encoder, aside
+        self._said: dict[int, torch.Tensor] = {}  # by the sequence's id
+        self._columns = 0
+        self._rows = _NOBODY  # whose `_batch` is
+        self._batch: dict[str, Any] = {}
+
+    def prepare(self, step: RunningStep) -> ModelInputs:  # type: ignore[override]
+        inputs = super().prepare(step)
+        rows = tuple(item.sequence.id for item in step.scheduled)
+        if new := [i.sequence for i in step.scheduled if i.sequence.id not in self._said]:
+            self._read(new)
+            self._columns = max(len(self._said[row]) for row in rows)
+        if rows != self._rows:
+            self._batch = joined([self._said[row] for row in rows], self._columns)
+            self._rows = rows
+        return replace(inputs, kwargs={**inputs.kwargs, **self._batch})
+
+    def _read(self, sequences: Seq[RunningSequence]) -> None:
+        read: dict[int, torch.Tensor] = {}  # samples and beams have the same list
+        with self._aside():
+            for sequence in sequences:
+                ids = sequence.encoder_ids
+                assert ids is not None
+                if id(ids) not in read:
+                    read[id(ids)] = self._encoder.read(ids)
+                self._said[sequence.id] = read[id(ids)]
+
+    def fork(self, copies: Seq[tuple[Sequence, Sequence]], dropped: Seq[Sequence]) -> None:
+        found = {into.id: self._said[source.id] for source, into in copies}
+        self._drop(dropped)
+        self._said.update(found)
+        super().fork(copies, dropped)
+
+    def preempt(self, sequence: Sequence) -> None:
+        self._drop([sequence])
+        super().preempt(sequence)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        self._drop(sequences)
+        super().release(sequences)
+
+    def _drop(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._said.pop(sequence.id, None)
+        if not self._said:
+            self._rows, self._batch = _NOBODY, {}
+
+    def close(self) -> None:
+        self._said.clear()
+        self._rows, self._batch = _NOBODY, {}
+        super().close()
+
+    def held_bytes(self) -> int | None:
+        held = super().held_bytes()
+        if held is None:
+            return None
+        own = {tensor.data_ptr(): tensor.nbytes for tensor in self._said.values()}
+        batch = sum(outputs[0].nbytes for outputs in [*self._batch.values()][:1])
+        return int(held + sum(own.values()) + batch)
