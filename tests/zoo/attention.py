@@ -259,6 +259,20 @@ def _torch_causal(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw
     return out.transpose(1, 2).contiguous(), None
 
 
+def _forwards_only(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
+    """An encoder's tokens, too, see only those before them."""
+    if not module.is_causal:
+        queries, keys = query.shape[2], key.shape[2]
+        mask = torch.ones(queries, keys).bool().tril(keys - queries)[None, None]
+    return right.forward(module, query, key, value, mask, **kw)
+
+
+def _all_of_an_encoder(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
+    """What an encoder said is seen with its padding."""
+    seen = mask if module.is_causal else None
+    return right.forward(module, query, key, value, seen, **kw)
+
+
 def _nan_rows(inner: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) -> Any:
     if m is not None and m.dtype == torch.bool:
         m = torch.where(m, 0.0, float("-inf")).to(q.dtype)
@@ -626,6 +640,8 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("position bias scaled", keyed(position_bias=lambda b, q: b * 0.41), "bias is scaled"),
     Wrong("position bias of one head",
           keyed(position_bias=lambda b, q: b[:, :1].expand_as(b)), "bias of head 0"),
+    Wrong("an encoder that reads forwards", pads(_forwards_only), "that an encoder read"),
+    Wrong("an encoder's padding is seen", pads(_all_of_an_encoder), "that an encoder read"),
     Wrong("heads in turn", tensors(_in_turn), "in turn"),
     Wrong("one key head", tensors(lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)), "key head 0"),
     Wrong("keys for values", tensors(lambda q, k, v, m: (
