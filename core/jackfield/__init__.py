@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jackfield.in_transformers.decoding import decoding
     from jackfield.in_transformers.quantization import quantization
     from jackfield.planning.planning import Plan
+    from jackfield.tracing.trace import Trace
 
 __all__ = [
     "Completion",
@@ -35,6 +36,7 @@ __all__ = [
     "JackfieldError",
     "Plan",
     "Request",
+    "Trace",
     "cache",
     "decoding",
     "estimate",
@@ -55,6 +57,7 @@ _HOMES = {
     "JackfieldError": "jackfield.errors",
     "Plan": "jackfield.planning.planning",
     "Request": "jackfield.engine.requests",
+    "Trace": "jackfield.tracing.trace",
     "cache": "jackfield.in_transformers.cache",
     "decoding": "jackfield.in_transformers.decoding",
     "estimate": "jackfield.estimates.estimating",

@@ -38,6 +38,7 @@ LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "check": (("check", "fifo", "--only", "schedule.again"), ""),
     "lock": (("lock", "--json"), ""),
     "warm": (("warm", "--rows", "1"), ""),
+    "trace": (("trace", "--cold", "--max-new-tokens", "2"), ""),
     "serve": (("serve", "--new-key", "ann"), ""),
     "batch": (("batch", BATCH, "out.jsonl", "--json"), ""),
     "mistake": (("generate", "hi", "--attention", "nope…"), ""),

@@ -36,6 +36,7 @@ PLUGINS = ROOT / "plugins/jackfield_plugins"
         "docs/memory.md",
         "docs/placement.md",
         "docs/structured.md",
+        "docs/tracing.md",
     ],
 )
 def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,16 @@ class Tap(Protocol):
         """A layer called. All of it is to be read now: it may be over when this returns."""
 
 
+#: What is to be called in place of a function, called "write" or "attention".
+Stand = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
 class AttentionBinding:
     """One binding of one attention backend: its key in transformers, and what was observed.
 
-    `like` is the model that is bound, or a meta model of it while it is loading.
+    `like` is the model that is bound, or a meta model of it while it is loading. `replace` has what
+    it is handed stand for the calls of cache and backend, and returns what undoes that; None: the
+    model's own code attends.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class AttentionBinding:
         self.forward: Callable[..., Any] | None = None  # None: it is part of the model's code
         self.native: NativeAttention | None = None
         self.tap: Tap | None = None
+        self.replace: Callable[[Stand], Callable[[], None]] | None = None
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
         self._aside = False  # the model's calls are somebody else's
@@ -171,6 +178,16 @@ class AttentionBinding:
                 self.tap.note(layer, query, key, value, output, None)
             return output, weights
 
+        def replace(stand: Stand) -> Callable[[], None]:
+            nonlocal inner
+            inner = stand("attention", inner)
+            return undo
+
+        def undo() -> None:
+            nonlocal inner
+            inner = bound.forward
+
+        self.replace = replace
         return forward
 
     def _check(
@@ -211,8 +228,10 @@ class AttentionBinding:
         """Store the step's keys and values in `pages`, then attend to what is there."""
         if bound.packed is None:
             raise fault(self.registered, "declares the packed layout but bound no `packed`")
-        count, note, inner = self.tally.count, self._called.append, bound.packed
-        guard, write = guarded(pages, "write"), pages.write
+        count, note, attend = self.tally.count, self._called.append, bound.packed
+        guard, store = guarded(pages, "write"), pages.write
+        inner: Callable[..., Any] = attend
+        write: Callable[..., Any] = store
 
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -242,6 +261,16 @@ class AttentionBinding:
                 self.tap.note(number, query, key, value, output[None], layer)
             return output[None], None
 
+        def replace(stand: Stand) -> Callable[[], None]:
+            nonlocal write, inner
+            write, inner = stand("write", write), stand("attention", inner)
+            return undo
+
+        def undo() -> None:
+            nonlocal write, inner
+            write, inner = store, attend
+
+        self.replace = replace
         return forward
 
     def _native(self, bound: BoundAttention, pages: PackedKVCache | None) -> NativeAttention | None:

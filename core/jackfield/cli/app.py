@@ -25,6 +25,7 @@ from jackfield.cli.new import new
 from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 from jackfield.cli.serve import serve
+from jackfield.cli.trace import trace
 from jackfield.cli.warm import warm
 from jackfield.paths import check_here
 
@@ -87,6 +88,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plugins": plugins,
     "explain": explain,
     "memory": memory,
+    "trace": trace,
     "doctor": doctor,
     "new": new,
     "check": check,

@@ -57,6 +57,7 @@ class Decoder:
         self.timing = DraftTiming({name: least for name, least in fast.items() if least})
         self._structures = structures
         self._allowed: Future[torch.Tensor] | None = None
+        self._advance = _within
         self._sampler = Sampler()
         searches = {n: s for n, s in self.strategies.items() if isinstance(s, CheckedSearch)}
         self.searcher = Searcher(searches) if searches else None
@@ -101,7 +102,7 @@ class Decoder:
         """
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
         gains = [_NOTHING] * len(step.scheduled)
-        allowed = None if self._allowed is None else self._allowed.result()
+        allowed = None if self._allowed is None else self._found(self._allowed)
         if self.searcher is not None:
             ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
         if ready:
@@ -112,13 +113,17 @@ class Decoder:
             chosen = self._sampler.sample(sequences, rows, drafts, allowed)
             for i, item, gain in zip(ready, scheduled, chosen, strict=True):
                 constrained = item.sequence.constraint is not None
-                gains[i] = _within(item.sequence, gain) if constrained else gain
+                gains[i] = self._advance(item.sequence, gain) if constrained else gain
                 if self.drafting:
                     self._learn(item, gain)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         if self.drafting and step.decode and len(ready) == len(gains):
             self._time(step, gains)
         return gains
+
+    def _found(self, allowed: Future[torch.Tensor]) -> torch.Tensor:
+        """What may follow; waits where the model was faster."""
+        return allowed.result()
 
     def _time(self, step: RunningStep, gains: Seq[Accepted]) -> None:
         """Count the step in which all decoded, and tell of whom it puts to rest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from jackfield.engine.requests import Reader, Request
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.streaming import check_streamer, tell
+from jackfield.engine.tracing import Tracing
 from jackfield.errors import (
     JackfieldError,
     SettingsError,
@@ -40,6 +42,7 @@ from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.requests.prompts import Prompt, is_batch, taken
 from jackfield.requests.wishes import mapping
+from jackfield.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,6 +107,7 @@ class Engine:
         # Also for an engine that is dropped without being closed; must not refer to the engine.
         self._finalizer = weakref.finalize(self, drop, made.worker, made.restore)
         self._intake = Intake(made)
+        self._one_trace = threading.Lock()
 
     @property
     def closed(self) -> bool:
@@ -345,6 +349,21 @@ class Engine:
     def health(self) -> Health:
         """Whether it is alive, takes requests, and gets on."""
         return self._worker.health()
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Find out where the time of requests goes: ``with engine.trace() as trace:``.
+
+        What was found is in `trace` behind the ``with``: print it, or `save` it. It begins and ends
+        between two steps, while requests run or not. Of a long one the latest 200,000 spans are
+        kept. Raises UsageError while another trace of this engine goes on.
+        """
+        if not self._one_trace.acquire(blocking=False):
+            raise UsageError("a trace of this engine goes on already; end that one first")
+        try:
+            yield from Tracing(self._assembly, self._intake).run()
+        finally:
+            self._one_trace.release()
 
     def compile_ahead(self) -> list[int]:
         """Compile decode steps of all sizes up to `max_batch_size`, before a request waits for one.

@@ -58,6 +58,7 @@ class Loop:
         self._full = False  # the cache refused who is next, and holds no less since
         self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
+        self._take = _taken
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
         self.doing: str | None = None  # what of a step is no plugin's and takes long
@@ -276,7 +277,7 @@ class Loop:
                 continue  # a part of its prompt
             if gain.error is not None:
                 sequence.fail(gain.error)
-            events.append(_taken(sequence, gain))
+            events.append(self._take(sequence, gain))
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         if self.decoding.decided:

@@ -76,13 +76,7 @@ class Worker:
 
         Where too many wait already: QueueFullError, or, with `wait`, wait until fewer do.
         """
-        if threading.current_thread() is self._thread:
-            raise UsageError(
-                "a request cannot be made from inside a step, which would wait for itself; make it "
-                "before, or let a thread of its own make it"
-            )
-        if os.getpid() != self._process:
-            raise UsageError(FORKED)
+        self._check_caller("a request cannot be made")
         with self._changed:
             self.check_open()
             if not self._has_room(len(pairs)):
@@ -98,6 +92,16 @@ class Worker:
             self._open |= {sequence.id: (sequence, request) for sequence, request in pairs}
             self._commands.append(partial(self._enter, [sequence for sequence, _ in pairs]))
             self._coming += len(pairs)
+
+    def _check_caller(self, what: str) -> None:
+        """Raise UsageError in a step, and in a forked child."""
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                f"{what} from inside a step, which would wait for itself; make it before, or let a "
+                "thread of its own make it"
+            )
+        if os.getpid() != self._process:
+            raise UsageError(FORKED)
 
     def _enter(self, sequences: Seq[RunningSequence]) -> None:
         before = self._mark()
@@ -139,6 +143,33 @@ class Worker:
                 )
             self._loop.turns += 1  # what `act` changes is observed anew
             act()
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Have the thread do `act` between two steps, and wait until it has.
+
+        Raises what `act` raises; UsageError from inside a step, and where no step comes any more.
+        """
+        self._check_caller("this cannot be done")
+        done: list[BaseException | None] = []
+
+        def command() -> None:
+            try:
+                act()
+            except BaseException as error:  # noqa: BLE001 - the caller's, and no request's
+                done.append(error)
+            else:
+                done.append(None)
+
+        with self._changed:
+            while not done:  # where a step fails, what waits for the next one is lost
+                self.check_open()
+                self._wake()
+                self._commands.append(command)
+                self._changed.wait_for(
+                    lambda: bool(done) or self.closed or command not in self._commands
+                )
+        if done[0] is not None:
+            raise done[0]
 
     def _wake(self) -> None:
         """See that a thread is there. What it is to do may follow, as long as the lock is held."""

@@ -1,0 +1,1 @@
+"""Where the time of requests went: what a trace notes, a table, a file for Perfetto, a picture."""
