@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,3 +99,13 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def name_of(device: str) -> str:
+    """What the maker calls a torch device: the name of the GPU, or else of the processor."""
+    if device.partition(":")[0] == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    names = re.findall(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.M)
+    return names[0].strip() if names else platform.processor() or platform.machine()

@@ -127,9 +127,3 @@ def test_a_prompt_cannot_be_shorter_than_its_template(cli: Cli, fake: Start) -> 
     flags = ("--model", "m", "--prompt-tokens", "50")
     done = cli("bench", "serve", "--url", fake(script).url, *flags)
     done.assert_failed(2, "--prompt-tokens 50: the least prompt here has about 101")
-
-
-def test_bench_alone_shows_what_there_is(cli: Cli) -> None:
-    done = cli("bench")
-    assert done.code == 2
-    assert "serve" in done.out

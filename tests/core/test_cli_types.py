@@ -50,7 +50,7 @@ def test_typer_knows_the_type_of_each_flag(name: str) -> None:
 
 
 def test_all_commands_are_looked_at() -> None:
-    assert {"", "generate", "serve", "bench serve"} <= set(commands())
+    assert {"", "generate", "serve", "bench run", "bench serve"} <= set(commands())
 
 
 def test_a_type_that_it_does_not_know_is_seen() -> None:

@@ -16,8 +16,8 @@ ROOT = Path(jackfield.__file__).parent
 FLOORS = (
     "errors quieting demo", "units spelling guarded foreign devices paths", "contracts",
     "hookspecs", "requests", "parallel", "registry", "sampling", "bridge", "parsing", "planning",
-    "tracing", "engine", "api", "estimates", "in_transformers", "testing authoring client serving",
-    "batch replicas", "cli", "__main__", "",
+    "tracing", "engine", "api", "estimates", "benchmarking", "in_transformers",
+    "testing authoring client serving", "batch replicas", "cli", "__main__", "",
 )  # fmt: skip
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor.split(" ")}
 

@@ -377,5 +377,5 @@ def test_memory_is_measured_on_the_gpus_of_the_model(monkeypatch: pytest.MonkeyP
         (("cuda:2", "cuda:1", "cpu"), 450),
     ):
         reset.clear()
-        assert measuring._Meter(devices).peak() == peak
+        assert measuring.Meter(devices).peak() == peak
         assert reset == [d for d in devices if d != "cpu"]

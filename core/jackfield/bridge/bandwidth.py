@@ -1,4 +1,4 @@
-"""How fast a device reads its memory: a short streaming read."""
+"""How fast a device reads its memory, and multiplies: a short streaming read, a short product."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jackfield.errors import UsageError
 
 _WANTED = 1 << 30  # bytes: far more than any cache holds
 _SECONDS = 1.0
+_SIDE = 2048  # of a product's matrices: enough to keep all of a device busy
 
 
 def measure_bandwidth(device: str) -> float:
@@ -32,3 +33,17 @@ def measure_bandwidth(device: str) -> float:
         numbers.sum().item()  # .item() waits for the device
         best = min(best, time.perf_counter() - started)
     return numbers.nbytes / best
+
+
+def measure_flops(device: str, dtype: str) -> float:
+    """Multiplications and additions a second of the fastest of several products of two matrices.
+
+    `dtype` is the name of their numbers'. With all of torch's threads; takes about a second.
+    """
+    a, b = (torch.ones(_SIDE, _SIDE, dtype=getattr(torch, dtype), device=device) for _ in range(2))
+    best, ends = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < ends or best == float("inf"):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()
+        best = min(best, time.perf_counter() - started)
+    return 2 * _SIDE**3 / best

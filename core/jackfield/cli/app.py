@@ -7,11 +7,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from jackfield.cli import bench
+from jackfield.cli import bench, bench_selections
 from jackfield.cli.batch import batch
 from jackfield.cli.chat import chat
 from jackfield.cli.check import check
@@ -99,16 +100,27 @@ for name, command in COMMANDS.items():
     app.command(name, add_help_option=False, help=_usage(command))(with_flags(command))
 
 
-def _benches(context: typer.Context, usage: HelpOption = False) -> None:
-    """Measure how fast it is."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit(2)
+class Benches(TyperGroup):
+    """`jackfield bench …` is `jackfield bench run …`, where no other command is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["run", *args])
 
 
-benches = typer.Typer(rich_markup_mode=None)
-benches.callback(invoke_without_command=True, add_help_option=False, help=_usage(_benches))(
-    _benches
-)
-benches.command("serve", add_help_option=False, help=_usage(bench.serve))(with_flags(bench.serve))
+BENCHES: dict[str, Callable[..., None]] = {
+    "run": bench_selections.run,
+    "compare": bench_selections.compare,
+    "serve": bench.serve,
+}
+benches = typer.Typer(cls=Benches, rich_markup_mode=None)
+
+
+def _benches() -> None:
+    """Measure how fast selections of backends are, or a server."""
+
+
+benches.callback(help=_usage(_benches))(_benches)
+for name, command in BENCHES.items():
+    benches.command(name, add_help_option=False, help=_usage(command))(with_flags(command))
 app.add_typer(benches, name="bench")

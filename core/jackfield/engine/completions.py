@@ -24,12 +24,14 @@ class Usage:
     """Token counts and wall time of one request, in seconds from submission to its last token.
 
     `cached_tokens` of the prompt were found in the cache, when the request first entered it.
+    `first_seconds` are those to its first token; None where there is none.
     """
 
     prompt_tokens: int
     completion_tokens: int
     seconds: float
     cached_tokens: int = 0
+    first_seconds: float | None = None
 
 
 @dataclass(frozen=True)

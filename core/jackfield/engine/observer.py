@@ -114,6 +114,7 @@ class Observer:
     def _completion(self, sequence: RunningSequence) -> Completion:
         text = self._text_of(sequence)
         assert sequence.finish_reason is not None
+        first = sequence.first_token_at
         return Completion(
             text=text,
             token_ids=sequence.new_tokens,
@@ -123,6 +124,7 @@ class Observer:
                 sequence.num_new,
                 time.perf_counter() - sequence.started,
                 sequence.num_found or 0,
+                None if first is None else first - sequence.started,
             ),
             ran=self._ran(sequence),
             logprobs=sequence.logprobs,

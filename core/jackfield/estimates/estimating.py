@@ -46,6 +46,7 @@ def estimate(
     prefill_tokens: int | None = None,
     replicas: int = 1,
     revision: str | None = None,
+    prompt_flops: bool = False,
     **selections: Any,
 ) -> Estimate:
     """What `jackfield.load` with these selections would take. Reads no weight.
@@ -55,7 +56,8 @@ def estimate(
     such as "3.35TB/s", or bytes a second. `lengths` are tokens of a request, prompt and new ones
     together. `prefill_tokens` is how many tokens of prompts a step feeds at most; None: what an
     engine does (2048 in the packed layout, all of them in the padded one). `replicas` engines
-    have a device each, or as many as `tp_size`. `selections` are those of `jackfield.plan`; of
+    have a device each, or as many as `tp_size`. With `prompt_flops` the operations of a prompt are
+    counted, as they always are for a data sheet. `selections` are those of `jackfield.plan`; of
     them `device_map` may also be the name of a data sheet, such as "h200", whose memory and
     bandwidth count where no other are given. Raises UsageError and the errors of `jackfield.plan`.
     """
@@ -96,7 +98,7 @@ def estimate(
         step_limit=limit,
         bandwidth=rate,
         flops=sheet.flops if sheet else None,
-        prompt=dry.prompt_flops() if sheet else None,
+        prompt=dry.prompt_flops() if sheet or prompt_flops else None,
         replicas=replicas,
     )
 

@@ -151,7 +151,7 @@ def _measure(model: str, prompt: int, new: int, batch: int, selections: dict[str
 
     planned = plan(model, **selections)
     _warm_up(selections)
-    meter = _Meter(planned.requirements.execution_devices or (planned.device or "cpu",))
+    meter = Meter(planned.requirements.execution_devices or (planned.device or "cpu",))
     with load(model, max_batch_size=batch, **selections) as engine:
         _touch(engine)
         loading = meter.peak()
@@ -203,7 +203,7 @@ def _watch_cache(engine: Engine) -> list[int]:
     return seen
 
 
-class _Meter:
+class Meter:
     """Peaks of memory above what was taken when it was made, in bytes.
 
     That of `devices`, where a model computes, if there are CUDA GPUs among them, each one's peak;

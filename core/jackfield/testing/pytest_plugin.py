@@ -1,4 +1,5 @@
-"""``pytest --jackfield-backend plugin:NAME``: every check of a backend is a test.
+"""``pytest --jackfield-backend plugin:NAME``: every check of a backend is a test; and
+``pytest --jackfield-bench plugin:NAME``: how fast it is (`benchmark_items.py`).
 
 pytest loads this module in every run where jackfield is installed, so it imports nothing before it
 is asked for. Give the option several times for several backends; ``kind:plugin:NAME`` where
@@ -32,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="plugin:NAME",
         help="Check what this installed backend declares; repeatable. See `jackfield check`.",
+    )
+    parser.getgroup("jackfield").addoption(
+        "--jackfield-bench",
+        action="append",
+        default=[],
+        metavar="plugin:NAME",
+        help="Measure this installed backend beside auto, with pytest-benchmark; repeatable.",
     )
 
 
@@ -80,6 +88,10 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     for given in session.config.getoption("--jackfield-backend"):
         node = BackendNode.from_parent(session, name=given)
         items.extend(node.collect())
+    for given in session.config.getoption("--jackfield-bench"):
+        from jackfield.testing.benchmark_items import BenchmarkNode
+
+        items.extend(BenchmarkNode.from_parent(session, name=given).collect())
 
 
 class BackendNode(pytest.Collector):

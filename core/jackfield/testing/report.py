@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from jackfield.devices import name_of
 from jackfield.testing.checks import Verdict
 from jackfield.testing.subject import Subject
 
@@ -97,20 +98,6 @@ def report_of(subject: Subject, verdicts: list[Verdict]) -> Report:
         own.kind,
         subject.seed,
         versions,
-        hardware(subject.device),
+        name_of(subject.device),
         verdicts,
     )
-
-
-def hardware(device: str) -> str:
-    """The name of the processor, or of the GPU where `device` is one."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

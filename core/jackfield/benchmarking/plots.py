@@ -1,0 +1,175 @@
+"""Plots as SVG: one mark a round, its unit on every axis, colours from the page around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, LEFT, RIGHT = 480, 12, 16
+#: Heights: of a row with its label, of what is below the last one, and of a plot with two axes.
+ROW, FOOT, HEIGHT = 44, 40, 260
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A row of a plot: `values` are small marks, `middle` the large one, `low` to `high` a bar.
+
+    A row that is no result has a `note` in place of marks.
+    """
+
+    label: str
+    values: Sequence[float] = ()
+    middle: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from `low` to `high`, at most about so many."""
+    step = 10 ** math.floor(math.log10((high - low) / most))
+    step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= most)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def rows(
+    title: str,
+    unit: str,
+    marks: Sequence[Marks],
+    *,
+    band: tuple[float, float] | None = None,
+    zero: bool = True,
+) -> str:
+    """Rows over one axis, which begins at 0 unless `zero` is false; `band` is shaded."""
+    every = [v for one in marks for v in (*one.values, one.middle, one.low, one.high) if v]
+    every += band or ()
+    low, high = (0.0 if zero else min(every, default=0.9)), max(every, default=1.0)
+    pad = (high - low or 1.0) * 0.05
+    low, high = (low if zero else low - pad), high + pad
+    height = ROW * len(marks) + FOOT + 8
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    parts = []
+    if band:
+        parts.append(
+            f'<rect class="band" x="{x(band[0]):.1f}" y="0" '
+            f'width="{x(band[1]) - x(band[0]):.1f}" height="{height - FOOT}"/>'
+        )
+    for tick in ticks(low, high):
+        parts += _vertical(x(tick), height - FOOT, f"{tick:g}")
+    for number, one in enumerate(marks):
+        parts += _row(one, number, ROW * number + 20, x)
+    parts.append(_text(WIDTH / 2, height - 6, unit, "unit", "middle"))
+    return _svg(title, height, parts)
+
+
+def _row(one: Marks, number: int, y: float, x: Callable[[float], float]) -> Iterator[str]:
+    yield _text(LEFT, y - 4, one.label, "label")
+    if one.note:
+        yield _text(LEFT, y + 14, one.note, "invalid")
+        return
+    color = f"c{number % 6}"
+    if one.low is not None and one.high is not None:
+        yield (
+            f'<line class="bar {color}" x1="{x(one.low):.1f}" x2="{x(one.high):.1f}" '
+            f'y1="{y + 10}" y2="{y + 10}"/>'
+        )
+    for value in one.values:
+        yield f'<circle class="dot {color}" cx="{x(value):.1f}" cy="{y + 10}" r="3"/>'
+    if one.middle is not None:
+        at = x(one.middle)
+        yield (
+            f'<line class="middle {color}" x1="{at:.1f}" x2="{at:.1f}" y1="{y + 2}" y2="{y + 18}"/>'
+        )
+
+
+def lines(title: str, x_unit: str, y_unit: str, series: Sequence[tuple[str, list[float]]]) -> str:
+    """A line a row over the numbers of the rounds."""
+    top = max((max(values) for _, values in series), default=1.0) * 1.05
+    count = max((len(values) for _, values in series), default=1)
+    inner = HEIGHT - FOOT - 24
+
+    def at(number: int, value: float) -> str:
+        across = 44 + number / max(1, count - 1) * (WIDTH - 44 - RIGHT)
+        return f"{across:.1f},{24 + inner * (1 - value / top):.1f}"
+
+    parts = [_text(LEFT, 14, y_unit, "unit")]
+    for tick in ticks(0, top):
+        y = 24 + inner * (1 - tick / top)
+        parts.append(f'<line class="grid" x1="44" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(40, y + 4, f"{tick:g}", "tick", "end"))
+    for number in range(0, count, max(1, count // 8)):
+        across = at(number, 0).partition(",")[0]
+        parts.append(_text(float(across), HEIGHT - FOOT + 16, str(number + 1), "tick", "middle"))
+    for number, (label, values) in enumerate(series):
+        points = " ".join(at(n, value) for n, value in enumerate(values))
+        parts.append(
+            f'<polyline class="line c{number % 6}" points="{points}">'
+            f"<title>{escape(label)}</title></polyline>"
+        )
+    parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
+    return _svg(title, HEIGHT, parts)
+
+
+def roofline(
+    title: str,
+    x_unit: str,
+    y_unit: str,
+    roof: tuple[float, float],
+    points: Sequence[tuple[str, float, float]],
+) -> str:
+    """Points (label, operations a byte, operations a second) below a roof: (bytes a second,
+    operations a second), on logarithmic axes."""
+    ridge = roof[1] / roof[0]
+    xs, ys = [ridge, *(p[1] for p in points)], [roof[1], *(p[2] for p in points)]
+    left, right = math.log10(min(xs)) - 0.3, math.log10(max(xs)) + 0.6
+    bottom, top = math.log10(min(ys)) - 0.4, math.log10(max(ys)) + 0.3
+    inner = HEIGHT - FOOT - 24
+
+    def at(intensity: float, rate: float) -> tuple[float, float]:
+        across = (math.log10(intensity) - left) / (right - left)
+        down = 1 - (math.log10(rate) - bottom) / (top - bottom)
+        return 44 + across * (WIDTH - 44 - RIGHT), 24 + inner * min(1.0, down)
+
+    start = max(10**left, 10**bottom / roof[0])
+    corners = (at(start, start * roof[0]), at(ridge, roof[1]), at(10**right, roof[1]))
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    parts = [_text(LEFT, 14, y_unit, "unit"), f'<polyline class="roof" points="{path}"/>']
+    for power in range(math.ceil(bottom), math.floor(top) + 1):
+        y = at(ridge, 10.0**power)[1]
+        parts.append(f'<line class="grid" x1="44" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(40, y + 4, f"1e{power}", "tick", "end"))
+    for tick in (n * 10.0**p for p in range(math.floor(left), math.ceil(right)) for n in (1, 3)):
+        if left <= math.log10(tick) <= right:
+            across = at(tick, roof[1])[0]
+            parts.append(_text(across, HEIGHT - FOOT + 16, f"{tick:g}", "tick", "middle"))
+    for number, (label, intensity, rate) in enumerate(points):
+        x, y = at(intensity, rate)
+        parts.append(f'<circle class="point c{number % 6}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+        end = "end" if x > WIDTH * 0.6 else "start"
+        parts.append(_text(x + (-9 if end == "end" else 9), y + 4, label, "label", end))
+    parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
+    return _svg(title, HEIGHT, parts)
+
+
+def _vertical(x: float, bottom: float, label: str) -> Iterator[str]:
+    yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>'
+    yield _text(x, bottom + 14, label, "tick", "middle")
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+    )
