@@ -175,6 +175,7 @@ SETTINGS = [
     "num_return_sequences", "num_beams", "repetition_penalty", "presence_penalty", "do_sample",
     "frequency_penalty", "generation_config", "stopping_criteria", "prefix_allowed_tokens_fn",
     "choices", "json_schema", "regex", "grammar", "no_such_setting", "max_time", "guidance_scale",
+    "negative_prompt", "watermarking_config", "forced_bos_token_id", "remove_invalid_values",
     "attention_mask", "input_ids", "token_type_ids",
 ]  # fmt: skip
 PROMPTS: list[Any] = [

@@ -45,7 +45,7 @@ class Guess(Decoding):
     [
         ({"num_beams"}, "num_beams"),
         ({"num_assistant_tokens", "seed"}, "num_assistant_tokens"),
-        ({"guidance_scale"}, "guidance_scale"),
+        ({"token_healing"}, "token_healing"),
         ({"temperature", "seed"}, None),
     ],
 )

@@ -15,8 +15,8 @@ from jackfield.requests.vocabulary import ARGUMENTS, CODE, DRAFTING, FACTS, REFU
 FIELDS = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 #: Arguments of `generate` whose values are read like settings.
 READ = {
-    "generation_config", "inputs", "logits_processor", "prefix_allowed_tokens_fn",
-    "stopping_criteria", "streamer",
+    "generation_config", "inputs", "logits_processor", "negative_prompt_ids",
+    "prefix_allowed_tokens_fn", "stopping_criteria", "streamer",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import encoder_decoders
 import pytest
 import torch
 from families import build, prompts
@@ -12,7 +13,7 @@ from transformers import GenerationConfig
 import jackfield
 from jackfield.errors import SettingsError
 
-PROMPTS = prompts((5, 13, 30))
+PROMPTS = prompts((5, 13, 30, 1))
 NEW, EOS = 14, 7
 FIELDS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 1},
@@ -24,6 +25,8 @@ FIELDS: list[dict[str, Any]] = [
     {"forced_eos_token_id": [EOS, 9]},
     {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": EOS},
     {"begin_suppress_tokens": []},
+    {"remove_invalid_values": True, "suppress_tokens": [11, 12], "repetition_penalty": 1.5},
+    {"forced_bos_token_id": 9},
     {
         "no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.3, "repetition_penalty": 1.2,
         "min_new_tokens": 4, "eos_token_id": EOS, "suppress_tokens": [11, 12],
@@ -111,6 +114,9 @@ def test_samples_and_chunks(model: Any) -> None:
         ("forced_eos_token_id", 10**9),
         ("forced_eos_token_id", "x"),
         ("begin_suppress_tokens", [-1]),
+        ("forced_bos_token_id", [3, 4]),
+        ("forced_bos_token_id", 10**9),
+        ("remove_invalid_values", 1),
         ("exponential_decay_length_penalty", (3,)),
         ("exponential_decay_length_penalty", (3, 0.0)),
         ("exponential_decay_length_penalty", (3.0, 1.1)),
@@ -123,6 +129,87 @@ def test_odd_values(model: Any, name: str, value: Any) -> None:
         pytest.raises(SettingsError, match=name),
     ):
         engine.generate(PROMPTS[0], max_new_tokens=2, eos_token_id=EOS, **{name: value})
+
+
+def broken(model: Any) -> Any:
+    """A model that says what are no numbers: of all tokens behind some, of a few behind others."""
+    head = model.lm_head
+
+    def spoil(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        hidden = args[0].sum(-1)  # so that it depends on the tokens alone
+        spoiled = logits.clone()
+        spoiled[hidden > 0, 5:9] = float("nan")
+        spoiled[hidden > 1] = float("nan")
+        spoiled[hidden < -1, 20] = float("inf")
+        return spoiled
+
+    return head.register_forward_hook(spoil)
+
+
+def test_scores_that_are_no_numbers(model: Any) -> None:
+    """They are taken for others as in transformers; without it such a request ends."""
+    model = build("llama")
+    handle = broken(model)
+    asked: list[dict[str, Any]] = [
+        {"remove_invalid_values": True},
+        {"remove_invalid_values": True, "suppress_tokens": list(range(9))},
+        {"remove_invalid_values": True, "guidance_scale": 2.0},
+        {"remove_invalid_values": True, "begin_suppress_tokens": [0]},
+    ]
+    pairs = [(prompt, one) for prompt in PROMPTS for one in asked]
+    due = [right(model, prompt, **one) for prompt, one in pairs]
+    with jackfield.load(model) as engine:
+        found = engine.generate(
+            [prompt for prompt, _ in pairs], settings=[one for _, one in pairs],
+            max_new_tokens=NEW,
+        )  # fmt: skip
+        ended = engine.generate(PROMPTS, max_new_tokens=NEW)
+    handle.remove()
+    assert [one.token_ids for one in found] == due
+    assert any("not numbers" in str(one.error) for one in ended)
+
+
+def test_what_is_forced_is_forced_beside_prefix_allowed_tokens_fn(model: Any) -> None:
+    asked: dict[str, Any] = {
+        "prefix_allowed_tokens_fn": lambda _, ids: [int(ids[-1]) % 50 + 2, 3],
+        "forced_eos_token_id": EOS,
+    }
+    more: list[dict[str, Any]] = [{}, {"forced_bos_token_id": 60, "begin_suppress_tokens": [3]}]
+    pairs = [(prompt, {**asked, **one}) for prompt in PROMPTS for one in more]
+    due = [right(model, prompt, **one) for prompt, one in pairs]
+    with jackfield.load(model) as engine:
+        found = engine.generate(
+            [prompt for prompt, _ in pairs], settings=[one for _, one in pairs], max_new_tokens=NEW
+        )
+    assert [one.token_ids for one in found] == due
+    assert all(tokens[-1] == EOS for tokens in due)
+
+
+def test_models_with_an_encoder() -> None:
+    """Whose decoders begin with one token, behind which the first one is forced."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"forced_bos_token_id": 9, "begin_suppress_tokens": [5]},
+        {"forced_bos_token_id": 9, "watermarking_config": {"bias": 4.0}},
+        {"remove_invalid_values": True, "forced_eos_token_id": EOS},
+    ]
+    model = encoder_decoders.build("bart")
+    size = model.config.vocab_size - 2
+    texts = [[2 + token % size for token in prompt] for prompt in PROMPTS]
+    pairs = [(prompt, one) for prompt in texts for one in asked]
+    due = [
+        encoder_decoders.generated(model, prompt, max_new_tokens=NEW, eos_token_id=EOS, **one)
+        for prompt, one in pairs
+    ]
+    with jackfield.load(model) as engine:
+        found = engine.generate(
+            [prompt for prompt, _ in pairs], settings=[one for _, one in pairs],
+            max_new_tokens=NEW, eos_token_id=EOS,
+        )  # fmt: skip
+        with pytest.raises(SettingsError, match=r"guidance_scale=2 leads.*an encoder reads"):
+            engine.generate(texts[0], guidance_scale=2.0)
+    assert [one.token_ids for one in found] == due
+    assert due[1][0] == 9
 
 
 def test_a_decay_needs_an_end(model: Any) -> None:

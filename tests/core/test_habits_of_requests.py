@@ -241,7 +241,6 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
             assert "jackfield.load(decoding=" in message
             assert words in message
     assert "decoding='assisted', assistant_model=" in refusal(engine, assistant_model="demo-draft")
-    assert "WatermarkLogitsProcessor" in refusal(engine, watermarking_config={"bias": 1.0})
     assert "does not honour stopping_criteria" in refusal(
         engine, num_beams=2, stopping_criteria=lambda ids, scores: False
     )
@@ -251,7 +250,7 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
 
 def test_a_file_that_asks_for_what_nothing_honours_is_lifted_with_none() -> None:
     for name, value in (
-        ("guidance_scale", 2.0),
+        ("token_healing", True),
         ("output_hidden_states", True),
         ("num_beams", 3),
     ):

@@ -116,8 +116,11 @@ def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def tale(engine: Engine, draw: random.Random, beams: int) -> None:
-    """Some requests: one after the other, cancelled, failing, of several texts or beams."""
+def tale(engine: Engine, draw: random.Random, beams: int, guided: bool) -> None:
+    """Some requests: one after the other, cancelled, failing, of several texts or beams.
+
+    Where they are `guided`, most have a negative prompt.
+    """
     prompt = [draw.randrange(VOCAB) for _ in range(20)]
     requests = []
     for _ in range(draw.randint(4, 7)):
@@ -128,6 +131,10 @@ def tale(engine: Engine, draw: random.Random, beams: int) -> None:
         else:
             asked["temperature"] = draw.choice([0, 1.0])
             asked["logits_processor"] = draw.choice([None, None, None, [broken]])
+        if guided:
+            asked["guidance_scale"] = draw.choice([1, 1.5, 3.0])
+        if asked.get("guidance_scale", 1) != 1:
+            asked["negative_prompt"] = prompt[: draw.randint(1, 19)]
         requests.append(engine.submit(begin, **asked))
         if draw.random() < 0.3:
             draw.choice(requests).cancel()
@@ -152,6 +159,12 @@ WAYS: dict[str, dict[str, str]] = {
     "drafts of rows": {"decoding": "prompt_lookup", "cache_implementation": "dynamic"},
     "tight": {"cache_implementation": "paged?num_tokens=44&page_size=1"},
     "rows": {"cache_implementation": "static?max_cache_len=64", "attn_implementation": "sdpa"},
+    "guided, tight": {"cache_implementation": "paged?num_tokens=80&page_size=1"},
+    "guided, large pages": {"cache_implementation": "paged?num_tokens=96&page_size=16"},
+    "guided rows": {"cache_implementation": "dynamic"},
+    "guided drafts": {
+        "decoding": "prompt_lookup", "cache_implementation": "paged?num_tokens=96&page_size=4",
+    },
 }  # fmt: skip
 
 
@@ -166,8 +179,9 @@ def test_other_ranks_compute_the_steps_of_rank_0(shared: list[Other], way: str) 
             for name, value in WAYS[way].items()
         }
         window = 9 if way in ("drafts", "tight") else None
-        with jackfield.load(model(window), max_batch_size=3 * max(1, beams), **arguments) as engine:
-            tale(engine, draw, beams)
+        places = 6 if "guided" in way else 3 * max(1, beams)
+        with jackfield.load(model(window), max_batch_size=places, **arguments) as engine:
+            tale(engine, draw, beams, "guided" in way)
             preemptions += engine.statistics().preemptions
     assert sum(other.steps for other in shared) > 40
     assert not any(other.replay._sequences for other in shared)

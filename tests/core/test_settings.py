@@ -39,7 +39,9 @@ HONOURED = {
     "eos_token_id": [1, 2],
     "epsilon_cutoff": 0.1,
     "eta_cutoff": 0.1,
+    "forced_bos_token_id": 4,
     "forced_eos_token_id": 4,
+    "guidance_scale": 1.5,
     "max_length": 33,
     "max_new_tokens": 7,
     "max_time": 2.5,
@@ -49,6 +51,7 @@ HONOURED = {
     "no_repeat_ngram_size": 2,
     "output_logits": True,
     "output_scores": True,
+    "remove_invalid_values": True,
     "renormalize_logits": True,
     "repetition_penalty": 1.2,
     "sequence_bias": {(3, 4): 1.5},
@@ -59,6 +62,7 @@ HONOURED = {
     "top_k": 5,
     "top_p": 0.9,
     "typical_p": 0.5,
+    "watermarking_config": {"bias": 1.5},
 }
 KNOBS = {
     "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -70,7 +74,6 @@ UNUSUAL = {
     "constraints": [object()],
     "continuous_batching_config": {"a": 1},
     "force_words_ids": [[3]],
-    "watermarking_config": {"a": 1},
 }
 
 
@@ -377,7 +380,7 @@ def test_min_length_counts_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("token_healing", True), ("guidance_scale", 2.0)],
+    [("num_beams", 4), ("token_healing", True), ("output_attentions", True)],
 )
 def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
     name: str, value: Any

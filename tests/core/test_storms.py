@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import Any
 
+import torch
 from drafting import ASSISTED, LOOKUP, draft_of
 from driven import age
 from families import STATES_APART, WINDOW, build, oracle, prompts
@@ -16,12 +17,14 @@ from storming import Stepped
 
 import jackfield
 from jackfield.contracts import Sequence
+from jackfield.errors import CacheFullError
 
 TEXTS = prompts(tuple(1 + n % (3 * WINDOW) for n in range(12))) + [
     [*prompts((WINDOW,))[0], *end] for end in prompts((1, 3, 5))
 ]  # the last three begin alike
 MOST = 12
 STATES = ("lfm2", "qwen3-next") if STATES_APART else ()
+SCALE = 1.5
 LONG = 100  # seconds: no deadline passes by itself
 
 model_of = functools.cache(build)
@@ -31,6 +34,16 @@ plain = functools.cache(build)  # runs in no engine
 @functools.cache
 def alone(family: str, text: int) -> list[int]:
     return oracle(plain(family), TEXTS[text], MOST)
+
+
+@functools.cache
+def led_away(family: str, text: int, negative: int) -> list[int]:
+    ids = torch.tensor([TEXTS[text]])
+    found = plain(family).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST, do_sample=False,
+        guidance_scale=SCALE, negative_prompt_ids=torch.tensor([TEXTS[negative]]),
+    )  # fmt: skip
+    return found[0, ids.shape[1] :].tolist()
 
 
 class Storm(Stepped):
@@ -85,7 +98,7 @@ class Storm(Stepped):
         asked = {"max_new_tokens": count, "priority": priority, "deadline": deadline,
                  "decoding": self.decodings[decoding % len(self.decodings)]}  # fmt: skip
         sequence = self.engine._intake.sequence(TEXTS[text], asked, streams=False)
-        self.open[sequence.id] = (sequence, text)
+        self.open[sequence.id] = (sequence, text, None)
         self.loop.submit(sequence)
 
     @rule(text=st.integers(0, len(TEXTS) - 1), count=st.integers(1, MOST))
@@ -93,8 +106,29 @@ class Storm(Stepped):
         """Samples that all take the best: three of one greedy text, the first reads for all."""
         asked = {"max_new_tokens": count, "num_return_sequences": 3, "do_sample": True, "top_k": 1}
         for sequence in self.engine._intake.sequences(TEXTS[text], asked, streams=False):
-            self.open[sequence.id] = (sequence, text)
+            self.open[sequence.id] = (sequence, text, None)
             self.loop.submit(sequence)
+
+    @rule(
+        text=st.integers(0, len(TEXTS) - 1),
+        negative=st.integers(0, len(TEXTS) - 1),
+        count=st.integers(1, MOST),
+        priority=st.integers(-1, 1),
+        decoding=st.integers(0, 2),
+    )
+    def submit_guided(
+        self, text: int, negative: int, count: int, priority: int, decoding: int
+    ) -> None:
+        """Two sequences, if both fit into the pool when they are as long as can be."""
+        asked = {"max_new_tokens": count, "priority": priority, "guidance_scale": SCALE,
+                 "negative_prompt": TEXTS[negative],
+                 "decoding": self.decodings[decoding % len(self.decodings)]}  # fmt: skip
+        try:
+            sequence = self.engine._intake.sequence(TEXTS[text], asked, streams=False)
+        except CacheFullError:
+            return
+        self.open[sequence.id] = (sequence, text, negative)
+        self.loop.submit(sequence)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -104,10 +138,10 @@ class Storm(Stepped):
         self.end(event.sequence)
         assert self.loop.cancel(event.sequence) == []
 
-    @precondition(lambda self: any(s.deadline is not None for s, _ in self.open.values()))
+    @precondition(lambda self: any(s.deadline is not None for s, _, _ in self.open.values()))
     @rule(data=st.data())
     def let_a_deadline_pass(self, data: Any) -> None:
-        timed = sorted(n for n, (s, _) in self.open.items() if s.deadline is not None)
+        timed = sorted(n for n, (s, _, _) in self.open.items() if s.deadline is not None)
         age(self.engine, self.open[data.draw(st.sampled_from(timed))][0], 2 * LONG)
 
     @precondition(lambda self: self.loop.running or self.loop.waiting)
@@ -129,9 +163,10 @@ class Storm(Stepped):
                 assert not fed & cancelled
 
     def end(self, sequence: Sequence) -> None:
-        _, text = self.open.pop(sequence.id)
-        self.ended.add(sequence.id)
-        expected = alone(self.family, text)
+        _, text, negative = self.open.pop(sequence.id)
+        self.ended.update(one.id for one in sequence.members)
+        guided = negative is not None
+        expected = led_away(self.family, text, negative) if guided else alone(self.family, text)
         if sequence.finish_reason == "length":
             assert sequence.new_tokens == expected[: sequence.settings.max_new_tokens]
         else:
@@ -154,9 +189,13 @@ class Storm(Stepped):
                 assert group.allocator.num_free == group.allocator.capacity
         usage = self.loop.cache.usage()
         assert usage is not None
-        waiting = {s.id for s in self.loop.waiting}
+        waiting = {one.id for s in self.loop.waiting for one in s.members}
         assert set(self.loop.cache._swapped._waiting) <= waiting  # type: ignore[attr-defined]
-        assert held | waiting == set(self.open)
+        assert held | waiting == {one.id for s, _, _ in self.open.values() for one in s.members}
+        for sequence, _, negative in self.open.values():
+            pair = [one for one in sequence.members if one.id in held]
+            assert negative is None or len(pair) != 1
+            assert [one.new_tokens for one in pair] == [sequence.new_tokens] * len(pair)
         assert set(self.loop._timed._held) <= set(self.open)
         if self.family in STATES:
             cache: Any = self.loop.cache

@@ -141,7 +141,7 @@ def test_a_pool_that_holds_one_text_and_not_four_is_refused_by_its_size() -> Non
         assert engine.generate(PROMPT, max_new_tokens=COUNT)[0].finish_reason == "length"
         assert_mistake(
             CacheFullError,
-            "each of 4 beams by itself, need 64 places.*or num_beams.*num_tokens=64",
+            "each of 4 sequences by itself, need 64 places.*num_beams.*num_tokens=64",
             lambda: engine.generate(PROMPT, num_beams=4, max_new_tokens=COUNT),
         )
     with load(cache_implementation="paged?page_size=4&num_tokens=64") as engine:
@@ -385,7 +385,7 @@ def test_a_scheduler_that_never_serves_a_whole_group_is_named() -> None:
         assert engine.generate(PROMPT, max_new_tokens=3)[0].finish_reason == "length"
         assert_mistake(
             PluginError,
-            "^stingy: schedule gives no request all of its beams$",
+            "^stingy: schedule gives no request all of its sequences$",
             lambda: engine.generate(PROMPT, num_beams=3, max_new_tokens=3),
         )
 

@@ -20,12 +20,12 @@ SAMPLER_SETTINGS = frozenset(
     {
         "bad_words_ids", "begin_suppress_tokens", "do_sample", "encoder_no_repeat_ngram_size",
         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
-        "exponential_decay_length_penalty", "forced_eos_token_id", "frequency_penalty",
-        "logits_processor", "logprobs", "min_length", "min_new_tokens", "min_p",
-        "no_repeat_ngram_size", "output_logits", "output_scores", "prefix_allowed_tokens_fn",
-        "presence_penalty",
+        "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+        "frequency_penalty", "guidance_scale", "logits_processor", "logprobs", "min_length",
+        "min_new_tokens", "min_p", "negative_prompt", "no_repeat_ngram_size", "output_logits",
+        "output_scores", "prefix_allowed_tokens_fn", "presence_penalty", "remove_invalid_values",
         "repetition_penalty", "seed", "sequence_bias", "stopping_criteria", "suppress_tokens",
-        "temperature", "top_h", "top_k", "top_p", "typical_p",
+        "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
     }
 )  # fmt: skip
 

@@ -210,7 +210,8 @@ class KVCache(ABC):
         Args:
             prompt_length: In tokens.
             max_new_tokens: In tokens.
-            copies: How many beams; more than 1 only where the backend declares `forks`.
+            copies: How many sequences of this size run at once: beams, where the backend declares
+                `forks`, or 2 with guidance. They may have no prompt in common.
 
         Returns:
             One line; the request then ends with a CacheFullError that says it. By default None.

@@ -31,8 +31,10 @@ class Tokens(list[int]):
 class Sequence:
     """One text of a request, as a backend sees it while it runs.
 
-    A request has one sequence, several samples of its prompt, or a group of beams. Everything is
-    for reading, but for `num_cached`, which the cache sets.
+    A request has one sequence, several samples of its prompt, or a group of beams. With guidance it
+    has two for each text: one behind its prompt, and one that gets the same new tokens behind the
+    negative prompt; they feed their last tokens in the same steps. Everything is for reading, but
+    for `num_cached`, which the cache sets.
 
     Lives: from `admit` or the first `key` to `release`; compare sequences by identity or `id`.
 
@@ -46,7 +48,7 @@ class Sequence:
         prompt_length: How many of them are the prompt.
         num_cached: How many of them, from the first on, the cache holds.
         settings: What the request asked for.
-        sample: Tells apart the sequences that continue one prompt, from 0 on.
+        sample: Tells apart the texts that continue one prompt, from 0 on.
         leader: The first of those, for all others; None: it is the first.
         group: The beams of a request that is searched; None: it is not.
         arrival: When it came, in seconds of the schedulers' clock (`now`).
@@ -88,7 +90,7 @@ class Sequence:
 
     @property
     def members(self) -> Seq[Sequence]:
-        """Itself, or all of the group that it ends with."""
+        """Itself, or all that it ends with: its group, or with guidance its pair."""
         return (self,) if self.group is None else self.group.members
 
     @property

@@ -80,7 +80,7 @@ class Settings(NamedTuple):
         frequency_penalty: Is taken off as often as they are there.
         sequence_bias: Token ids, the last of which gets what they map to added to its score when
             the others precede it. Bad words and suppressed tokens are in it with -inf. Comes before
-            anything else.
+            anything else but guidance.
         eos_token_ids: Tokens that end a text.
         stop_strings: Strings that end it.
         seed: The key of its random numbers.
@@ -89,6 +89,10 @@ class Settings(NamedTuple):
         output_scores: Whether it has the scores that each was chosen by.
         logits_processor: Functions of (token ids `[1, length]`, scores `[1, vocab]`), called after
             the penalties.
+        guidance_scale: How far scores are led away from those behind the request's negative prompt,
+            before anything else; 1: it has none.
+        watermark: A function like those of `logits_processor`, called after all else: temperature,
+            and what narrows the choice. Each text has its own.
         stopping_criteria: Functions of (token ids `[1, length]` on the CPU, None) that say after
             each token whether it was the last.
         num_return_sequences: How many texts it gets.
@@ -128,6 +132,8 @@ class Settings(NamedTuple):
     output_logits: bool = False
     output_scores: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
+    guidance_scale: float = 1.0
+    watermark: Callable[..., Any] | None = None
     stopping_criteria: tuple[Callable[..., Any], ...] = ()
     num_return_sequences: int = 1
     priority: int = 0

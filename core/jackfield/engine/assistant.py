@@ -113,7 +113,7 @@ class DraftModel:
         eos = tuple(token for token in own.eos_token_ids if token < size)
         return own._replace(
             max_new_tokens=ENDLESS, logits_processor=(), logprobs=None,
-            output_logits=False, output_scores=False,
+            output_logits=False, output_scores=False, guidance_scale=1.0, watermark=None,
             sequence_bias=MappingProxyType(known), eos_token_ids=eos,
         )  # fmt: skip
 

@@ -75,7 +75,7 @@ class Decoder:
                 begin = self.timing.clock()
                 found |= self._proposed(name, own)
                 self.timing.proposed(name, self.timing.clock() - begin)
-        return [found.get(sequence.id, []) for sequence in sequences]
+        return [found.get(sequence.answer.id, []) for sequence in sequences]
 
     def _proposed(self, name: str, sequences: Seq[RunningSequence]) -> dict[int, list[int]]:
         """What a strategy guesses for those that have room and no cooldown, by their `id`."""
@@ -91,7 +91,7 @@ class Decoder:
             wanted = _structured(step)
             self._allowed = self._structures.begin(wanted) if wanted else None
         if self._sampler.sends:
-            own = [f for f in step.scheduled if f.samples and f.sequence.group is None]
+            own = [f for f in step.scheduled if f.samples and _has_a_row(f.sequence)]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
     def accept(self, step: RunningStep, logits: torch.Tensor) -> list[Accepted]:
@@ -106,16 +106,23 @@ class Decoder:
         if self.searcher is not None:
             ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
         if ready:
-            scheduled = [step.scheduled[i] for i in ready]
+            own = [i for i in ready if _has_a_row(step.scheduled[i].sequence)]
+            scheduled = [step.scheduled[i] for i in own]
             drafts = [item.drafts for item in scheduled]
-            rows = _rows(logits, ready, drafts, self._sampler.block(logits.device))
+            block = self._sampler.block(logits.device)
+            rows = _rows(logits, own, drafts, block)
+            beside = {} if len(own) == len(ready) else _negative(step, own)
+            negative = [step.scheduled[i].drafts for i in beside]
+            led_from = _rows(logits, [*beside.values()], negative, block) if beside else None
             sequences = [item.sequence for item in scheduled]
-            chosen = self._sampler.sample(sequences, rows, drafts, allowed)
-            for i, item, gain in zip(ready, scheduled, chosen, strict=True):
+            chosen = self._sampler.sample(sequences, rows, drafts, allowed, led_from)
+            for i, item, gain in zip(own, scheduled, chosen, strict=True):
                 constrained = item.sequence.constraint is not None
                 gains[i] = self._advance(item.sequence, gain) if constrained else gain
                 if self.drafting:
                     self._learn(item, gain)
+            for i, at in beside.items():
+                gains[at] = Accepted(gains[i].tokens)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         if self.drafting and step.decode and len(ready) == len(gains):
             self._time(step, gains)
@@ -129,7 +136,7 @@ class Decoder:
         """Count the step in which all decoded, and tell of whom it puts to rest."""
         drafted: dict[str, tuple[int, int]] = {}
         for item, gain in zip(step.scheduled, gains, strict=True):
-            if item.drafts:
+            if item.drafts and _has_a_row(item.sequence):
                 name = item.sequence.settings.decoding
                 count, extra = drafted.get(name, (0, 0))
                 drafted[name] = (count + len(item.drafts), extra + max(0, len(gain.tokens) - 1))
@@ -246,7 +253,22 @@ def _parted(
 
 
 def _decodes(sequence: RunningSequence) -> bool:
-    return len(sequence.tokens) - sequence.num_cached == 1
+    """Whether it, and its pair, have one token left to feed; of a pair one alone asks."""
+    if sequence.answer is not sequence:
+        return False
+    return all(len(one.tokens) - one.num_cached == 1 for one in sequence.abreast)
+
+
+def _has_a_row(sequence: RunningSequence) -> bool:
+    """Whether the sampler chooses its tokens: no search does, and it is no negative prompt."""
+    return sequence.group is None and sequence.answer is sequence
+
+
+def _negative(step: RunningStep, own: Seq[int]) -> dict[int, int]:
+    """Of those in `own` that have guidance: where in `step` they are, and where their pair is."""
+    at = {item.sequence.id: i for i, item in enumerate(step.scheduled)}
+    pairs = {i: step.scheduled[i].sequence.pair for i in own}
+    return {i: at[pair.members[1].id] for i, pair in pairs.items() if pair is not None}
 
 
 def _room(sequence: RunningSequence) -> int:

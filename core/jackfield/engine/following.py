@@ -32,7 +32,7 @@ logger = logging.getLogger("jackfield")
 
 
 class FollowedSequence(Sequence):
-    """One of rank 0, whose group is there: here it knows the beams that were told of."""
+    """One of rank 0, whose group or pair is there: here it knows the others that were told of."""
 
     __slots__ = ("_members",)
 
@@ -43,7 +43,7 @@ class FollowedSequence(Sequence):
 
     @property
     def members(self) -> Seq[Sequence]:
-        """Itself, and the beams that go on beside it."""
+        """Itself, and what runs beside it: the beams, or its pair."""
         return self._members
 
 
@@ -73,7 +73,10 @@ class Replay:
             n: tuple(v) if type(v) is list else v for n, v in said["settings"].items()
         }
         prompt, rest = said["tokens"][: said["prompt_length"]], said["tokens"]
-        made = FollowedSequence(said["id"], prompt, Settings(**given), sample=said["sample"])
+        made = FollowedSequence(
+            said["id"], prompt, Settings(**given), sample=said["sample"],
+            beside=self._sequences.get(said["beside"]),
+        )  # fmt: skip
         list.extend(made.tokens, rest[len(prompt) :])
         self._sequences[made.id] = made
 

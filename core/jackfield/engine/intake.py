@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from jackfield.bridge.encoders import decoder_start, has_encoder
@@ -12,7 +13,7 @@ from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
 from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
-from jackfield.engine.sequences import RunningGroup, RunningSequence
+from jackfield.engine.sequences import GuidedPair, RunningGroup, RunningSequence
 from jackfield.engine.turns import Heard, Turn, Turns
 from jackfield.errors import CacheFullError, PromptError, SettingsError
 from jackfield.planning.planning import Plan
@@ -20,6 +21,7 @@ from jackfield.planning.strategies import elsewhere, pick
 from jackfield.registry.discovery import registry
 from jackfield.requests.chat_settings import ChatSettings, chat_settings_of
 from jackfield.requests.decoding_settings import check_width
+from jackfield.requests.guidance import check_pair, named, one_row
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.settings import resolve
 from jackfield.requests.wishes import Wishes, wishes
@@ -84,6 +86,9 @@ class Intake:
         adapter, settings = self._adapter(settings)
         turn = self.turns.turn(prompt, chat, settings, ids)
         made = self._made(ids, encoder_ids, settings, width, adapter, turn, streams=streams)
+        if settings.guidance_scale != 1:
+            negative = self._negative(wished.given.get("negative_prompt"), chat, settings, ids)
+            self._pair(made, negative)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
     def _read(self, prompt: Any, chat: ChatSettings) -> tuple[list[int], list[int] | None]:
@@ -134,6 +139,8 @@ class Intake:
         made: list[RunningSequence] = []
         reads = self._text.tokenizer is not None and (streams or bool(settings.stop_strings))
         for sample in range(width or settings.num_return_sequences):
+            if sample and settings.watermark is not None:  # which remembers its text
+                settings = settings._replace(watermark=copy(settings.watermark))
             running = RunningSequence(
                 next(self._ids),
                 ids,
@@ -151,6 +158,41 @@ class Intake:
                 running.constraint = self._structures.start(settings.structure, ends)
             made.append(running)
         return made
+
+    def _negative(
+        self, prompt: Any, chat: ChatSettings, settings: Settings, ids: list[int]
+    ) -> list[int]:
+        """The tokens of a request's negative prompt; without one, the last one of its prompt.
+
+        Raises PromptError for one that cannot be read, SettingsError and CacheFullError for a
+        request that can never run as two sequences.
+        """
+        if self._start is not None:
+            raise SettingsError(
+                f"guidance_scale={settings.guidance_scale:g} leads away from another prompt, and "
+                "here an encoder reads prompts; drop it"
+            )
+        needs, negative = self._plan.requirements, ids[-1:]
+        if prompt is not None:
+            with named():
+                row, chat = one_row(prompt, chat)
+                negative = self._text.encode(row, needs.context_length, chat)
+        lengths = len(ids), len(negative)
+        check_pair(settings, lengths, needs, self._loop.limits.max_batch_size)
+        if reason := self._loop.cache.refuse(max(lengths), settings.max_new_tokens, 2):
+            raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")
+        return negative
+
+    def _pair(self, made: list[RunningSequence], negative: list[int]) -> None:
+        """Give each text of a request a sequence of the negative prompt beside it."""
+        first: RunningSequence | None = None
+        for one in made:
+            beside = RunningSequence(
+                next(self._ids), negative, one.settings,
+                leader=first, sample=one.sample, adapter=one.adapter,
+            )  # fmt: skip
+            first = first or beside
+            GuidedPair(one, beside)
 
     def _wished(self, asked: Mapping[str, Any]) -> tuple[ChatSettings, Wishes, str, Limits]:
         """What is said of a chat and asked for beside it, by which decoding, within what."""

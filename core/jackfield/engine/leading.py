@@ -177,6 +177,7 @@ def _described(sequence: Sequence) -> dict[str, Any]:
         "tokens": list(sequence.tokens),
         "prompt_length": sequence.prompt_length,
         "sample": sequence.sample,
+        "beside": sequence.members[0].id,
         "settings": plain_settings(sequence.settings),
     }
 

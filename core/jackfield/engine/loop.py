@@ -65,12 +65,17 @@ class Loop:
         self.metrics = Metrics()
 
     def submit(self, sequence: RunningSequence) -> None:
-        """Let a sequence wait for its turn; of a group only the first one, which runs for all."""
+        """Let a sequence wait for its turn; of a group only the first one, which runs for all.
+
+        A pair waits as one, too, for two places.
+        """
         if sequence.deadline is not None:
             self._timed.push(sequence, sequence.deadline)
         if sequence is not sequence.members[0]:
             return
-        sequence.arrival = self.clock()
+        now = self.clock()
+        for one in sequence.members:
+            one.arrival = now
         self.waiting.add(sequence)
         self._full = False
         self.metrics.tokens_in += sequence.num_prompt_tokens
@@ -131,7 +136,7 @@ class Loop:
         events = []
         for sequence in self.scheduler.starved():
             why = f"{self.scheduler} passed it over {sequence.passed_over} times in a row"
-            for event in self.cancel(sequence, why):
+            for event in self.cancel(sequence.members[0], why):
                 event.sequence.finish_reason = "error"
                 events.append(event)
         return events
@@ -163,13 +168,13 @@ class Loop:
     def _rank(self) -> None:
         """Have the scheduler place who has come, and who has waited for a prompt that is read."""
         for leader in self.running if self.waiting.leaders else ():
-            if leader.num_cached >= leader.prompt_length:
+            if leader.has_read:
                 self.waiting.call_back(leader)
         self.waiting.rank()
 
     def _enters(self, sequence: RunningSequence) -> bool:
-        """Whether the cache takes in a sequence, and the other beams of its group with it."""
-        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        """Whether the cache takes in a sequence, and with it the other beams, or its pair."""
+        beams = sequence.abreast
         for at, beam in enumerate(beams):
             if not self.cache.admit(beam):
                 for other in beams[:at]:
@@ -187,7 +192,7 @@ class Loop:
             self.cache.continuous
             and leader is not None
             and leader.finish_reason is None
-            and leader.num_cached < leader.prompt_length
+            and not leader.has_read
         )
 
     def _fitting(self, drafts: Seq[list[int]]) -> RunningStep:
@@ -200,12 +205,12 @@ class Loop:
             if any(item.drafts for item in step.scheduled):  # a guess is not worth a preemption
                 proposed = {s: [] for s in self.running}
                 continue
-            if len({s.group or s for s in self.running}) == 1:
+            if len({s.unit or s for s in self.running}) == 1:
                 raise CacheFullError(
                     f"the cache is too small for a sequence of {len(self.running[0].tokens)} "
                     "tokens alone; make it larger"
                 )
-            self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)))
+            self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)).answer)
 
     def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
@@ -219,7 +224,7 @@ class Loop:
             if not any(wanted):
                 raise fault(self.scheduler, "schedule gives nobody all of its uncached tokens")
         counts = self.cache.adjust_schedule(self.running, wanted)
-        if self.decoding.searcher is not None:
+        if self.decoding.searcher is not None or any(s.pair for s in self.running):
             counts = self._together(counts)
         scheduled, padded = [], not self.cache.continuous
         for sequence, count in zip(self.running, counts, strict=True):
@@ -243,25 +248,29 @@ class Loop:
             return 1
         if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
+            left -= left > 1 and sequence.pair is not None  # in no piece that others decide
         return min(left, self._max_chunk_size or left)
 
     def _together(self, counts: list[int]) -> list[int]:
-        """A group is decided as a whole: who is ready before the others keeps its last token."""
+        """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""
         rows = list(zip(self.running, counts, strict=True))
-        behind = {s.group for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
+        behind = {s.unit for s, n in rows if s.num_cached + n < len(s.tokens)} - {None}
         if not behind:
             return counts
         held = [
-            n - 1 if n and s.group in behind and s.num_cached + n == len(s.tokens) else n
+            n - 1 if n and s.unit in behind and s.num_cached + n == len(s.tokens) else n
             for s, n in rows
         ]
+        if not any(held) and not self.limits.whole_chunks:
+            # Of a pair one may be ready, and the scheduler looks at those: its turn is the other's.
+            held = [int(s.unit in behind and len(s.tokens) - s.num_cached > 1) for s, _ in rows]
         if not any(held):
-            raise fault(self.scheduler, "schedule gives no request all of its beams")
+            raise fault(self.scheduler, "schedule gives no request all of its sequences")
         return held
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Take a sequence out, and the other beams of its group with it; the first one waits."""
-        beams = (sequence,) if sequence.group is None else tuple(sequence.group.beams)
+        """Take a sequence out, and with it the other beams, or its pair; the first one waits."""
+        beams = sequence.abreast
         for beam in beams:
             self.running.remove(beam)
             self.cache.preempt(beam)
@@ -273,11 +282,13 @@ class Loop:
         events, finished = [], []
         for item, gain in zip(step.scheduled, accepted, strict=True):
             sequence = item.sequence
-            if not (gain.tokens or gain.error):
-                continue  # a part of its prompt
+            if sequence.answer is not sequence or not (gain.tokens or gain.error):
+                continue  # it gets what another gains, or has read a part of its prompt
             if gain.error is not None:
                 sequence.fail(gain.error)
             events.append(self._take(sequence, gain))
+            if sequence.pair is not None:
+                sequence.pair.follow()
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         if self.decoding.decided:

@@ -1,4 +1,4 @@
-"""The engine's sequences and groups of beams: with their text, and how they ended."""
+"""The engine's sequences, groups of beams and pairs: with their text, and how they ended."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ T = TypeVar("T")
 class RunningSequence(Sequence):
     """A sequence while it runs. The loop and the cache mutate it; nobody else does.
 
-    `constraint` says what may follow its tokens, where the text is to have a structure. `score` is
-    what a search found of it. `num_found` tokens were in the cache when it first entered.
-    `passed_over` counts turns of its that others got. `report_before` is what had run when the
-    request came. `streams`: somebody reads along. `adapter` is computed beside the model's layers.
-    `heard` is what its tokens say, where it is an answer in a chat. `encoder_ids` is what an
-    encoder reads, where there is one; the prompt is what the decoder begins with then. Times are in
-    seconds of `time.perf_counter`.
+    `constraint` says what may follow its tokens, where the text is to have a structure. `pair` is
+    what it is one of, where the request has guidance. `score` is what a search found of it.
+    `num_found` tokens were in the cache when it first entered. `passed_over` counts turns of its
+    that others got. `report_before` is what had run when the request came. `streams`: somebody
+    reads along. `adapter` is computed beside the model's layers. `heard` is what its tokens say,
+    where it is an answer in a chat. `encoder_ids` is what an encoder reads, where there is one; the
+    prompt is what the decoder begins with then. Times are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
         "adapter", "constraint", "detokenizer", "drafted", "encoder_ids", "error", "finish_reason",
-        "first_token_at", "heard", "logits", "logprobs", "num_found", "passed_over",
+        "first_token_at", "heard", "logits", "logprobs", "num_found", "pair", "passed_over",
         "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
 
@@ -77,6 +77,7 @@ class RunningSequence(Sequence):
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None
+        self.pair: GuidedPair | None = None
         self.drafted = Drafted()
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -92,8 +93,28 @@ class RunningSequence(Sequence):
 
     @property
     def members(self) -> Seq[RunningSequence]:
-        """Itself, or all of the group that it ends with."""
-        return (self,) if self.group is None else self.group.members
+        """Itself, or all of the group, or of the pair, that it ends with."""
+        return (self,) if self.unit is None else self.unit.members
+
+    @property
+    def unit(self) -> RunningGroup | GuidedPair | None:
+        """What it enters, decodes and leaves with; None: it is alone."""
+        return self.group or self.pair
+
+    @property
+    def abreast(self) -> Seq[RunningSequence]:
+        """Itself, or all that are in the cache with it: the beams of its group, or its pair."""
+        return (self,) if self.unit is None else tuple(self.unit.beams)
+
+    @property
+    def answer(self) -> RunningSequence:
+        """Itself, or the one whose tokens it gets: that of the pair that has a reader."""
+        return self if self.pair is None else self.pair.members[0]
+
+    @property
+    def has_read(self) -> bool:
+        """Whether its prompt is in the cache, and the negative one of a pair."""
+        return all(one.num_cached >= one.prompt_length for one in self.abreast)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -317,6 +338,23 @@ class RunningGroup:
             answer.detokenizer = self._detokenizer.copy() if self._detokenizer else None
             answer.score = found[number].score if number < len(found) else None
         return list(zip(self.outputs, gains, strict=True))
+
+
+class GuidedPair:
+    """A request with guidance: the sequence that its reader gets, and one of the negative prompt.
+
+    Tokens are chosen by the logits of both, so both decode in the same steps; the second gets what
+    is chosen for the first. They enter the cache, are preempted and leave together.
+    """
+
+    def __init__(self, answer: RunningSequence, negative: RunningSequence) -> None:
+        self.members = self.beams = (answer, negative)
+        answer.pair = negative.pair = self
+
+    def follow(self) -> None:
+        """Give the second what the first has gained."""
+        answer, negative = self.members
+        list.extend(negative.tokens, answer.tokens[answer.prompt_length + negative.num_new :])
 
 
 def _stopped(beam: RunningSequence, token: int) -> bool:

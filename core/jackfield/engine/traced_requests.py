@@ -18,7 +18,7 @@ def follow(loop: Loop, lives: Lives, hooks: Hooks, clock: Callable[[], int]) -> 
     """Tell `lives` of the requests of `loop`: those that are there, and all that come."""
     now = clock()
     for runs, sequences in ((True, loop.running), (False, list(loop.waiting))):
-        for sequence in sequences:
+        for sequence in (one for one in sequences if one.answer is one):
             for one in (sequence,) if sequence.group is None else sequence.group.outputs:
                 lives.here(one, runs=runs, now=now)
 

@@ -1,7 +1,7 @@
 """Fields of a `GenerationConfig` that a processor of transformers' own does, made for one request.
 
 They run before the request's `logits_processor`, in the order in which `generate` runs them, on its
-own rows: each of them looks at the whole text.
+own rows: each of them looks at the whole text. `prefix_allowed_tokens_fn` runs before `LATE` ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 #: From the prompt, int64 `[1, prompt_length]` on the device of the scores, to a processor.
 Make = Callable[[Any], Any]
+
+
+#: What says more than `prefix_allowed_tokens_fn` does.
+LATE = frozenset(
+    {
+        "begin_suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id",
+        "forced_eos_token_id", "remove_invalid_values",
+    }
+)  # fmt: skip
 
 
 @dataclass
@@ -64,7 +73,7 @@ def by_fields(
 
     def tokens(name: str) -> Sequence[int]:
         try:
-            return token_ids(given[name], name, vocab_size)
+            return token_ids(given.get(name), name, vocab_size)
         except SettingsError as error:
             raise SettingsError(f"{error}{wishes.origin(name)}") from None
 
@@ -74,9 +83,13 @@ def by_fields(
         "encoder_no_repeat_ngram_size": lambda name: _not_of_the_prompt(
             count.integer(name, 0, at_least=0)
         ),
+        "forced_bos_token_id": lambda name: _begun(tokens(name), f"{name}{wishes.origin(name)}"),
         "forced_eos_token_id": lambda name: _ended(tokens(name), prompt + new),
+        "remove_invalid_values": lambda name: _valid(given[name], tokens("suppress_tokens"), name),
         "exponential_decay_length_penalty": lambda name: _decaying(wishes, eos, prompt),
-        "begin_suppress_tokens": lambda name: _begun_without(tokens(name), prompt),
+        "begin_suppress_tokens": lambda name: _begun_without(
+            tokens(name), prompt + (prompt == 1 and "forced_bos_token_id" in given)
+        ),
     }
     asked = [n for n in makers if n in given and not asks_for_nothing(n, given[n])]
     return tuple(FieldProcessor(n, given[n], prompt, encoder_ids, makers[n](n)) for n in asked)
@@ -100,6 +113,32 @@ def _not_of_the_prompt(size: int) -> Make:
     from transformers import EncoderNoRepeatNGramLogitsProcessor as Processor
 
     return lambda prompt: Processor(size, prompt)
+
+
+def _begun(tokens: Sequence[int], name: str) -> Make:
+    from transformers import ForcedBOSTokenLogitsProcessor as Processor
+
+    if len(tokens) != 1:
+        raise SettingsError(f"{name} must be one token id, not {len(tokens)} of them")
+    return lambda _: Processor(tokens[0])
+
+
+def _valid(value: Any, suppressed: Sequence[int], name: str) -> Make:
+    """Scores that are numbers; what is suppressed, which we do before, stays so."""
+    from transformers import (
+        InfNanRemoveLogitsProcessor,
+        LogitsProcessorList,
+        SuppressTokensLogitsProcessor,
+    )
+
+    if value is not True:
+        raise SettingsError(f"{name} must be True or False, not {quoted(value)}")
+    return lambda prompt: LogitsProcessorList(
+        [
+            InfNanRemoveLogitsProcessor(),
+            SuppressTokensLogitsProcessor([*suppressed], device=str(prompt.device)),
+        ]
+    )
 
 
 def _ended(tokens: Sequence[int], max_length: int) -> Make:

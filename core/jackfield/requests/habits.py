@@ -38,7 +38,6 @@ _PROMPT = "it belongs to a call, not to loading"
 _PARALLEL = "write tp_size=N, or under torchrun tp_plan='auto': processes share the model"
 _NO_CODE = f"jackfield runs no code from a model's repository; {_LIVE}"
 _BOOL = "say True or False"
-_GUIDANCE = "it belongs to guidance_scale, which is not honoured"
 
 #: Names that the prompts of a call have, beside being its first argument.
 PROMPTS = ("inputs", "text_inputs", "prompt", "prompts")
@@ -176,8 +175,8 @@ KEYWORDS: Mapping[str, Habit] = {
     "prefix_allowed_tokens_fn": Habit(f"{_PROMPT}: engine.generate(…)"),
     "streamer": Habit(f"{_PROMPT}: for delta in engine.stream(…)"),
     "synced_gpus": Habit("all processes of an engine take each step; drop it", inert=(False,)),
-    "negative_prompt_ids": Habit(_GUIDANCE),
-    "negative_prompt_attention_mask": Habit(_GUIDANCE),
+    "negative_prompt_ids": Habit(f"{_PROMPT}: engine.generate(…, negative_prompt=…)"),
+    "negative_prompt_attention_mask": Habit(f"{_PROMPT}: engine.generate(…, negative_prompt=…)"),
     "use_model_defaults": Habit("a model's generation_config.json counts; drop it", inert=(True,)),
 }
 

@@ -69,18 +69,18 @@ def taken(prompts: Any, settings: dict[str, Any]) -> Any:
     if prompts is not None and ids is not None:
         raise PromptError("there is a prompt and input_ids beside it; give one of the two")
     kinds = given.pop("token_type_ids", None)
-    if kinds is not None and not _zeros(_listed(kinds)):
+    if kinds is not None and not _zeros(listed(kinds)):
         raise PromptError("nothing here reads token_type_ids; drop them")
     mask = given.pop(_MASK, None)
     if given:
         raise PromptError(f"nothing here reads {', '.join(map(repr, given))} of a prompt; drop it")
-    prompts = _listed(prompts if ids is None else ids)
+    prompts = listed(prompts if ids is None else ids)
     if mask is not None and prompts is None:
         raise PromptError("there is an attention_mask and no prompt; it stands beside input_ids")
-    return prompts if mask is None else _cut(prompts, _listed(mask))
+    return prompts if mask is None else _cut(prompts, listed(mask))
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """A tensor or an array as lists; a row of one that was a batch stays a row."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, BYTES) else value
 
@@ -88,7 +88,7 @@ def _listed(value: Any) -> Any:
 def _zeros(value: Any, depth: int = 2) -> bool:
     """Whether rows, or one row, are of zeros alone."""
     if isinstance(value, list | tuple):
-        return depth > 0 and all(_zeros(_listed(part), depth - 1) for part in value)
+        return depth > 0 and all(_zeros(listed(part), depth - 1) for part in value)
     return isinstance(value, int) and value == 0
 
 
@@ -99,7 +99,7 @@ def _cut(prompts: Any, mask: Any) -> Any:
     if not isinstance(mask, Sequence) or len(mask) != len(prompts):
         raise PromptError(f"attention_mask must have {len(prompts)} rows, as input_ids has")
     pairs = zip(prompts, mask, strict=True)
-    return [_row(n, _listed(row), _listed(own)) for n, (row, own) in enumerate(pairs)]
+    return [_row(n, listed(row), listed(own)) for n, (row, own) in enumerate(pairs)]
 
 
 def _row(number: int, ids: Any, mask: Any) -> list[Any]:

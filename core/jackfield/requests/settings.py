@@ -1,9 +1,9 @@
 """Generation settings: transformers' `GenerationConfig` fields, each one honoured or refused.
 
 Beside those fields there are some that transformers has no name for: `seed`, `logprobs`,
-`presence_penalty`, `frequency_penalty`, what structures a text (`json_schema`, `regex`, `grammar`,
-`choices`), and, for a request among others, `adapter`, `decoding`, `priority`, `deadline` and
-`cache_salt`.
+`presence_penalty`, `frequency_penalty`, `negative_prompt`, what structures a text (`json_schema`,
+`regex`, `grammar`, `choices`), and, for a request among others, `adapter`, `decoding`, `priority`,
+`deadline` and `cache_salt`.
 `skip_special_tokens` is what `decode` of a tokenizer takes; `logits_processor`, `stopping_criteria`
 and `prefix_allowed_tokens_fn` are what `generate` takes under these names; `stop` is short for
 `stop_strings`, and `max_time` is `deadline`.
@@ -12,7 +12,7 @@ and `prefix_allowed_tokens_fn` are what `generate` takes under these names; `sto
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,8 +25,10 @@ from jackfield.requests import (
     token_settings,
 )
 from jackfield.requests.checked_numbers import CheckedNumbers
+from jackfield.requests.field_processors import LATE, FieldProcessor
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.vocabulary import asks_for_nothing
+from jackfield.requests.watermarking import watermark
 from jackfield.requests.wishes import Wishes
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -85,7 +87,9 @@ def _resolved(
         else None,
         output_logits=_flag(given, "output_logits"),
         output_scores=_flag(given, "output_scores"),
-        logits_processor=(*fields, *token_settings.processors(given, number)),
+        logits_processor=_processors(fields, given, number),
+        guidance_scale=_guidance(given, count),
+        watermark=watermark(wishes, prompt_length, limits.vocab_size),
         stopping_criteria=token_settings.functions(given, "stopping_criteria"),
         num_return_sequences=count.integer(
             "num_return_sequences", 1, at_least=1, at_most=MOST_SEQUENCES
@@ -217,6 +221,28 @@ def _among_others(given: Mapping[str, Any], number: CheckedNumbers) -> dict[str,
         "cache_salt": token_settings.salt(given.get("cache_salt", "")),
         "adapter": token_settings.adapter(given.get("adapter")),
     }
+
+
+def _processors(
+    fields: Sequence[FieldProcessor], given: Mapping[str, Any], number: int
+) -> tuple[Callable[..., Any], ...]:
+    """All of a request, in the order of transformers."""
+    return (
+        *(one for one in fields if one.name not in LATE),
+        *token_settings.allowed_by_prefix(given, number),
+        *(one for one in fields if one.name in LATE),
+        *token_settings.functions(given, "logits_processor"),
+    )
+
+
+def _guidance(given: Mapping[str, Any], number: CheckedNumbers) -> float:
+    scale = number.real("guidance_scale", 1.0)
+    if scale == 1 and "negative_prompt" in given:
+        raise SettingsError(
+            "negative_prompt (or negative_prompt_ids) is what guidance_scale leads away from, and "
+            "that is 1; set it to more than 1, e.g. 1.5, or drop negative_prompt"
+        )
+    return scale
 
 
 def _flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:

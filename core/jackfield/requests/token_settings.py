@@ -99,16 +99,15 @@ def functions(given: Mapping[str, Any], name: str) -> tuple[Callable[..., Any], 
     return found
 
 
-def processors(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any], ...]:
-    """`prefix_allowed_tokens_fn`, which is told the prompt's `number`, and `logits_processor`."""
+def allowed_by_prefix(given: Mapping[str, Any], number: int) -> tuple[Callable[..., Any], ...]:
+    """`prefix_allowed_tokens_fn`, which is told the prompt's `number`."""
     allowed = given.get("prefix_allowed_tokens_fn")
     if allowed is not None and not callable(allowed):
         raise SettingsError(
             "prefix_allowed_tokens_fn must be a function of (number of the prompt, its tokens), "
             f"not {quoted(allowed)}"
         )
-    first = () if allowed is None else (AllowedByPrefix(allowed, number),)
-    return (*first, *functions(given, "logits_processor"))
+    return () if allowed is None else (AllowedByPrefix(allowed, number),)
 
 
 def salt(value: Any) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 OWN = frozenset(
     {
         "adapter", "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
-        "json_schema", "logits_processor", "logprobs", "prefix_allowed_tokens_fn",
-        "presence_penalty", "priority", "regex", "seed", "skip_special_tokens",
-        "stopping_criteria",
+        "json_schema", "logits_processor", "logprobs", "negative_prompt",
+        "prefix_allowed_tokens_fn", "presence_penalty", "priority", "regex", "seed",
+        "skip_special_tokens", "stopping_criteria",
     }
 )  # fmt: skip
 
@@ -29,7 +29,9 @@ LOOP = frozenset(
 )  # fmt: skip
 
 #: Other names of settings.
-ALIASES: Mapping[str, str] = {"max_time": "deadline", "stop": "stop_strings"}
+ALIASES: Mapping[str, str] = {
+    "max_time": "deadline", "negative_prompt_ids": "negative_prompt", "stop": "stop_strings",
+}  # fmt: skip
 
 #: Fields that ask for nothing when they have one of these values.
 INERT: Mapping[str, tuple[Any, ...]] = {
@@ -105,7 +107,7 @@ _LOOKBEHIND = "with another tokenizer, guesses go by the whole text"
 #: decoding no use for them, nothing is lost.
 DRAFTING: Mapping[str, str] = {
     "assistant_confidence_threshold": _ASSISTED,
-    "assistant_early_exit": _ASSISTED,
+    "assistant_early_exit": f"no decoding of this package ends at a layer; {_ASSISTED}",
     "assistant_ensemble_weight": "guesses never change a text here",
     "assistant_lookbehind": _LOOKBEHIND,
     "is_assistant": _ASSISTED,
@@ -115,34 +117,12 @@ DRAFTING: Mapping[str, str] = {
     "prompt_lookup_num_tokens": "jackfield.load(decoding='prompt_lookup') looks up",
     "speculation_type": "jackfield.load(decoding=…) says how tokens are guessed",
     "target_lookbehind": _LOOKBEHIND,
-    "use_mtp": "jackfield.load(decoding=…) says how tokens are guessed",
+    "use_mtp": f"no decoding of this package reads a model's own heads; {_ASSISTED}",
 }
-
-
-#: The stages of drawing in their order, and the classes of transformers that are them.
-_STAGES = {
-    "temperature": "TemperatureLogitsWarper",
-    "top_h": "TopHLogitsWarper",
-    "top_k": "TopKLogitsWarper",
-    "top_p": "TopPLogitsWarper",
-    "min_p": "MinPLogitsWarper",
-    "typical_p": "TypicalLogitsWarper",
-    "epsilon_cutoff": "EpsilonLogitsWarper",
-    "eta_cutoff": "EtaLogitsWarper",
-}
-
-#: It comes after all stages, which then stand before it in the list: ours run later.
-_WATERMARK = (
-    "transformers' WatermarkLogitsProcessor does it, given as logits_processor=[…]; where tokens "
-    "are drawn, what comes before it goes into the list too, as far as it is wanted: "
-    f"do_sample=True, {', '.join(f'{name}=None' for name in _STAGES)}, "
-    f"logits_processor=[{', '.join(f'{made}(…)' for made in _STAGES.values())}, "
-    "WatermarkLogitsProcessor(…)]"
-)
 
 
 _MOVED = "transformers has moved it out of itself"
-_INSIDE = "call the model itself to see its insides"
+_INSIDE = "a step keeps the logits of its requests alone; call the model itself to see its insides"
 
 #: Fields that nothing here honours: what to do.
 REFUSED: Mapping[str, str] = {
@@ -152,16 +132,12 @@ REFUSED: Mapping[str, str] = {
     "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "dola_layers": _MOVED,
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
-    "forced_bos_token_id": "put the token at the end of the prompt",
-    "guidance_scale": "it runs the model a second time, beside the loop",
     "low_memory": _MOVED,
     "output_attentions": _INSIDE,
     "output_hidden_states": _INSIDE,
     "penalty_alpha": _MOVED,
-    "remove_invalid_values": "scores that are no numbers end a request with an error",
     "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",
-    "token_healing": "give a prompt that ends where a token does",
-    "watermarking_config": _WATERMARK,
+    "token_healing": "transformers first generates one token more; end the prompt where one does",
 }  # fmt: skip
 
 #: Arguments of `generate` that are no settings: what to do.
@@ -173,8 +149,7 @@ ARGUMENTS: Mapping[str, str] = {
     "input_ids": "it stands beside attention_mask, for all rows of the call",
     "inputs": "it is the prompts of the whole call",
     "inputs_embeds": "prompts are texts, token ids or chat messages",
-    "negative_prompt_attention_mask": "it belongs to guidance_scale, which is not honoured",
-    "negative_prompt_ids": "it belongs to guidance_scale, which is not honoured",
+    "negative_prompt_attention_mask": "a negative_prompt has no padding; give its own tokens",
     "past_key_values": "the engine has a cache, which finds prompts that begin alike",
     "position_ids": "positions are those of the tokens in their prompt",
     "streamer": "generate takes one for one prompt; stream and submit can be iterated over",

@@ -84,6 +84,13 @@ class Choosing:
             return scores
         return self.sampled.put(scores, self.sampled.warpers(self.sampled.pick(scores)))
 
+    def among(self, shaped: torch.Tensor) -> torch.Tensor:
+        """Tokens, int64 `[rows]`, by scores that `shaped` returned, `[rows, vocab]`."""
+        tokens, _ = best_of(shaped)
+        if self.sampled is None or self.numbers is None:
+            return tokens
+        return self.sampled.put(tokens, draw(self.sampled.pick(shaped), self.numbers))
+
     def __call__(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, int64 `[rows]`, and the best score of each row, NaN if any score of it is.
 

@@ -61,6 +61,7 @@ def processed(
     processors: Seq[Callable[..., torch.Tensor]],
     ids: torch.Tensor,
     scores: torch.Tensor,
+    what: str = "logits_processor",
 ) -> torch.Tensor:
     """`scores` (`[1, vocab]`, not modified) after the processors of a request for `ids`.
 
@@ -70,8 +71,7 @@ def processed(
     for processor in processors:
         act = partial(_one_row, processor, ids, scores)
         by_prefix = isinstance(processor, AllowedByPrefix)
-        what = "prefix_allowed_tokens_fn" if by_prefix else "logits_processor"
-        scores = fenced(what, request, act)
+        scores = fenced("prefix_allowed_tokens_fn" if by_prefix else what, request, act)
     return scores
 
 

@@ -1,25 +1,27 @@
 """The stages of one step, in their order: from the logits of its rows to a token for each.
 
-Bias, penalties, minimum length, the request's processors; token mask; temperature, what narrows the
-choice (`warpers.NARROWING`), and the draw. The order and what each does follow transformers' logits
-processors.
+Guidance; bias, penalties, minimum length, the request's processors; token mask; temperature, what
+narrows the choice (`warpers.NARROWING`), and the draw. The order and what each does follow
+transformers' logits processors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 
-from jackfield.contracts import StepBlock
+from jackfield.contracts import Settings, StepBlock
 from jackfield.sampling import bias, min_length, penalties, token_mask
 from jackfield.sampling.bias import Bias
 from jackfield.sampling.choosing import WIDE, Choosing, SampledRows
+from jackfield.sampling.guidance import guide
 from jackfield.sampling.histories import Histories
 from jackfield.sampling.penalties import Penalty
-from jackfield.sampling.processors import Outcome, apply_processors
+from jackfield.sampling.processors import Marked, Outcome, apply_processors, watermarked
 from jackfield.sampling.rows import RowMap
-from jackfield.sampling.stage import ScoreStage, precise
+from jackfield.sampling.stage import ScoreStage, Stage, asking, precise
 from jackfield.sampling.token_table import TokenTable
 
 #: The tokens that sequences with penalties have, by dtype: whether, and how often generated. Kept
@@ -33,12 +35,13 @@ _NOTHING = Outcome()
 class Settled:
     """Which rows ask for what, as far as settings alone say it: the same in every step.
 
-    `phrases` and `short` are rows with a bias behind other tokens, and with a minimum length;
-    `processed` are sequences with processors of their own; of `logprobs` likeliest tokens the
-    log-probabilities are wanted at most, None: of no token at all. `told` are rows whose logits or
-    scores go to the caller.
+    `guidance` lacks the logits of the negative prompts. `phrases` and `short` are rows with a bias
+    behind other tokens, and with a minimum length; `processed` are sequences with processors of
+    their own, or a watermark; of `logprobs` likeliest tokens the log-probabilities are wanted at
+    most, None: of no token at all. `told` are rows whose logits or scores go to the caller.
     """
 
+    guidance: Stage | None
     bias: Bias | None
     phrases: tuple[int, ...]
     repetition: Penalty | None
@@ -57,12 +60,13 @@ class Settled:
         sampled = rows.asking(lambda s: s.do_sample)
         wanted = [s.settings.logprobs for s in rows.sequences if s.settings.logprobs is not None]
         return cls(
+            asking(rows, block, guide, lambda s: s.guidance_scale, 1.0),
             bias.single_tokens(rows, biased, block) if biased else None,
             tuple(rows.asking(lambda s: any(len(ids) > 1 for ids in s.sequence_bias))),
             penalties.repetition(rows, repeating, block) if repeating else None,
             penalties.counted(rows, counted, block) if counted else None,
             tuple(rows.asking(lambda s: s.min_new_tokens)),
-            tuple(i for i, s in enumerate(rows.sequences) if s.settings.logits_processor),
+            tuple(i for i, s in enumerate(rows.sequences) if _is_processed(s.settings)),
             SampledRows.of(rows, sampled, block, vocab_size) if sampled else None,
             max(wanted, default=None),
             tuple(rows.asking(lambda s: s.output_logits or s.output_scores)),
@@ -117,13 +121,26 @@ class Pipeline:
         found = token_mask.mask(allowed, self.rows, self.vocab_size, self.block)
         return replace(self, choosing=replace(self.choosing, mask=found))
 
+    def guided(self, led_from: torch.Tensor | None) -> Pipeline:
+        """The same, and rows of requests with guidance are led away from these logits, in order.
+
+        float `[rows with guidance, vocab]`; None: no row has guidance.
+        """
+        stage = self.settled.guidance
+        if led_from is None or stage is None:
+            return self
+        stage = replace(stage, values=(*stage.values, precise(led_from)))
+        return replace(self, stages=(stage, *self.stages))
+
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
         """Tokens, int64 `[rows]`; the best processed score of each row; what processors did.
 
         `logits` `[rows, vocab]` may be changed. The best score is NaN if any score of its row is.
         """
         scores, outcome = self.processed(logits)
-        return *self.choosing(scores), outcome
+        tokens, best = self.choosing(scores)
+        outcome.put(tokens, best)
+        return tokens, best, outcome
 
     def processed(self, logits: torch.Tensor) -> tuple[torch.Tensor, Outcome]:
         """The scores that greedy rows take the best of, but for the token mask.
@@ -137,18 +154,35 @@ class Pipeline:
             return scores, _NOTHING
         scores = scores.clone() if scores is logits else scores
         return scores, apply_processors(
-            scores, self.rows, self.settled.processed, self._choose_one, self.block
+            scores, self.rows, self.settled.processed, self._choose_one, self._mark, self.block
         )
 
     def _choose_one(self, row: int, scores: torch.Tensor) -> int:
         """The token of one row with these scores, `[1, vocab]`."""
+        tokens, _ = self._choosing_of(row)(scores.clone())
+        return int(tokens)
+
+    def _mark(self, row: int, scores: torch.Tensor) -> Marked:
+        """The same with its watermark, which comes after all else. Raises OwnFailure."""
+        choosing = self._choosing_of(row)
+        token, best = map(float, choosing(scores.clone()))
+        if not isfinite(best):
+            return Marked(int(token), best, scores[0])
+        shaped = watermarked(self.rows, row, choosing.shaped(scores), self.block)
+        return Marked(int(choosing.among(shaped)), best, shaped[0])
+
+    def _choosing_of(self, row: int) -> Choosing:
+        """How the token of one row is chosen."""
         rows, mask = self.rows.pick([row]), self.choosing.mask
         asked = rows.asking(lambda s: s.do_sample)
         sampled = SampledRows.of(rows, asked, self.block, self.vocab_size) if asked else None
         choosing = Choosing.of(rows, sampled, self.block)
         self.block.send()
-        tokens, _ = replace(choosing, mask=mask and mask.only(row))(scores)
-        return int(tokens)
+        return replace(choosing, mask=mask and mask.only(row))
+
+
+def _is_processed(settings: Settings) -> bool:
+    return bool(settings.logits_processor) or settings.watermark is not None
 
 
 def _stages(

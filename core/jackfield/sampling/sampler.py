@@ -62,23 +62,27 @@ class Sampler:
         logits: torch.Tensor,
         drafts: Seq[Seq[int]] | None = None,
         allowed: torch.Tensor | None = None,
+        led_from: torch.Tensor | None = None,
     ) -> list[Accepted]:
         """What each sequence gains: its next token, and after each draft that was right, another.
 
         `logits` is `[rows, vocab]` and may be modified: `1 + len(drafts[i])` rows in a row for
         sequence i. `allowed` has the bits of the tokens that may come (int32 `[rows, words]`), for
-        the rows of the requests with a structure only. One device-to-host copy, and one for each
-        draft of a request with processors of its own.
+        the rows of the requests with a structure only; `led_from` has the logits behind negative
+        prompts, `[rows with guidance, vocab]`. One device-to-host copy, and one for each draft of a
+        request with processors of its own.
         """
         block, self._vocab_size = self.block(logits.device), logits.shape[-1]
-        pipeline = self._pipeline_of(sequences, drafts, self._vocab_size, block).masked(allowed)
+        pipeline = self._pipeline_of(sequences, drafts, self._vocab_size, block)
+        pipeline = pipeline.masked(allowed).guided(led_from)
         most = pipeline.settled.logprobs
         raw = None if most is None else logprobs.log_probabilities(logits)
         told = Told.of(pipeline, logits) if pipeline.settled.told else None
         scores, outcome = pipeline.processed(logits)
         if told is not None:
-            told = told.chosen_by(pipeline.choosing.shaped(scores))
+            told = told.chosen_by(outcome.shown(pipeline.choosing.shaped(scores)))
         tokens, best = pipeline.choosing(scores)
+        outcome.put(tokens, best)
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)

@@ -69,8 +69,9 @@ class BeamOptions:
 #: Settings that a search of several texts has no use for, or would need more tokens of than stay.
 _OF_ONE_TEXT = frozenset(
     {
-        "epsilon_cutoff", "eta_cutoff", "logprobs", "output_logits", "output_scores",
-        "stopping_criteria", "top_h", "typical_p",
+        "epsilon_cutoff", "eta_cutoff", "guidance_scale", "logprobs", "negative_prompt",
+        "output_logits", "output_scores", "stopping_criteria", "top_h", "typical_p",
+        "watermarking_config",
     }
 )  # fmt: skip
 

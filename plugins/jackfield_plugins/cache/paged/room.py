@@ -112,7 +112,7 @@ class Room:
         if copies > 1:  # share no page once they were preempted; each ends with a page of its own
             page_size = next(iter(self._groups)).page_size
             needed = copies * -(-needed // page_size) * page_size
-        each = "" if copies == 1 else f", each of {copies} beams by itself,"
+        each = "" if copies == 1 else f", each of {copies} sequences by itself,"
         return (
             f"{prompt_length} prompt tokens and up to {max_new_tokens} new ones{each} need "
             f"{needed} places, and it holds {self._num_tokens}; "
@@ -126,4 +126,5 @@ class Room:
             copies * g.pages_for(tokens, prompt, 1) <= g.allocator.capacity for g in self._groups
         ):
             return "feed the prompt in pieces (prefill_chunk_size)"
-        return "lower max_new_tokens" + (" or num_beams" if copies > 1 else "")
+        fewer = ", or run fewer (num_beams, guidance_scale)" if copies > 1 else ""
+        return f"lower max_new_tokens{fewer}"
