@@ -17,7 +17,7 @@ import torch
 import jackfield
 from jackfield.tracing.recorder import Recorder, Work
 
-TURNS, TOKENS = 60, 120
+TURNS, TOKENS = 40, 60
 
 
 def once(engine: jackfield.Engine, rows: int, *, traced: bool) -> tuple[float, float]:
