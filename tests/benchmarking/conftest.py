@@ -111,8 +111,8 @@ def changed(bound):
     return replace(bound, forward=forward)
 """,
     "early": """
-from jackfield.engine.sequences import RunningSequence
 def changed(bound):
+    from jackfield.engine.sequences import RunningSequence
     whole = RunningSequence._finishes
     def finishes(self, token):
         self.finish_reason = "length" if self.num_new >= 3 else self.finish_reason

@@ -98,7 +98,16 @@ def test_ticks_are_round_and_few(low: float, high: float) -> None:
 
 def test_a_point_below_the_roof_is_drawn_below_it() -> None:
     roof = LIMITS["bandwidth"], LIMITS["flop_rate"]
-    points = [("far", 1.0, 1e8), ("near", 1.0, 3.9e10)]
+    points = [(0, 1.0, 1e8), (1, 1.0, 3.9e10)]
     svg = ET.fromstring(plots.roofline("r", "x", "y", roof, points))  # type: ignore[arg-type]
     heights = [float(point.get("cy", 0)) for point in svg.iter("circle")]
     assert heights[0] > heights[1]
+
+
+def test_a_row_has_one_colour_in_all_plots() -> None:
+    third = row("third", SLOW)
+    drawn = figures(html(run(row("first", FAST), row("bad", FAST, reasons=("no",)), third)))
+    for title, svg in drawn.items():
+        kinds = {str(mark.get("class")).split()[-1] for mark in svg.iter() if mark.get("class")}
+        colors = {kind for kind in kinds if re.fullmatch(r"c\d", kind)}
+        assert colors == ({"c2"} if title == "Beside first" else {"c0", "c2"}), title

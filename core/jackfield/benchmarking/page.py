@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from jackfield.benchmarking.results import Benchmark, Row
 from jackfield.benchmarking.saved import Comparison
 from jackfield.units import in_units
 
-INVALID = "invalid: no result"
+INVALID, UNTOLD = "invalid: no result", "not told"
 
 
 def html(found: Benchmark, comparison: Comparison | None = None) -> str:
@@ -42,12 +42,16 @@ def _ms(seconds: float | None) -> str:
 def _plots(found: Benchmark) -> Iterator[tuple[str, str]]:
     new = found.workload["new_tokens"]
 
+    color = {row.label: number for number, row in enumerate(found.rows)}
+
     def speed(row: Row) -> Marks:
-        return Marks(row.label, [new / t for t in row.times], new / row.seconds)
+        return Marks(row.label, color[row.label], [new / t for t in row.times], new / row.seconds)
 
     def memory(row: Row) -> Marks:
-        size = (row.peak_bytes or 0) / 1e6
-        return Marks(row.label, low=0.0, high=size, middle=size)
+        if row.peak_bytes is None:
+            return Marks(row.label, color[row.label], note=UNTOLD)
+        size = row.peak_bytes / 1e6
+        return Marks(row.label, color[row.label], low=0.0, high=size, middle=size)
 
     title = "How fast"
     yield title, plots.rows(title, "tokens/s, a dot a round", _marks(found.rows, speed))
@@ -59,52 +63,53 @@ def _plots(found: Benchmark) -> Iterator[tuple[str, str]]:
     valid = [row for row in found.rows if row.valid and row.measured]
     if valid:
         title = "Round by round"
-        series = [(row.label, [1000 * t for t in row.times]) for row in valid]
+        series = [Marks(r.label, color[r.label], [1000 * t for t in r.times]) for r in valid]
         yield title, plots.lines(title, "round", "ms a round", series)
     for name, title in (("first", "First token"), ("per_token", "Each later token")):
         if any(row.middle(name) is not None for row in valid):
-            marks = _marks(found.rows, partial(_milliseconds, name))
+            marks = _marks(found.rows, partial(_milliseconds, name, color))
             yield title, plots.rows(title, "ms, a dot a round", marks)
     if any(row.peak_bytes for row in valid):
         title = "Peak of memory"
         unit = "MB above the process before it loaded"
         yield title, plots.rows(title, unit, _marks(found.rows, memory))
-    yield from _roofline(valid)
+    yield from _roofline(valid, color)
 
 
 def _marks(rows: Sequence[Row], made: Callable[[Row], Marks]) -> list[Marks]:
     return [
-        made(row) if row.valid and row.measured else Marks(row.label, note=INVALID) for row in rows
+        made(row) if row.valid and row.measured else Marks(row.label, 0, note=INVALID)
+        for row in rows
     ]
 
 
-def _milliseconds(name: str, row: Row) -> Marks:
+def _milliseconds(name: str, color: Mapping[str, int], row: Row) -> Marks:
     values = [1000 * v for one in row.rounds if (v := getattr(one, name)) is not None]
     middle = row.middle(name)
     if middle is None:
-        return Marks(row.label, note="not told by this program")
-    return Marks(row.label, values, 1000 * middle)
+        return Marks(row.label, 0, note=UNTOLD)
+    return Marks(row.label, color[row.label], values, 1000 * middle)
 
 
 def _changes(found: Benchmark) -> Iterator[Marks]:
     if not found[found.base].valid:
         return
-    for row in found.rows:
+    for number, row in enumerate(found.rows):
         if not row.valid:
-            yield Marks(row.label, note=INVALID)
+            yield Marks(row.label, 0, note=INVALID)
         elif (change := found.change(row)) is not None:
             known = change.low > 0
             low, high = (change.low, change.high) if known else (None, None)
-            yield Marks(row.label, middle=change.ratio, low=low, high=high)
+            yield Marks(row.label, number, middle=change.ratio, low=low, high=high)
 
 
-def _roofline(valid: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _roofline(valid: Sequence[Row], color: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """One roof for each device and dtype."""
     for where in dict.fromkeys(row.limits["where"] for row in valid if row.limits):
         rows = [row for row in valid if row.limits and row.limits["where"] == where]
         own = rows[0].limits or {}
         points = [
-            (row.label, one["flops"] / one["bytes_read"], one["flops"] / row.seconds)
+            (color[row.label], one["flops"] / one["bytes_read"], one["flops"] / row.seconds)
             for row in rows
             if (one := row.limits) is not None
         ]

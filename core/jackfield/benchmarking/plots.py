@@ -16,10 +16,11 @@ ROW, FOOT, HEIGHT = 44, 40, 260
 class Marks:
     """A row of a plot: `values` are small marks, `middle` the large one, `low` to `high` a bar.
 
-    A row that is no result has a `note` in place of marks.
+    A row that is no result has a `note` in place of marks. `color` is the row's number in the run.
     """
 
     label: str
+    color: int
     values: Sequence[float] = ()
     middle: float | None = None
     low: float | None = None
@@ -63,17 +64,17 @@ def rows(
     for tick in ticks(low, high):
         parts += _vertical(x(tick), height - FOOT, f"{tick:g}")
     for number, one in enumerate(marks):
-        parts += _row(one, number, ROW * number + 20, x)
+        parts += _row(one, ROW * number + 20, x)
     parts.append(_text(WIDTH / 2, height - 6, unit, "unit", "middle"))
     return _svg(title, height, parts)
 
 
-def _row(one: Marks, number: int, y: float, x: Callable[[float], float]) -> Iterator[str]:
+def _row(one: Marks, y: float, x: Callable[[float], float]) -> Iterator[str]:
     yield _text(LEFT, y - 4, one.label, "label")
     if one.note:
         yield _text(LEFT, y + 14, one.note, "invalid")
         return
-    color = f"c{number % 6}"
+    color = f"c{one.color % 6}"
     if one.low is not None and one.high is not None:
         yield (
             f'<line class="bar {color}" x1="{x(one.low):.1f}" x2="{x(one.high):.1f}" '
@@ -88,10 +89,10 @@ def _row(one: Marks, number: int, y: float, x: Callable[[float], float]) -> Iter
         )
 
 
-def lines(title: str, x_unit: str, y_unit: str, series: Sequence[tuple[str, list[float]]]) -> str:
-    """A line a row over the numbers of the rounds."""
-    top = max((max(values) for _, values in series), default=1.0) * 1.05
-    count = max((len(values) for _, values in series), default=1)
+def lines(title: str, x_unit: str, y_unit: str, series: Sequence[Marks]) -> str:
+    """A line a row, of its values over the numbers of the rounds."""
+    top = max((max(one.values) for one in series), default=1.0) * 1.05
+    count = max((len(one.values) for one in series), default=1)
     inner = HEIGHT - FOOT - 24
 
     def at(number: int, value: float) -> str:
@@ -106,11 +107,11 @@ def lines(title: str, x_unit: str, y_unit: str, series: Sequence[tuple[str, list
     for number in range(0, count, max(1, count // 8)):
         across = at(number, 0).partition(",")[0]
         parts.append(_text(float(across), HEIGHT - FOOT + 16, str(number + 1), "tick", "middle"))
-    for number, (label, values) in enumerate(series):
-        points = " ".join(at(n, value) for n, value in enumerate(values))
+    for one in series:
+        points = " ".join(at(n, value) for n, value in enumerate(one.values))
         parts.append(
-            f'<polyline class="line c{number % 6}" points="{points}">'
-            f"<title>{escape(label)}</title></polyline>"
+            f'<polyline class="line c{one.color % 6}" points="{points}">'
+            f"<title>{escape(one.label)}</title></polyline>"
         )
     parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
     return _svg(title, HEIGHT, parts)
@@ -121,9 +122,9 @@ def roofline(
     x_unit: str,
     y_unit: str,
     roof: tuple[float, float],
-    points: Sequence[tuple[str, float, float]],
+    points: Sequence[tuple[int, float, float]],
 ) -> str:
-    """Points (label, operations a byte, operations a second) below a roof: (bytes a second,
+    """Points (colour, operations a byte, operations a second) below a roof: (bytes a second,
     operations a second), on logarithmic axes."""
     ridge = roof[1] / roof[0]
     xs, ys = [ridge, *(p[1] for p in points)], [roof[1], *(p[2] for p in points)]
@@ -148,11 +149,9 @@ def roofline(
         if left <= math.log10(tick) <= right:
             across = at(tick, roof[1])[0]
             parts.append(_text(across, HEIGHT - FOOT + 16, f"{tick:g}", "tick", "middle"))
-    for number, (label, intensity, rate) in enumerate(points):
+    for color, intensity, rate in points:
         x, y = at(intensity, rate)
-        parts.append(f'<circle class="point c{number % 6}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
-        end = "end" if x > WIDTH * 0.6 else "start"
-        parts.append(_text(x + (-9 if end == "end" else 9), y + 4, label, "label", end))
+        parts.append(f'<circle class="point c{color % 6}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
     parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
     return _svg(title, HEIGHT, parts)
 
