@@ -239,6 +239,21 @@ def test_an_attention_of_the_models_own_code_is_not_guessed_at() -> None:
     assert "is part of the model's own code" in str(trace)
 
 
+def test_a_request_with_a_negative_prompt_is_one(engine: jackfield.Engine) -> None:
+    asked: Any = {"guidance_scale": 1.5, "negative_prompt": PROMPTS[2]}
+    with engine.trace() as trace:
+        engine.generate(PROMPTS[:2], max_new_tokens=4, **asked)
+    assert_adds_up(trace.record)
+    assert [(life.prefill_steps, life.decode_steps) for life in trace.record.requests] == [
+        (1, 3)
+    ] * 2
+    request = engine.submit(PROMPTS[0], max_new_tokens=60, **asked)
+    next(iter(request))
+    with engine.trace() as late:
+        request.result(60)
+    assert {life.id for life in late.record.requests} <= {request.id}
+
+
 def test_an_encoder_is_a_row_of_its_own_and_has_no_layers() -> None:
     with jackfield.load(encoder_decoder("t5")) as engine, engine.trace() as trace:
         engine.generate([[5, 6, 7], [8, 9]], max_new_tokens=4, eos_token_id=[])

@@ -19,7 +19,7 @@ def follow(loop: Loop, lives: Lives, hooks: Hooks, clock: Callable[[], int]) -> 
     now = clock()
     for runs, sequences in ((True, loop.running), (False, list(loop.waiting))):
         for sequence in (one for one in sequences if one.answer is one):
-            for one in (sequence,) if sequence.group is None else sequence.group.outputs:
+            for one in (sequence.answer,) if sequence.group is None else sequence.group.outputs:
                 lives.here(one, runs=runs, now=now)
 
     def submit(call: Act) -> Act:

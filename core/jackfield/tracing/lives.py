@@ -143,12 +143,14 @@ class Lives:
     def fed(self, step: Step) -> Fed:
         """A step is prepared."""
         fed, self._reached = [], []
+        told: set[int] = set()  # a group or a pair takes part once
         for item in step.scheduled:
             one: Any = item.sequence
             fed.append((one.id, item.num_tokens + len(item.drafts)))
-            if one.group is not None and one is not one.group.beams[0]:
-                continue  # a group takes part once
             for life in self._of(one):
+                if life.id in told:
+                    continue
+                told.add(life.id)
                 if life.phase == DECODE:
                     life.decode_steps += 1
                     continue
