@@ -184,6 +184,19 @@ def test_copies_have_states_of_their_own(hybrid: Any, decoding: dict[str, Any]) 
 
 
 @in_pages
+def test_samples_read_their_prompt_side_by_side(hybrid: Any) -> None:
+    """None of them finds it in the pages without its state, so none waits until one has read it."""
+    prompt = PROMPTS[0] * 4
+    with jackfield.load(hybrid, cache_implementation="paged", prefill_chunk_size=4) as engine:
+        steps = []
+        for samples in (1, 3):
+            before = engine.report()["cache"].calls
+            engine.generate(prompt, max_new_tokens=4, do_sample=True, num_return_sequences=samples)
+            steps.append(engine.report()["cache"].calls - before)
+    assert steps[0] == steps[1]
+
+
+@in_pages
 def test_a_state_takes_what_was_planned(hybrid: Any) -> None:
     plan = jackfield.plan(hybrid, cache_implementation="paged?page_size=3")
     with jackfield.load(hybrid, cache_implementation="paged?page_size=3") as engine:

@@ -20,6 +20,7 @@ from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
+from jackfield.engine.stateful import StatefulCache
 from jackfield.engine.statistics import Metrics
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.engine.token_budget import TokenBudget
@@ -47,6 +48,8 @@ class Loop:
         self.clock = clock
         self.forward = forward
         self.cache = cache
+        # States of a prompt are no one else's, so nobody waits until it is read.
+        self._finds_prompts = cache.continuous and not isinstance(cache, StatefulCache)
         self.decoding = decoding
         self.scheduler = scheduler
         self.limits = limits
@@ -189,7 +192,7 @@ class Loop:
         """Whether the prompt it shares is still being read by another, to be found in the cache."""
         leader = sequence.leader
         return (
-            self.cache.continuous
+            self._finds_prompts
             and leader is not None
             and leader.finish_reason is None
             and not leader.has_read
