@@ -15,6 +15,7 @@ from jackfield.errors import (
     JackfieldError,
     PlanError,
     PromptError,
+    SettingsError,
     UsageError,
 )
 
@@ -133,6 +134,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"forced_eos_token_id": 50, "eos_token_id": 50},
     {"exponential_decay_length_penalty": (1, 3.0)},
     {"suppress_tokens": [*range(40, 90)]},
+    {"forced_bos_token_id": 33},
     {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
 ]
 
@@ -242,6 +244,8 @@ def test_prompts_that_the_encoder_cannot_read(bart: Any) -> None:
             engine.generate([5] * (most + 1))
         with pytest.raises(PromptError, match="is no token id"):
             engine.generate([5, 10_000])
+        with pytest.raises(SettingsError, match="here an encoder reads prompts; drop it"):
+            engine.generate([5], guidance_scale=2.0, negative_prompt=[6])
         (longest,) = engine.generate([5] * most, max_new_tokens=2, eos_token_id=None)
     assert len(longest.token_ids) == 2
 

@@ -45,6 +45,7 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "explain": (("explain", "demo"), "", None),
     "explain a kernel of the hub": (("explain", "demo", "--attention", KERNEL), "", "kernel"),
     "memory": (("memory", "demo"), "", None),
+    "trace": (("trace", "--prompt", "Hi", "--max-new-tokens", "2"), "", None),
     "doctor": (("doctor",), "", None),
     "new": (("new", "attention", "my-kernel"), "", NEW),
     "check": (("check", "fifo", "--only", "schedule.again"), "", None),

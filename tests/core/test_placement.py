@@ -463,7 +463,7 @@ def test_weights_are_read_to_the_gpu_and_not_to_main_memory_first(
         for device in ("cuda:1", "cpu"):
             monkeypatch.setattr(weights, "has_accelerate", lambda found=accelerate: found)
             read = Reading(torch.device(device if accelerate else "cpu"))
-            monkeypatch.setattr(weights, "AutoModelForCausalLM", read)
+            monkeypatch.setattr(weights, "text_class", lambda _, read=read: read)
             prepared = jackfield.api.prepare(folder, device_map=device, attn_implementation="eager")
             with contextlib.suppress(Reading.Done):
                 prepared.load()

@@ -197,7 +197,7 @@ def test_what_fits_together_is_counted_with_a_running_maximum() -> None:
             return super().num_new
 
     bound = PaddedCache(lambda _: transformers.DynamicCache(), max_cache_len=20)
-    job = SimpleNamespace(ragged=None, rollback=False)
+    job = SimpleNamespace(ragged=None, rollback=False, encoder=None)
     store = PaddedKVCache(bound, SimpleNamespace(device=CPU, requirements=job))
     waiting = [Counted(i, [1] * (5 + i % 3), Settings(max_new_tokens=9)) for i in range(500)]
     assert all(map(store.admit, waiting))

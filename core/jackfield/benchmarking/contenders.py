@@ -20,7 +20,6 @@ OURS = "jackfield"
 RIVALS = {
     "generate": "transformers' generate, in padded batches",
     "generate_batch": "transformers' continuous batching",
-    "llama.cpp": "llama.cpp, on the same GGUF file",
 }
 
 

@@ -94,6 +94,6 @@ class EncodedCache(GuardedCache):
         held = super().held_bytes()
         if held is None:
             return None
-        own = {tensor.data_ptr(): tensor.nbytes for tensor in self._said.values()}
+        own = {id(tensor): tensor.nbytes for tensor in self._said.values()}  # shared by samples
         batch = sum(outputs[0].nbytes for outputs in [*self._batch.values()][:1])
         return int(held + sum(own.values()) + batch)

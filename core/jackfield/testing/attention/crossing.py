@@ -55,18 +55,22 @@ def _compared(subject: Subject) -> str:
     return f"at most {worst:.2g} off"
 
 
-def _model(subject: Subject) -> Any:
+def config_for(subject: Subject) -> transformers.BartConfig:
+    """The config of a model with an encoder, of heads that `subject` has."""
     sizes = capabilities_of(subject).head_dims
-    config = transformers.BartConfig(
+    return transformers.BartConfig(
         vocab_size=VOCAB, d_model=_HEADS * (12 if sizes is None else min(sizes)), init_std=0.35,
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=_HEADS,
         decoder_attention_heads=_HEADS, encoder_ffn_dim=40, decoder_ffn_dim=40,
         max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=1,
         decoder_start_token_id=START, forced_eos_token_id=None,
     )  # fmt: skip
+
+
+def _model(subject: Subject) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(subject.seed)
-        model: Any = transformers.BartForConditionalGeneration(config)
+        model: Any = transformers.BartForConditionalGeneration(config_for(subject))
     model.set_attn_implementation("eager")
     return model.to(getattr(torch, main_dtype(subject))).eval().to(subject.device)
 

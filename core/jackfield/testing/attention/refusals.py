@@ -9,6 +9,7 @@ from typing import Any
 from jackfield.api import plan
 from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS
 from jackfield.errors import JackfieldError, PlanError
+from jackfield.testing.attention.crossing import config_for
 from jackfield.testing.attention.jobs import (
     capabilities_of,
     main_dtype,
@@ -79,8 +80,11 @@ def _planned(subject: Subject, config: Any, what: str, **arguments: Any) -> None
 
 def _feature(subject: Subject, feature: str) -> None:
     _need(subject, features={feature: "asked by the check"})
-    model = model_of(subject, _NEEDING[feature])
-    _planned(subject, model.config, f"{type(model).__name__}, which needs {feature},")
+    if feature == "cross_attention":
+        config: Any = config_for(subject)
+    else:
+        config = model_of(subject, _NEEDING[feature]).config
+    _planned(subject, config, f"a model of type {config.model_type!r}, which needs {feature},")
 
 
 def _layout(subject: Subject, layout: str) -> None:
