@@ -92,6 +92,8 @@ BROKEN = [
         "rounds": [{"seconds": "x", "first": None, "per_token": None}]}]},
     lambda run: run | {"rows": [run["rows"][0] | {
         "rounds": [{"seconds": 0, "first": None, "per_token": None}]}]},
+    lambda run: run | {"rows": [run["rows"][0], run["rows"][0] | {
+        "rounds": run["rows"][0]["rounds"][1:]}]},
 ]  # fmt: skip
 
 
@@ -110,6 +112,25 @@ def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("{")
     with pytest.raises(UsageError, match="is no run"):
         saved.read(tmp_path / "text")
+
+
+@pytest.mark.parametrize("flag", ["--html", "--save"])
+def test_what_cannot_be_written_is_one_line(cli: Cli, tmp_path: Path, flag: str) -> None:
+    file = tmp_path / "a.json"
+    saved.save(run(row("mine", FAST)), file)
+    if flag == "--html":
+        asked = ["compare", str(file), str(file), flag, "/dev/full"]
+    else:
+        asked = [
+            "--attention",
+            "sdpa",
+            "--rounds=1",
+            "--requests=1",
+            "--new-tokens=2",
+            flag,
+            "/dev/full",
+        ]
+    cli("bench", *asked).assert_failed(2, "cannot write /dev/full: No space left on device")
 
 
 def test_two_saved_runs_are_compared_on_the_command_line(cli: Cli, tmp_path: Path) -> None:

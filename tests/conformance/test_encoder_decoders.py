@@ -10,6 +10,8 @@ import transformers
 from encoder_decoders import START, TYPES, build, generated
 
 import jackfield
+from jackfield.bridge import requirements
+from jackfield.bridge.requirements import described
 from jackfield.errors import (
     CheckpointError,
     JackfieldError,
@@ -18,6 +20,7 @@ from jackfield.errors import (
     SettingsError,
     UsageError,
 )
+from jackfield.estimates.perplexity import perplexity
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20]]
 FEW = ("bart", "t5", "t5gemma")
@@ -67,6 +70,7 @@ def logits(model: Any, prompt: list[int], **settings: Any) -> torch.Tensor:
 
 
 def refused(model: Any) -> str:
+    """Why a model, or one of its config, is not run."""
     try:
         jackfield.plan(model)
     except CheckpointError as error:
@@ -146,12 +150,25 @@ def test_settings_mean_what_they_mean_in_generate(bart: Any, asked: dict[str, An
     settings = {**usual, **asked}
     if "max_length" in asked:
         del settings["max_new_tokens"]
-    expected = [generated(bart, prompt, **settings) for prompt in PROMPTS]
+    prompts = [*PROMPTS, [*range(20, 97)]]  # the last has nearly all that a text can say
+    expected = [generated(bart, prompt, **settings) for prompt in prompts]
     with jackfield.load(bart, decoding=BOTH) as engine:
-        found = engine.generate(PROMPTS, **settings)
-    assert [c.token_ids for c in found] == expected
-    plain = [generated(bart, prompt, **usual) for prompt in PROMPTS]
+        found = [c.token_ids for c in engine.generate(prompts, **settings)]
+    for prompt, text, right in zip(prompts, found, expected, strict=True):
+        if text != right:  # only among several may two be as likely: their order then is rounding
+            assert "num_beams" in asked
+            assert likelihood(bart, prompt, text) == pytest.approx(likelihood(bart, prompt, right))
+    plain = [generated(bart, prompt, **usual) for prompt in prompts]
     assert expected != plain, "the setting changes nothing here"
+
+
+@torch.no_grad()
+def likelihood(model: Any, prompt: list[int], text: list[int]) -> float:
+    """The sum of the log-probabilities of a text's tokens."""
+    ids = torch.tensor([[START, *text]])
+    out = model(input_ids=torch.tensor([prompt]), decoder_input_ids=ids)
+    said = out.logits[0, :-1].log_softmax(-1)
+    return float(said.gather(1, ids[0, 1:, None]).sum())
 
 
 def test_a_prompt_is_read_once(bart: Any) -> None:
@@ -248,6 +265,76 @@ def test_prompts_that_the_encoder_cannot_read(bart: Any) -> None:
             engine.generate([5], guidance_scale=2.0, negative_prompt=[6])
         (longest,) = engine.generate([5] * most, max_new_tokens=2, eos_token_id=None)
     assert len(longest.token_ids) == 2
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_the_longest_prompt_is_read_and_a_longer_one_refused(model_type: str) -> None:
+    model = build(model_type)
+    if refused(model):
+        pytest.skip("refused")
+    most = jackfield.plan(model).requirements.encoder_length
+    if most is None:
+        return
+    with jackfield.load(model) as engine:
+        (longest,) = engine.generate([5] * most, max_new_tokens=2, eos_token_id=None)
+        with pytest.raises(PromptError, match=f"encoder reads {most} at most; shorten it"):
+            engine.generate([5] * (most + 1))
+    assert len(longest.token_ids) == 2
+
+
+LIMITS = {
+    "bart": (1024, 1024), "led": (16384, 1024), "t5": (None, None), "fsmt": (1024, 1024),
+    "encoder-decoder": (512, 512), "t5gemma": (8192, 8192),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LIMITS)
+def test_what_each_part_reads_at_most(model_type: str) -> None:
+    found = described(transformers.AutoConfig.for_model(model_type))
+    assert (found.encoder_length, found.context_length) == LIMITS[model_type]
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_a_small_model_of_every_type_is_tried(model_type: str) -> None:
+    """As published: configs of parts in parts and heads by other names are made small too."""
+    config = transformers.AutoConfig.for_model(model_type, **(_PARTS.get(model_type) or {}))
+    if why := refused(config):
+        assert "code of its own" in why
+    else:
+        assert "could not be tried" not in str(jackfield.plan(config).requirements.fixed)
+
+
+_PARTS = {
+    "encoder-decoder": {
+        "encoder": transformers.BertConfig().to_dict(),
+        "decoder": transformers.BertConfig(is_decoder=True, add_cross_attention=True).to_dict(),
+    }
+}
+
+
+def test_what_cannot_be_tried_is_refused(bart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_model: Any) -> Any:
+        raise RuntimeError("no small one")
+
+    monkeypatch.setattr(requirements, "encoder_trial", broken)
+    with pytest.raises(CheckpointError, match=r"could not be tried: no small one.*another model"):
+        jackfield.plan(bart)
+
+
+@pytest.mark.parametrize("start", [[2, 3], "two", True])
+def test_a_text_that_begins_with_no_token_id_is_refused(start: Any) -> None:
+    model = build("bart")
+    model.generation_config.decoder_start_token_id = start
+    with pytest.raises(PlanError, match="which is no token id; set one token"):
+        jackfield.load(model)
+
+
+def test_a_text_without_a_prompt_is_not_scored(bart: Any) -> None:
+    with (
+        jackfield.load(bart) as engine,
+        pytest.raises(UsageError, match="a text alone is scored by decoders; give a decoder"),
+    ):
+        perplexity(engine, [5, 6, 7, 8])
 
 
 def test_a_text_that_begins_with_nothing_is_refused() -> None:

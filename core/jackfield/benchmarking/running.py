@@ -114,6 +114,11 @@ def _check_plans(contenders: Sequence[Contender]) -> None:
                 f"{one.label}: a search chooses other texts than greedy decoding, by which rows "
                 "are compared; measure it by itself, or another decoding"
             )
+        if plan.requirements.encoder is not None:
+            raise UsageError(
+                f"{one.label}: {plan.requirements.encoder}, and rows are compared with a decoder "
+                "that is computed again; give a decoder"
+            )
         device = plan.device or "cpu"
         needed[device] = needed.get(device, 0) + plan.requirements.weight_bytes
     for device, size in needed.items():

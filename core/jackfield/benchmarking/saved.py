@@ -65,9 +65,13 @@ def check_file(path: Path, flag: str) -> None:
 
 def save(found: Benchmark, path: Path) -> None:
     """Write a run with every round, as JSON."""
-    text = json.dumps({"format": FORMAT, **found.to_dict()}, indent=1, default=str)
+    write(path, json.dumps({"format": FORMAT, **found.to_dict()}, indent=1, default=str) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file. Raises UsageError where that fails."""
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {shown(path)}: {error.strerror}") from None
 
@@ -98,6 +102,8 @@ def _benchmark(found: Mapping[str, Any]) -> Benchmark:
     rows = tuple(map(Row.from_dict, found["rows"]))
     own = {name: found[name] for name in Benchmark.__dataclass_fields__ if name != "rows"}
     made = Benchmark(rows, **own)
+    if len({len(row.times) for row in rows if row.valid and row.times}) > 1:
+        raise ValueError("rows have different numbers of rounds")
     if not all(one > 0 for row in rows for one in row.times):  # TypeError where it is a text
         raise ValueError("a round has no time")
     return made
@@ -166,7 +172,7 @@ def _compared(
 def _in_units(row: Row, run: Benchmark, yardstick: str | None) -> list[float]:
     if yardstick is None:
         return row.times
-    return [a / b for a, b in zip(row.times, run[yardstick].times, strict=False)]
+    return [a / b for a, b in zip(row.times, run[yardstick].times, strict=True)]
 
 
 def _notes(before: Benchmark, after: Benchmark) -> list[str]:

@@ -20,21 +20,18 @@ from jackfield.contracts import ModelInputs
 
 _LENGTHS = (21, 24, 19)  # of prompts
 _COLUMNS = 3  # after the last token of the longest
-_NEW, _PIECE = 5, 3
+_NEW = 5
 
 _BY_COLUMN = "its decoder numbers tokens by their column"
 _OF_AN_ENCODER = "its decoder also looks at what an encoder said"
 
 
 def encoder_trial(model: PreTrainedModel) -> Trial:
-    """What goes wrong with `model`; rows of one length are never padded, so nobody asks for it."""
-    bench = _Bench(model)
-    batch = bench.differs(piece=_NEW) and "a row says something else beside one with another prompt"
-    pieces = bench.differs(piece=1) or bench.differs(piece=_PIECE)
+    """What goes wrong with `model`; its texts begin with one token, and are read one by one."""
+    differs = _Bench(model).differs()
     return Trial(
-        batch=batch or None,
+        batch="a row says something else beside one with another prompt" if differs else None,
         ragged=_BY_COLUMN,
-        pieces="a text read in pieces says something else" if pieces else None,
         holes=_BY_COLUMN,
         fixed=_OF_AN_ENCODER,
     )
@@ -49,25 +46,24 @@ class _Bench:
         self._said = [encoder.read(torch.randint(4, vocab, (n,)).tolist()) for n in _LENGTHS]
         self._new = torch.randint(4, vocab, (len(_LENGTHS), _NEW))
         self._alone = torch.cat(
-            [self._read(slice(row, row + 1), 0, _NEW) for row in range(len(_LENGTHS))]
+            [self._read(slice(row, row + 1), 0) for row in range(len(_LENGTHS))]
         )
 
-    def differs(self, piece: int) -> bool:
-        """Whether rows together, read in pieces, say something else than each alone and at once."""
-        return apart(self._read(slice(None), _COLUMNS, piece), self._alone)
+    def differs(self) -> bool:
+        """Whether rows together say something else than each alone."""
+        return apart(self._read(slice(None), _COLUMNS), self._alone)
 
-    def _read(self, rows: slice, more: int, piece: int) -> torch.Tensor:
+    def _read(self, rows: slice, more: int) -> torch.Tensor:
         """The logits of each token of these rows: `[rows, new, vocab]`."""
         states: Seq[torch.Tensor] = self._said[rows]
         said = joined(states, max(map(len, states)) + more)
         past = beside_an_encoder(DynamicCache(config=cached_config(self._model.config)))
         parts, new = [], self._new[rows]
-        for begin in range(0, _NEW, piece):
-            ids = new[:, begin : begin + piece]
-            positions = torch.arange(begin, begin + ids.shape[1]).expand(len(ids), -1)
+        for at in range(_NEW):
+            ids = new[:, at : at + 1]
             kwargs: dict[str, Any] = {
-                "input_ids": ids, "position_ids": positions, "attention_mask": None,
-                "past_key_values": past, "use_cache": True, "logits_to_keep": ids.shape[1], **said,
+                "input_ids": ids, "position_ids": torch.full_like(ids, at), "attention_mask": None,
+                "past_key_values": past, "use_cache": True, "logits_to_keep": 1, **said,
             }  # fmt: skip
             parts.append(self._forward(ModelInputs(kwargs, len(ids))))
         return torch.cat(parts, 1)

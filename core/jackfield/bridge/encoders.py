@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from jackfield.devices import input_device
-from jackfield.errors import CheckpointError, PlanError
+from jackfield.errors import CheckpointError, PlanError, shown
 
 
 @dataclass
@@ -104,8 +104,14 @@ def decoder_start(model: PreTrainedModel) -> int:
         (text, "bos_token_id"),
     )
     for config, name in places:
-        if isinstance(token := getattr(config, name, None), int):
+        token = getattr(config, name, None)
+        if type(token) is int:
             return token
+        if token is not None and "decoder" in name:
+            raise PlanError(
+                f"{type(model).__name__} begins its texts with {name} = {shown(token)}, which is "
+                "no token id; set one token"
+            )
     raise PlanError(
         f"{type(model).__name__} does not say which token its texts begin with; set "
         "decoder_start_token_id in its generation_config.json, or in the live model's "
@@ -142,6 +148,12 @@ def joined(states: Sequence[torch.Tensor], columns: int) -> dict[str, Any]:
     }
 
 
+def encoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """What says how its encoder is made; FSMT's has no config of its own."""
+    config: PreTrainedConfig = getattr(model.get_encoder(), "config", model.config)
+    return config
+
+
 def encoder_size(model: PreTrainedModel) -> int:
     """How many numbers its encoder says of a token."""
-    return int(model.get_encoder().config.hidden_size)
+    return int(encoder_config(model).hidden_size)

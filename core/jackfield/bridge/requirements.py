@@ -24,7 +24,7 @@ from jackfield.bridge.drivable import (
     check_generates,
 )
 from jackfield.bridge.encoder_trial import encoder_trial
-from jackfield.bridge.encoders import has_encoder
+from jackfield.bridge.encoders import encoder_config, has_encoder
 from jackfield.bridge.experts import experts_of, with_experts
 from jackfield.bridge.footprint import (
     head_is_tied,
@@ -93,6 +93,11 @@ def with_trial(model: PreTrainedModel, needs: Requirements) -> Requirements:
             f"{needs.architecture} does not run in float64 ({found.failed}); load it in another "
             "dtype"
         )
+    if found.failed and needs.encoder is not None:
+        raise CheckpointError(
+            f"{needs.architecture}: {found.batch or found.ragged}, so nobody knows what its rows "
+            "say beside others; give another model"
+        )
     if found.batch:
         raise CheckpointError(
             f"{needs.architecture}: {found.batch}, so requests would change one another; give "
@@ -146,7 +151,7 @@ def describe(
         model_declines=_declines(model),
         context_length=_context_length(model, text),
         encoder=f"{type(model).__name__} has an encoder" if has_encoder(config) else None,
-        encoder_length=_encoder_length(config),
+        encoder_length=_encoder_length(model),
         kv_numbers=seen.cached,
         **shapes_by_layer(calls, len(types)),
         token_numbers=numbers_of_a_token(model),
@@ -209,7 +214,8 @@ def _branches(model: PreTrainedModel) -> str | None:
 
 def _context_length(model: PreTrainedModel, text: PreTrainedConfig) -> int | None:
     """Tokens that a sequence may have; None without a limit."""
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_decoder_position_embeddings", None)  # LED has two
+    limit = getattr(text, "max_position_embeddings", None) if limit is None else limit
     if STRETCHES_POSITIONS.holds(model):
         limit = text.rope_parameters.get("original_max_position_embeddings") or limit
     return limit if limit is not None and limit > 0 else None
@@ -227,11 +233,12 @@ def _two_attentions(config: PreTrainedConfig) -> str | None:
     return "a layer looks at its own tokens and at an encoder's" if has_encoder(config) else None
 
 
-def _encoder_length(config: PreTrainedConfig) -> int | None:
+def _encoder_length(model: PreTrainedModel) -> int | None:
     """Tokens that an encoder reads at most; None without one, or without a limit."""
-    if not has_encoder(config):
+    if not has_encoder(model.config):
         return None
-    text = config.get_text_config(encoder=True)
+    config = encoder_config(model)
+    text = config.get_text_config()
     names = ("max_encoder_position_embeddings", "max_position_embeddings")
     limits = [getattr(part, name, None) for part in (config, text) for name in names]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

@@ -35,7 +35,9 @@ _WIDE = re.compile(
     r"hidden|intermediate|head|vocab|layer|expert|rank|embd|embed|token|position|dim|inner|ffn"
     r"|d_model|ctx|id$|groups?$"
 )
-_WIDTH = re.compile(r"^hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank")
+_WIDTH = re.compile(
+    r"^(cross_attention_)?hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank"
+)
 
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> PreTrainedModel:
@@ -118,6 +120,9 @@ def _narrow(config: PreTrainedConfig) -> None:
     for name, value in _numbers(config):
         if _WIDTH.search(name) and value > _WIDTHS:
             setattr(config, name, _WIDTHS)
+    for name in ("encoder_attention_heads", "decoder_attention_heads"):
+        if (getattr(config, name, None) or 0) > _HEADS:
+            setattr(config, name, _HEADS)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads <= _HEADS:
         return

@@ -239,7 +239,7 @@ def _show(found: Benchmark, before: Benchmark | None, html: Path | None, json: b
     if html is not None:
         from jackfield.benchmarking.page import html as page
 
-        html.write_text(page(found, comparison), encoding="utf-8")
+        saved.write(html, page(found, comparison))
     if json:
         print_json(found.to_dict() | {"comparison": comparison.to_dict() if comparison else None})
     else:

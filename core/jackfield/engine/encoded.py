@@ -95,5 +95,6 @@ class EncodedCache(GuardedCache):
         if held is None:
             return None
         own = {id(tensor): tensor.nbytes for tensor in self._said.values()}  # shared by samples
-        batch = sum(outputs[0].nbytes for outputs in [*self._batch.values()][:1])
-        return int(held + sum(own.values()) + batch)
+        batch: int = self._batch["encoder_outputs"][0].nbytes if self._batch else 0
+        total: int = held + sum(own.values()) + batch
+        return total

@@ -65,7 +65,7 @@ def perplexity(
 
     Runs on the caller's thread; the engine must have nothing else to do. Raises PromptError for a
     text of fewer than two tokens, SettingsError for a window or a stride that cannot be, UsageError
-    where requests are running.
+    where requests are running or an encoder reads prompts.
     """
     ids = check_text(engine._assembly.text, text)
     window, stride = _sizes(engine, window, stride)
@@ -108,10 +108,13 @@ def token_logprobs(engine: Engine, ids: Sequence[int]) -> list[float]:
     """The log-probability of each token of `ids` but the first, given those before it.
 
     Tokens are fed as if they were drafts to be verified, so there are logits for all of them.
-    Raises UsageError where requests are running, CacheFullError where the cache is too small.
+    Raises UsageError where requests are running or an encoder reads prompts, CacheFullError where
+    the cache is too small.
     """
     if engine.closed:
         raise UsageError("the engine is closed; load the model again")
+    if encoder := engine.plan.requirements.encoder:
+        raise UsageError(f"{encoder}, and a text alone is scored by decoders; give a decoder")
     found: list[float] = []
     engine._worker.while_idle(lambda: found.extend(_scored(engine, ids)))
     return found

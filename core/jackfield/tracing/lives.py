@@ -119,7 +119,7 @@ class Lives:
         reads = sequence.num_cached < sequence.prompt_length
         phase = (PREFILL if reads else DECODE) if runs else WAITING
         life = Life(
-            sequence.id, sequence.prompt_length, _ns(sequence.started), [(phase, now)], True
+            sequence.id, sequence.num_prompt_tokens, _ns(sequence.started), [(phase, now)], True
         )
         self._add(sequence, life)
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jackfield.testing.attention import packed, packed_steps, padded, recording, refusals, whole
+from jackfield.testing.attention import (
+    crossing,
+    packed,
+    packed_steps,
+    padded,
+    recording,
+    refusals,
+    whole,
+)
 from jackfield.testing.attention.jobs import Jobs, capabilities_of
 from jackfield.testing.checks import Check
 from jackfield.testing.subject import Subject
@@ -20,4 +28,5 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield from packed_steps.checks(subject, jobs)
         yield from recording.checks(subject, jobs)
     yield from whole.checks(subject)
+    yield from crossing.checks(subject)
     yield from refusals.checks(subject)

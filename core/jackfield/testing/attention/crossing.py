@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import transformers
 
-from jackfield.planning.solving import reasons_against
-from jackfield.testing.attention.jobs import capabilities_of, main_dtype, requirements_of
-from jackfield.testing.checks import Check, NotTriedError, WrongError
+from jackfield.testing.attention.jobs import capabilities_of, main_dtype
+from jackfield.testing.attention.whole import PROMPTS, served
+from jackfield.testing.checks import Check, WrongError
 from jackfield.testing.engines import engine_with
 from jackfield.testing.models import VOCAB
 from jackfield.testing.subject import Subject
 
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 9, 8, 7, 6, 5, 9], [11, 12, 13, 14, 15, 16]]
 START = 2
 _HEADS = 4
 
@@ -33,9 +32,7 @@ def checks(subject: Subject) -> Iterator[Check]:
 def _compared(subject: Subject) -> str:
     """Prompts of several lengths in one batch; every logit is computed again, alone."""
     model = _model(subject)
-    needs = requirements_of(subject, model, "padded")
-    if reasons := reasons_against(subject.registered, needs, subject.options):
-        raise NotTriedError(f"it refuses {needs.architecture}: {'; '.join(reasons)}")
+    served(subject, model, "padded")
     with engine_with(subject, copy.deepcopy(model)) as (engine, _):
         found = engine.generate(PROMPTS, max_new_tokens=7, eos_token_id=None, output_logits=True)
     exact, worst = copy.deepcopy(model).double(), 0.0

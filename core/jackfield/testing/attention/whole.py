@@ -9,7 +9,6 @@ import torch
 
 from jackfield.in_transformers import attention as in_transformers
 from jackfield.planning.solving import reasons_against
-from jackfield.testing.attention import crossing
 from jackfield.testing.attention.jobs import (
     capabilities_of,
     main_dtype,
@@ -80,7 +79,6 @@ def checks(subject: Subject) -> Iterator[Check]:
             "transformers.generate", "layouts: padded, in plain transformers code",
             lambda _: _in_transformers(subject),
         )  # fmt: skip
-    yield from crossing.checks(subject)
     if can.batch_invariant:
         yield Check(
             "engine.deterministic", "batch_invariant, in an engine",
