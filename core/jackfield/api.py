@@ -29,6 +29,7 @@ from jackfield.planning.keywords import in_our_words
 from jackfield.planning.locking import check as check_lock
 from jackfield.planning.locking import opened
 from jackfield.planning.planning import Plan
+from jackfield.planning.profiles import check_architecture, compared, of_profile, taken
 from jackfield.planning.spec import LoadSpec, PlanSpec
 from jackfield.registry.discovery import registry
 from jackfield.requests.arguments import OF_A_PLAN, OF_LOADING, LoadArguments, PlanArguments
@@ -86,6 +87,10 @@ def load(
     `locked` is a file that `jackfield lock` wrote: selections that are left to "auto" are those in
     it, and a plan with any other backend, option, file, kernel or library is a PlanError.
 
+    `profile` is a TOML file: selections, dtype, device and sizes of a batch
+    that are left open are those in it. Versions, hardware, a config or selections that are not
+    those it was measured with are one warning; another architecture is a UsageError.
+
     With `verify`, the first 8 steps (or as many as it says) are compared with the same model
     computed again without any backend, one sequence at a time: queries, keys and values that are
     read, and outputs of each layer's attention, and logits. A step that is off ends with a
@@ -123,13 +128,14 @@ def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None 
     """
     words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
     _check_given(model, "jackfield.plan")
-    spec = PlanSpec(**words, device_memory=device_memory)
+    spec = PlanSpec(**taken(words, OF_A_PLAN), device_memory=device_memory)
     return _decided(model, spec)[1]
 
 
 def prepare(model: Any, **arguments: Any) -> Prepared:
     """What `jackfield.load` does with these arguments, up to the weights. Raises what it raises."""
-    spec = LoadSpec(**in_our_words(arguments, OF_LOADING, "jackfield.load"))
+    words = in_our_words(arguments, OF_LOADING, "jackfield.load")
+    spec = LoadSpec(**taken(words, OF_LOADING))
     _check_given(model, "jackfield.load")
     if isinstance(model, PreTrainedConfig):
         raise UsageError("a config has no weights; jackfield.plan takes one, load takes a model")
@@ -148,12 +154,14 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
 
 def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | None]:
     """The job, its plan and its draft model. Raises PlanError for a plan that was not locked."""
-    spec, lock = opened(spec, registry())
-    job = resolve_job(model, spec)
-    plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
+    with of_profile(spec.profile):
+        spec, lock = opened(spec, registry())
+        job = resolve_job(model, spec)
+        check_architecture(spec.profile, job.needs.architecture)
+        plan, helper = with_assistant(job.decide(registry(), spec.selections), job, spec)
     if lock is not None:
         check_lock(plan, lock)
-    return job, plan, helper
+    return job, compared(spec.profile, plan, job.source.config), helper
 
 
 def _check_given(model: Any, call: str) -> None:

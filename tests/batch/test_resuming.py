@@ -65,6 +65,7 @@ OTHERS: dict[str, Any] = {
     "adapters": {"a": "adapter"},
     "deterministic": True,
     "locked": "jackfield.lock.json",
+    "profile": "profile.toml",
     "revision": "v1",
 }
 

@@ -52,6 +52,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "tp_plan": ("auto", "say how many with tp_size=N", "say how many with tp_size=N"),
     "tp_size": (0, "a number of processes from 1 on", "a number of processes from 1 on"),
     "locked": ("/nowhere", "there is no lock /nowhere", "there is no lock /nowhere"),
+    "profile": ("/nowhere", "there is no profile /nowhere", "there is no profile /nowhere"),
     "tokenizer": ("/nowhere", "/nowhere is not a folder", "/nowhere is not a folder"),
     "max_batch_size": (0, "max_batch_size", "max_batch_size"),
     "max_batch_tokens": (0, "max_batch_tokens", "max_batch_tokens"),

@@ -30,7 +30,10 @@ from jackfield.batch.results import Results, fresh
 from jackfield.batch.sources import Source, open_source
 from jackfield.engine.report import Report
 from jackfield.errors import ExecutionError, UsageError, quoted, shown
+from jackfield.planning.memory import STEP_ROWS
 from jackfield.planning.planning import Plan
+from jackfield.planning.profiles import taken
+from jackfield.requests.arguments import OF_LOADING
 from jackfield.serving.errors import ApiError, refused
 from jackfield.serving.settings import ServerSettings, given_settings, name_of
 
@@ -126,15 +129,17 @@ def run(job: Job, progress: Progress, elsewhere: Elsewhere | None = None) -> Out
             _check_free(job)
         # what was left open when it began is what was chosen then
         locked = {"locked": str(file.path)} if file.has_begun else {}
-        each = _PLACES * job.arguments["max_batch_size"]
         settings = given_settings(
             models={name_of(job.model): {"model": job.model, **job.arguments, **locked}},
             stored_responses=0,  # a response that is stored is gone when the process ends
-            restarts=0, max_waiting=each * MOST_SAMPLES, max_samples=MOST_SAMPLES, **job.answers,
+            restarts=0, max_samples=MOST_SAMPLES, **job.answers,
         )  # fmt: skip
         source = open_source(job.source, settings.max_body, settings.max_depth)
         asked = _asked(job, source.digest)
         file.check(asked)
+        size = taken(job.arguments, OF_LOADING).get("max_batch_size") or STEP_ROWS
+        each = _PLACES * size
+        settings = settings.model_copy(update={"max_waiting": each * MOST_SAMPLES})
         with contextlib.ExitStack() as stack:
             answerer: Answerer = Here(settings)
             places = each

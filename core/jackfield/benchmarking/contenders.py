@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.errors import UsageError, first_line, shown
+from jackfield.planning.profiles import taken
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.requests.arguments import OF_LOADING
 from jackfield.spelling import AUTO, PREFIX, nearest
@@ -48,7 +49,8 @@ def asked_for(arguments: Mapping[str, Any]) -> dict[str, str]:
 def contender(label: str, given: Mapping[str, Any]) -> Contender:
     """A selection of backends; keys of `given` are kinds ("attention") or arguments of `load`.
 
-    Raises UsageError for a key that is neither.
+    With a `profile` among them, what they leave open is what it says. Raises UsageError for a key
+    that is neither, and for a file that is no profile.
     """
     arguments = {}
     for key, value in given.items():
@@ -60,6 +62,8 @@ def contender(label: str, given: Mapping[str, Any]) -> Contender:
                 f"other argument of jackfield.load){nearest(key, known)}"
             )
         arguments[name] = value
+    if (profile := arguments.get("profile")) is not None:
+        arguments = {**taken(arguments, OF_LOADING), "profile": str(profile)}
     return Contender(label, arguments)
 
 

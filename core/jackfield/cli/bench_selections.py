@@ -46,6 +46,10 @@ class Alternatives:
     selections: Annotated[
         Path | None, flag("--selections", "FILE", "These instead: a list of objects, as JSON.")
     ] = None
+    profile: Annotated[
+        list[str] | None,
+        flag("--profile", "FILE", "A row more: the selections of a TOML file; repeatable."),
+    ] = None
     against: Annotated[
         str | None, flag("--against", "NAME", "What BACKEND is compared with; auto without it.")
     ] = None
@@ -85,6 +89,10 @@ class Alternatives:
         else:
             found = contenders.of_file(self.selections, common)
         dtype = {"dtype": given["dtype"][0]} if len(given["dtype"]) == 1 else {}
+        found += [
+            contenders.contender(name, {**common, **dtype, "profile": name})
+            for name in self.profile or ()
+        ]
         found += [contenders.rival(name, {**common, **dtype}) for name in self.rival or ()]
         contenders.check_labels(found)
         return found

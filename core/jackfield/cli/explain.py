@@ -25,11 +25,12 @@ def explain(backends: Backends, model: ModelArgument = "demo", json: JsonOption 
     """
     from jackfield.planning import verdicts
     from jackfield.planning.keywords import in_our_words
+    from jackfield.planning.profiles import taken
     from jackfield.planning.spec import PlanSpec
     from jackfield.requests.arguments import OF_A_PLAN
 
     words = in_our_words(backends.arguments(), OF_A_PLAN, "jackfield explain")
-    found = verdicts.explain(model, PlanSpec(**words))
+    found = verdicts.explain(model, PlanSpec(**taken(words, OF_A_PLAN)))
     if json:
         _print_json(found)
     else:
@@ -53,6 +54,8 @@ def _print(found: Explanation) -> None:
     out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
+    if found.profile is not None:
+        out.print(f"  {found.profile.origin}: {', '.join(found.profile.names) or 'nothing'}")
     if plan is not None and plan.placement:
         out.print(f"  weights: {plan.placement}")
     if plan is not None and plan.shared:

@@ -104,6 +104,10 @@ class Backends:
     locked: Annotated[
         str | None, flag("--locked", "FILE", "Run what `jackfield lock` wrote there, or nothing.")
     ] = None
+    profile: Annotated[
+        str | None,
+        flag("--profile", "FILE", "Selections of a TOML file, for all that is not named."),
+    ] = None
     revision: Annotated[
         str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")
     ] = None
@@ -153,8 +157,9 @@ class Batches:
     """How much a step does at once, and whether the first ones are compared."""
 
     max_batch_size: Annotated[
-        int, flag("--max-batch-size", "N", "How many sequences run together at most.")
-    ] = 32
+        int | None,
+        flag("--max-batch-size", "N", "How many run together at most; 32 without it."),
+    ] = None
     max_batch_tokens: Annotated[
         int | None, flag("--max-batch-tokens", "N", "How many tokens a step computes at most.")
     ] = None

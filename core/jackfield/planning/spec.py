@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.planning.memory import STEP_ROWS
+from jackfield.planning.profiles import Taken
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.requests.arguments import DeviceMap, Strategies
 from jackfield.spelling import AUTO, Quantizable, Selectable
@@ -21,7 +22,7 @@ class PlanSpec:
     """What a caller of `jackfield.plan` says beside the model (`PlanArguments`).
 
     `device_memory` None: a plan for this machine. Otherwise for one device of so many bytes, which
-    need not be here.
+    need not be here. What `profile` offers and nobody named is among the other arguments already.
     """
 
     attn_implementation: Selectable = AUTO
@@ -43,6 +44,7 @@ class PlanSpec:
     revision: str | None = None
     deterministic: bool = False
     locked: str | Path | None = None
+    profile: Taken | None = None
     tp_plan: str | None = None
     tp_size: int | None = None
     device_memory: int | None = None

@@ -13,6 +13,7 @@ from jackfield.planning.assistance import with_assistant
 from jackfield.planning.deciding import Job, resolve_job, spread_over
 from jackfield.planning.locking import check, opened
 from jackfield.planning.planning import Plan
+from jackfield.planning.profiles import Taken, check_architecture, compared, of_profile
 from jackfield.planning.selecting import decide
 from jackfield.planning.solving import ORDER, reasons_against
 from jackfield.planning.spec import PlanSpec
@@ -38,30 +39,39 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan, or the error that there is none, and a verdict on each backend of every kind."""
+    """A plan, or the error that there is none, and a verdict on each backend of every kind.
+
+    `profile` is that which the caller named.
+    """
 
     requirements: Requirements
     plan: Plan | None
     error: PlanError | None
     verdicts: tuple[Verdict, ...]
+    profile: Taken | None = None
 
 
 def explain(model: str | Path | PreTrainedModel | PreTrainedConfig, spec: PlanSpec) -> Explanation:
     """The plan for `model` with the reasons. Raises what `jackfield.plan` raises but PlanError."""
-    spec, lock = opened(spec, registry())
-    job = resolve_job(model, spec)
+    with of_profile(spec.profile):
+        spec, lock = opened(spec, registry())
+        job = resolve_job(model, spec)
+        check_architecture(spec.profile, job.needs.architecture)
     needs, plan, error = job.needs, None, None
     try:
-        plan = job.decide(registry(), spec.selections)
-        plan, _ = with_assistant(plan, job, spec)
+        with of_profile(spec.profile):
+            plan = job.decide(registry(), spec.selections)
+            plan, _ = with_assistant(plan, job, spec)
         if lock is not None:
             check(plan, lock)
+        plan = compared(spec.profile, plan, job.source.config)
         if plan.placement and plan.placement.spread:
             needs = spread_over(needs, plan.placement)
     except PlanError as refused:
         error = refused
     verdicts = tuple(_Verdicts(registry(), job, spec, plan).of_all(needs))
-    return Explanation(plan.requirements if plan else needs, plan, error, verdicts)
+    needs = plan.requirements if plan else needs
+    return Explanation(needs, plan, error, verdicts, spec.profile)
 
 
 @dataclass(frozen=True)

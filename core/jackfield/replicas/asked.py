@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.errors import UsageError
+from jackfield.planning.memory import STEP_ROWS
+from jackfield.planning.profiles import taken
+from jackfield.requests.arguments import OF_LOADING
 from jackfield.serving.settings import ModelSettings, ServerSettings
 
-_PATHS = ("adapter", "assistant_model", "locked", "offload_folder")  # arguments that name files
-_MAX_BATCH_SIZE = 32  # where no model says another
+#: Arguments that name files.
+_PATHS = ("adapter", "assistant_model", "locked", "offload_folder", "profile")
 
 
 def check(settings: ServerSettings) -> None:
@@ -24,8 +27,9 @@ def check(settings: ServerSettings) -> None:
 
 def busy(settings: ServerSettings) -> int:
     """How many requests at once one replica is meant for."""
-    sizes = [m.arguments.get("max_batch_size", _MAX_BATCH_SIZE) for m in settings.models.values()]
-    return max(1, *map(int, sizes)) if sizes else _MAX_BATCH_SIZE
+    arguments = [taken(m.arguments, OF_LOADING) for m in settings.models.values()]
+    sizes = [one.get("max_batch_size") or STEP_ROWS for one in arguments]
+    return max(1, *map(int, sizes)) if sizes else STEP_ROWS
 
 
 def anywhere(settings: ServerSettings) -> ServerSettings:

@@ -40,6 +40,7 @@ class PlanArguments(TypedDict, total=False):
     revision: str | None
     deterministic: bool
     locked: str | Path | None
+    profile: str | Path | None
     tp_plan: str | None
     tp_size: int | None
 
