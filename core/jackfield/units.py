@@ -25,6 +25,14 @@ def in_units(count: int) -> str:
     return f"{value:.1f} {_SHOWN[unit]}" if unit else f"{count} bytes"
 
 
+def in_milliseconds(seconds: float | None) -> str:
+    """0.0123 as '12 ms', two digits more below 10; "-" for None."""
+    if seconds is None:
+        return "-"
+    value = 1000 * seconds
+    return f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
+
+
 def parse_bytes(size: object, what: str) -> int:
     """'24GB' as 24000000000, '24GiB' as 24 * 1024**3; a whole number is bytes.
 

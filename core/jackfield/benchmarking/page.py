@@ -13,7 +13,7 @@ from jackfield.benchmarking import plots
 from jackfield.benchmarking.plots import Marks
 from jackfield.benchmarking.results import Benchmark, Row
 from jackfield.benchmarking.saved import Comparison
-from jackfield.units import in_units
+from jackfield.units import in_milliseconds, in_units
 
 INVALID, UNTOLD = "invalid: no result", "not told"
 
@@ -22,7 +22,7 @@ def html(found: Benchmark, comparison: Comparison | None = None) -> str:
     """Tables and plots of a run, and of what became of a saved one."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": in_units, "ms": _ms}
+    environment.filters |= {"size": in_units, "ms": in_milliseconds}
     return environment.from_string(text).render(
         found=found,
         work=found.workload,
@@ -31,12 +31,6 @@ def html(found: Benchmark, comparison: Comparison | None = None) -> str:
         plots=list(_plots(found)),
         raw=json.dumps(found.to_dict(), default=str, indent=1),
     )
-
-
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{1000 * seconds:.2f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
 
 
 def _plots(found: Benchmark) -> Iterator[tuple[str, str]]:

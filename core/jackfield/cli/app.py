@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from jackfield.cli import bench, bench_selections
+from jackfield.cli import bench, bench_page, bench_selections
 from jackfield.cli.batch import batch
 from jackfield.cli.chat import chat
 from jackfield.cli.check import check
@@ -111,6 +111,7 @@ class Benches(TyperGroup):
 BENCHES: dict[str, Callable[..., None]] = {
     "run": bench_selections.run,
     "compare": bench_selections.compare,
+    "page": bench_page.page,
     "serve": bench.serve,
 }
 benches = typer.Typer(cls=Benches, rich_markup_mode=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield.cli.output import console, note, table
-from jackfield.units import in_units
+from jackfield.units import in_milliseconds, in_units
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,7 +48,7 @@ def _speeds(found: Benchmark) -> Any:
         rows.add_row(
             row.label,
             f"{new / row.seconds:.4g}",
-            milliseconds(row.seconds),
+            in_milliseconds(row.seconds),
             f"{1000 * low:.0f} to {1000 * high:.0f}",
             *_change(found.change(row), is_base=row.label == found.base),
         )
@@ -80,8 +80,8 @@ def _times(found: Benchmark) -> Any:
         memory, compute = row.shares or (None, None)
         rows.add_row(
             row.label,
-            milliseconds(row.middle("first")),
-            milliseconds(row.middle("per_token")),
+            in_milliseconds(row.middle("first")),
+            in_milliseconds(row.middle("per_token")),
             *(
                 "-" if size is None else in_units(size)
                 for size in (row.peak_bytes, row.weight_bytes)
@@ -89,14 +89,6 @@ def _times(found: Benchmark) -> Any:
             *("-" if share is None else f"{share:.1%}" for share in (memory, compute)),
         )
     return rows
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Seconds, in ms; "-" where there are none."""
-    if seconds is None:
-        return "-"
-    value = 1000 * seconds
-    return f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
 
 
 def _styled(text: str, style: str) -> Text:
