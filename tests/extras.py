@@ -11,6 +11,7 @@ import pytest
 
 #: library -> the extra that brings it
 EXTRAS = {
+    "PIL": "vision",
     "accelerate": "accelerate",
     "bitsandbytes": "bnb",
     "copier": "new",

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.devices import refuse_autocast
 from jackfield.engine.batch_limits import BatchLimits, check_limits, limits_for
@@ -25,6 +26,7 @@ from jackfield.parallel.ranks import Follower, Leader
 from jackfield.paths import check_here
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
+from jackfield.planning.images import reader_for
 from jackfield.planning.keywords import in_our_words
 from jackfield.planning.locking import check as check_lock
 from jackfield.planning.locking import opened
@@ -149,7 +151,9 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
     if helper is not None:
         check_vocabulary(job.source, tokenizer, helper)
-    return Prepared(job, plan, helper, tokenizer, limits, spec, {"model": model, **arguments})
+    images = reader_for(job.source, plan, spec)
+    given = {"model": model, **arguments}
+    return Prepared(job, plan, helper, tokenizer, images, limits, spec, given)
 
 
 def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | None]:
@@ -178,6 +182,7 @@ class Prepared:
     plan: Plan
     assistant: FoundAssistant | None
     tokenizer: Any | None
+    images: ImageReader | str | None
     limits: BatchLimits
     spec: LoadSpec
     given: Mapping[str, Any]
@@ -213,6 +218,7 @@ class Prepared:
                 leader=shared if isinstance(shared, Leader) else None,
                 free=free,
                 beside=self.job.held(self.plan, self.spec.max_adapters),
+                images=self.images,
             )
             engine.when_closed(files.pop_all().close)
         return engine

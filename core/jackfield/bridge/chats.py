@@ -20,7 +20,7 @@ _INSTEAD = {"tool_call_id": "give the results in the order of their calls"}
 
 def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
     """The text of a chat. Raises PromptError, also where the template would leave out a part."""
-    chat = _with_thoughts_as_read(plain(messages), template)
+    chat = thoughts_as_read(plain(messages), template)
     if template.continues and chat[-1]["content"] is None:
         raise PromptError("the last message has no 'content' that could be continued; give it some")
     check_variables(chat, template)
@@ -32,7 +32,7 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
             raise
         return parted
     if lost is None:
-        _check_keys(chat, found, template)
+        check_keys(chat, found, template)
         check_what_is_told(chat, found, template)
         return found
     if (parted := _parted(chat, template)) is None:
@@ -45,7 +45,7 @@ def text_of(messages: Sequence[Any], template: ChatTemplate) -> str:
 
 def plain(messages: Sequence[Any]) -> list[_Message]:
     """The messages as plain JSON, the text of each one string, or None. Raises PromptError."""
-    return [_plain(at, message) for at, message in enumerate(messages)]
+    return [plain_message(at, message) for at, message in enumerate(messages)]
 
 
 def _parted(chat: list[_Message], template: ChatTemplate) -> str | None:
@@ -60,17 +60,20 @@ def _parted(chat: list[_Message], template: ChatTemplate) -> str | None:
         return None
     if lost is not None:
         return None
-    _check_keys(whole, found, template)
+    check_keys(whole, found, template)
     check_what_is_told(whole, found, template)
     return found
 
 
-def _plain(at: int, message: Any) -> _Message:
+def plain_message(at: int, message: Any) -> _Message:
     """A message as plain JSON, its `content` a string or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(
             f"a chat message needs 'role' and 'content', got {quoted(message)} as message {at}"
         )
+    if isinstance(parts := message.get("content"), list | tuple):
+        for n, part in enumerate(parts):
+            _check_type(at, n, part)  # before JSON, which images of Pillow's are not
     try:
         plain: _Message = json.loads(json.dumps(dict(message)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -79,7 +82,7 @@ def _plain(at: int, message: Any) -> _Message:
         ) from None
     content = plain.get("content")
     if isinstance(content, list):
-        content = "".join(_text(at, n, part) for n, part in enumerate(content))
+        content = "".join(text_of_part(at, n, part) for n, part in enumerate(content))
     elif content is None and not _may_be_silent(plain):
         raise PromptError(
             f"a chat message needs 'role' and 'content', got {quoted(message)} as message {at}"
@@ -100,10 +103,10 @@ def _may_be_silent(message: _Message) -> bool:
     return role == "assistant" and any(message.get(key) for key in said)
 
 
-def _with_thoughts_as_read(chat: list[_Message], template: ChatTemplate) -> list[_Message]:
+def thoughts_as_read(chat: list[_Message], template: ChatTemplate) -> list[_Message]:
     """The same, with each thought under a name that the template reads, whichever it came by.
 
-    Where a message has two that differ, the one that is not read is left for `_check_keys`.
+    Where a message has two that differ, the one that is not read is left for `check_keys`.
     """
     if not any(message.get(key) for message in chat for key in THOUGHTS):
         return chat
@@ -118,9 +121,10 @@ def _with_thoughts_as_read(chat: list[_Message], template: ChatTemplate) -> list
     return found
 
 
-def _text(at: int, n: int, part: Any) -> str:
+def _check_type(at: int, n: int, part: Any) -> None:
+    """Raise PromptError for a part of a message that is no text."""
     where = f"message {at}, part {n}"
-    if not isinstance(part, dict) or "type" not in part:
+    if not isinstance(part, Mapping) or "type" not in part:
         raise PromptError(
             f"{where}: a part is like {{'type': 'text', 'text': …}}, not {quoted(part)}"
         )
@@ -128,6 +132,12 @@ def _text(at: int, n: int, part: Any) -> str:
         raise PromptError(
             f"{where}: nothing here reads a part of type {quoted(part['type'])}; drop it"
         )
+
+
+def text_of_part(at: int, n: int, part: Any) -> str:
+    """The text of a part of a message. Raises PromptError for what is none."""
+    _check_type(at, n, part)
+    where = f"message {at}, part {n}"
     text = part.get("text")
     if not isinstance(text, str):
         raise PromptError(f"{where}: 'text' must be a string, not {quoted(text)}")
@@ -183,7 +193,7 @@ def _like(content: Any, probe: str | None) -> Any:
     return [{"type": "text", "text": probe}] if isinstance(content, list) else probe
 
 
-def _check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> None:
+def check_keys(chat: list[_Message], found: str, template: ChatTemplate) -> None:
     """Raise PromptError where a message has a key that makes no difference."""
     own = [(at, key) for at in range(len(chat)) for key in _more(chat, at, template)]
     for at, key in _unseen(chat, own, template) if own else ():

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
+from jackfield.bridge.image_encoder import TAKEN
 from jackfield.bridge.model_layers import attention_modules, layer_types
 from jackfield.bridge.opaque import (
     Comparison,
@@ -132,7 +133,7 @@ class CompiledForward:
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
             return self._compare(inputs)
-        if not (inputs.decode or self.compilation.prefill):
+        if not (inputs.decode or self.compilation.prefill) or TAKEN in kwargs:
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)

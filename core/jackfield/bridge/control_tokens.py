@@ -155,7 +155,7 @@ class Marks:
 
     def __init__(self, control: ControlTokens, present: Sequence[str], marks: Sequence[str]):
         self._control = control
-        self._open, self._close = marks
+        self.opening, self._close = marks
         self._names = re.compile("|".join(map(re.escape, present)))
         opens, closes = (f"(?:{mark}|\\\\u{ord(mark):04x})" for mark in marks)  # as JSON has it
         self._pieces = re.compile(f"{opens}({self._names.pattern}){closes}|{opens}|{closes}")
@@ -163,7 +163,7 @@ class Marks:
     def mark(self, value: Any) -> Any:
         """The same with marks around every name, in keys of objects as well."""
         if isinstance(value, str):
-            return self._names.sub(rf"{self._open}\g<0>{self._close}", value)
+            return self._names.sub(rf"{self.opening}\g<0>{self._close}", value)
         if isinstance(value, Mapping):
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

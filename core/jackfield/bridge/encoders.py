@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
@@ -18,7 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from jackfield.devices import input_device
 from jackfield.errors import CheckpointError, PlanError, shown
@@ -67,7 +72,9 @@ def cached_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def text_class(config: PreTrainedConfig) -> Any:
     """transformers' class of classes that generate text. Raises CheckpointError where none does."""
     if not has_encoder(config):
-        return AutoModelForCausalLM
+        images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        only = images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForImageTextToText if only else AutoModelForCausalLM
     if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         raise CheckpointError(
             f"a model of type {config.model_type!r} has an encoder that reads no text, which is "

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.control_tokens import Marks, marks_for
 from jackfield.errors import PromptError, quoted
 from jackfield.foreign import named
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
 from jackfield.requests.prompts import BYTES, Prompt, as_prompt_error
+
+if TYPE_CHECKING:
+    from jackfield.bridge.image_chats import Places
 
 _NO_LOCK = contextlib.nullcontext()
 
@@ -28,10 +31,12 @@ def encode(
     most: int | None = None,
     lock: contextlib.AbstractContextManager[Any] = _NO_LOCK,
     chat: ChatSettings = UNSAID,
+    images: Places | None = None,
 ) -> list[int]:
     """Token ids of `prompt`. Raises PromptError, early where there are far more than `most`.
 
-    `chat` is what is said of a chat beside its messages; nothing where the prompt is none.
+    `chat` is what is said of a chat beside its messages; nothing where the prompt is none. `images`
+    are those of its parts `{"type": "image"}`, in order.
     `lock` is held while `tokenizer` is called, and not while its chat template is at work.
     """
 
@@ -61,7 +66,7 @@ def encode(
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give at least one token or message")
     if _is_chat(prompt):
-        text, marks = _chat(prompt, _need(tokenizer), chat.of(prompt))
+        text, marks = _chat(prompt, _need(tokenizer), chat.of(prompt), images)
         reads = partial(read, add_special_tokens=False)
         if marks is not None:
             reads = partial(marks.encode, read=read)
@@ -86,23 +91,29 @@ def _need(tokenizer: Any | None) -> Any:
     return tokenizer
 
 
-def _chat(messages: Sequence[Any], tokenizer: Any, asked: ChatSettings) -> tuple[str, Marks | None]:
+def _chat(
+    messages: Sequence[Any], tokenizer: Any, asked: ChatSettings, images: Places | None
+) -> tuple[str, Marks | None]:
     """The text of a chat, and the marks in it around what is text and no control token."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; give plain text instead")
     from jackfield.bridge.chat_templates import ChatTemplate
     from jackfield.bridge.chats import plain, text_of  # jinja is read where there is a chat
+    from jackfield.bridge.image_chats import parted, text_with_images
 
     template, marks = ChatTemplate(tokenizer, asked), None
     if asked.sanitize_control_tokens:
-        messages = plain(messages)
+        messages = plain(messages) if images is None else parted(messages)
         marks = marks_for(tokenizer, template.literals, messages, asked)
         if marks is not None:
             messages, template = (
                 marks.mark(messages),
                 ChatTemplate(tokenizer, marks.settings(asked)),
             )
-    return text_of(messages, template), marks
+    if images is None:
+        return text_of(messages, template), marks
+    text = text_with_images(messages, template, images)
+    return images.filled(text, None if marks is None else marks.opening), marks
 
 
 def _read(

@@ -7,13 +7,16 @@ import re
 import threading
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.encoding import encode
 from jackfield.contracts import Settings
 from jackfield.requests.chat_settings import UNSAID, ChatSettings
 from jackfield.requests.detokenize import Detokenizer, opening
 from jackfield.requests.prompts import Prompt
+
+if TYPE_CHECKING:
+    from jackfield.bridge.image_chats import Places
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
@@ -37,13 +40,17 @@ class Text:
         self._spelling: Lock = contextlib.nullcontext() if shared else threading.Lock()
 
     def encode(
-        self, prompt: Prompt, most: int | None = None, chat: ChatSettings = UNSAID
+        self,
+        prompt: Prompt,
+        most: int | None = None,
+        chat: ChatSettings = UNSAID,
+        images: Places | None = None,
     ) -> list[int]:
-        """Token ids of a prompt; `chat` is what is said of one beside its messages.
+        """Token ids of a prompt; `chat` is what is said of one beside its messages and `images`.
 
         Raises PromptError, early where it has far more than `most`.
         """
-        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, chat)
+        return encode(prompt, self.tokenizer, self.vocab_size, most, self._reading, chat, images)
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens."""

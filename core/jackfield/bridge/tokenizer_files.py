@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jackfield.bridge.config_files import is_folder
 from jackfield.bridge.gguf import is_gguf
 from jackfield.bridge.guilty_fields import without_it
 from jackfield.bridge.hub_files import cached_folder, fetch_first
+from jackfield.bridge.image_reader import reads_images
 from jackfield.bridge.source import ModelSource, find, packaged
 from jackfield.errors import CheckpointError, UsageError, quoted
 from jackfield.foreign import error_line, read_json
@@ -75,8 +77,24 @@ def tokenizer_of(given: Any | None, source: ModelSource) -> Any | None:
     if isinstance(given, type) or not (callable(given) and hasattr(given, "decode")):
         raise UsageError(_no_tokenizer(given))
     if isinstance(given, ProcessorMixin):
-        raise UsageError("tokenizer=… is a processor; give its tokenizer: processor.tokenizer")
+        if not reads_images(source):
+            raise UsageError(
+                "tokenizer=… is a processor, and the model reads text only; give its tokenizer: "
+                "processor.tokenizer"
+            )
+        return _with_template(given)
     return given
+
+
+def _with_template(processor: Any) -> Any:
+    """The tokenizer of a processor, with the chat template that may be the processor's alone."""
+    tokenizer = processor.tokenizer
+    template = getattr(processor, "chat_template", None)
+    if template is None or getattr(tokenizer, "chat_template", None):
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def _no_tokenizer(given: Any) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.devices import settle
+from jackfield.bridge.image_encoder import ImageEncoder, image_token
+from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.tokenizer import Text
 from jackfield.devices import input_device
 from jackfield.engine.assistant import draft_model
@@ -17,7 +19,9 @@ from jackfield.engine.decoder import Decoder, strategies_of
 from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
+from jackfield.engine.prompt_images import ImageIntake
 from jackfield.engine.reading import Assistance
+from jackfield.engine.step_images import StepImages
 from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
 from jackfield.guarded import all_of
@@ -40,6 +44,7 @@ class Assembly:
 
     bound: BoundModel
     text: Text
+    images: ImageIntake | None
     structures: Structures
     loop: Loop
     observer: Observer
@@ -60,11 +65,13 @@ def assemble(
     leader: Leader | None = None,
     free: int | None = None,
     beside: Beside | None = None,
+    images: ImageReader | str | None = None,
 ) -> Assembly:
     """Bind everything, then put it into place. Where one fails, the model is as it was.
 
     Of a model that several processes share, `leader` has the others, and `free` bytes are free in
-    each of them. `beside` are the adapters that requests may name.
+    each of them. `beside` are the adapters that requests may name. `images` reads those of prompts,
+    or says why none are read; None: of a model for text.
     """
     offered = (choice.backend.capabilities.settings for choice in plan.decodings.values())
     whose = model.name_or_path or type(model).__name__
@@ -82,6 +89,11 @@ def assemble(
         held += [one.close for one in models[1:]]
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
+        intake = None if images is None else ImageIntake(images, image_token(model))
+        if isinstance(images, ImageReader):
+            loop.images = StepImages(
+                ImageEncoder(model), bound.aside, forgets=plan.requirements.live
+            )
         if bound.adapters is not None:
             loop.adapting = bound.adapters.adapting
         # A backend that fails to bind must leave a live model as it was, so this comes last.
@@ -100,7 +112,7 @@ def assemble(
         all_of([*restore, *held])
         raise
     restore.append(structures.close)
-    return Assembly(bound, text, structures, loop, observer, worker, restore)
+    return Assembly(bound, text, intake, structures, loop, observer, worker, restore)
 
 
 def _steps(

@@ -97,7 +97,7 @@ class BoundModel:
             self.cache = states = StatefulCache(self.cache, cache, state_layers(model))
             self._computing = states.computing
         if plan.requirements.encoder is not None:
-            self.cache = EncodedCache(self.cache, cache, TextEncoder(model), self._aside)
+            self.cache = EncodedCache(self.cache, cache, TextEncoder(model), self.aside)
         self._holds = True
         self._steps = False  # a step goes on
 
@@ -130,7 +130,7 @@ class BoundModel:
             attention.check_called()
         return logits
 
-    def _aside(self) -> AbstractContextManager[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Calls of the attention are no step's meanwhile."""
         return self.attention.set_aside()
 

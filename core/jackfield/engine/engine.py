@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jackfield.bridge.adapter import Adapter
+from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.lora import check_name, find_lora
 from jackfield.engine.adapters import Adapters
 from jackfield.engine.assembly import assemble
@@ -84,6 +85,7 @@ class Engine:
         leader: Leader | None = None,
         free: int | None = None,
         beside: Beside | None = None,
+        images: ImageReader | str | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -100,6 +102,7 @@ class Engine:
             leader=leader,
             free=free,
             beside=beside,
+            images=images,
         )
         self._assembly, self._restore = made, made.restore
         self._bound, self._loop, self._worker = made.bound, made.loop, made.worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from jackfield.bridge.encoders import decoder_start, has_encoder
 from jackfield.bridge.lora import HeldLora
@@ -13,6 +13,7 @@ from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
 from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
+from jackfield.engine.prompt_images import PromptImages
 from jackfield.engine.sequences import GuidedPair, RunningGroup, RunningSequence
 from jackfield.engine.turns import Heard, Turn, Turns
 from jackfield.errors import CacheFullError, PromptError, SettingsError
@@ -25,6 +26,14 @@ from jackfield.requests.guidance import check_pair, named, one_row
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.settings import resolve
 from jackfield.requests.wishes import Wishes, wishes
+
+
+class _Read(NamedTuple):
+    """What a sequence begins with, what its encoder reads, and the images of its prompt."""
+
+    ids: list[int]
+    encoder_ids: list[int] | None = None
+    images: PromptImages | None = None
 
 
 class Intake:
@@ -44,6 +53,7 @@ class Intake:
         self._ids = itertools.count()
         #: what the decoder of an encoder's text begins with; None: the prompt is its own
         self._start = [decoder_start(self._model)] if has_encoder(self._model.config) else None
+        self._images = assembly.images
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise SettingsError for settings that are wrong whatever the prompt."""
@@ -75,7 +85,8 @@ class Intake:
         chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
-        ids, encoder_ids = self._read(prompt, chat)
+        read = self._read(prompt, chat)
+        ids, encoder_ids, images = read
         settings = resolve(wished, len(ids), limits, number, encoder_ids)
         if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
@@ -84,18 +95,27 @@ class Intake:
         width = self._loop.decoding.width(settings)
         self._check_size(settings, len(ids), width)
         adapter, settings = self._adapter(settings)
+        if images is not None:
+            settings = settings._replace(cache_salt=f"{images.salt} {settings.cache_salt}")
         turn = self.turns.turn(prompt, chat, settings, ids)
-        made = self._made(ids, encoder_ids, settings, width, adapter, turn, streams=streams)
+        made = self._made(read, settings, width, adapter, turn, streams=streams)
         if settings.guidance_scale != 1:
             negative = self._negative(wished.given.get("negative_prompt"), chat, settings, ids)
             self._pair(made, negative)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
-    def _read(self, prompt: Any, chat: ChatSettings) -> tuple[list[int], list[int] | None]:
-        """What a sequence begins with, and what its encoder reads. Raises PromptError."""
-        needs = self._plan.requirements
+    def _read(self, prompt: Any, chat: ChatSettings) -> _Read:
+        """What a sequence begins with, and what else is read. Raises PromptError."""
+        needs, images = self._plan.requirements, None
         if self._start is None:
-            return self._text.encode(prompt, needs.context_length, chat), None
+            if self._images is None:
+                return _Read(self._text.encode(prompt, needs.context_length, chat))
+            prompt, images = self._images.taken(prompt)
+            places = None if images is None else self._images.places(images)
+            ids = self._text.encode(prompt, needs.context_length, chat, places)
+            if images is not None:
+                self._images.settle(images, ids)
+            return _Read(ids, None, images)
         most = needs.encoder_length
         ids = self._text.encode(prompt, most, chat)
         if most is not None and len(ids) > most:
@@ -103,7 +123,7 @@ class Intake:
                 f"the prompt has {len(ids)} tokens, and the model's encoder reads {most} at most; "
                 "shorten it"
             )
-        return self._start, ids
+        return _Read(self._start, ids)
 
     def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
         """Raise SettingsError or CacheFullError for a request that can never be held."""
@@ -126,8 +146,7 @@ class Intake:
 
     def _made(
         self,
-        ids: list[int],
-        encoder_ids: list[int] | None,
+        read: _Read,
         settings: Settings,
         width: int | None,
         adapter: HeldLora | None,
@@ -143,7 +162,7 @@ class Intake:
                 settings = settings._replace(watermark=copy(settings.watermark))
             running = RunningSequence(
                 next(self._ids),
-                ids,
+                read.ids,
                 settings,
                 self._text.detokenizer(settings) if reads else None,
                 leader=made[0] if made and width is None else None,
@@ -151,7 +170,8 @@ class Intake:
                 streams=streams,
                 adapter=adapter,
                 heard=None if turn is None else Heard(turn, sample),
-                encoder_ids=encoder_ids,
+                encoder_ids=read.encoder_ids,
+                images=read.images,
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

@@ -22,6 +22,7 @@ from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.stateful import StatefulCache
 from jackfield.engine.statistics import Metrics
+from jackfield.engine.step_images import StepImages
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.engine.token_budget import TokenBudget
 from jackfield.engine.waiting import SequenceHeap, WaitingQueue
@@ -61,6 +62,7 @@ class Loop:
         self._full = False  # the cache refused who is next, and holds no less since
         self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
+        self.images: StepImages | None = None
         self._take = _taken
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
@@ -101,7 +103,7 @@ class Loop:
         self.turns += 1
         begin = self.clock()
         late = self._expire()
-        self._admit()
+        late += self._admit()
         late += self._starved()
         if not self.running:  # whatever waited came too late
             return late
@@ -109,6 +111,8 @@ class Loop:
         step = self._fitting(drafts)
         self.decoding.expect(step)
         inputs = self.cache.prepare(step)
+        if self.images is not None:
+            inputs = self.images.put_into(step, inputs)
         with self.adapting(step, inputs):
             self.doing = "the model's forward call"
             logits = self.forward(inputs)
@@ -136,21 +140,23 @@ class Loop:
 
     def _starved(self) -> list[Event]:
         """End the requests that the scheduler passes over for ever, by its name."""
-        events = []
+        events: list[Event] = []
         for sequence in self.scheduler.starved():
             why = f"{self.scheduler} passed it over {sequence.passed_over} times in a row"
-            for event in self.cancel(sequence.members[0], why):
-                event.sequence.finish_reason = "error"
-                events.append(event)
+            events += self._failed(sequence, why)
         return events
 
-    def _admit(self) -> None:
-        """Let in who is next, while there are places; who does not fit yet holds up the rest."""
+    def _admit(self) -> list[Event]:
+        """Let in who is next, while there are places; who does not fit yet holds up the rest.
+
+        Returns what requests say whose images cannot be read, and which end.
+        """
         self._rank()
         free = self.limits.max_batch_size - len(self.running)
         closed = self._full or (self.running and not self.cache.continuous)
+        events: list[Event] = []
         if free < 1 or not self.waiting or closed:
-            return
+            return events
         groups = {s.group for s in self.running if s.group is not None}
         free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
         now = self.clock()
@@ -161,12 +167,35 @@ class Loop:
             free -= len(sequence.members)
             if free < 0:
                 break
+            if self.images is not None and (why := self._unread(self.images, sequence)):
+                free += len(sequence.members)
+                events += self._failed(sequence, why)
+                continue
             if not self._enters(sequence):
                 if not self.running:
                     raise fault(self.cache, "admits nobody although nothing runs in it")
                 self._full = True
                 break
             self.waiting.discard(sequence)
+        return events
+
+    def _unread(self, images: StepImages, sequence: RunningSequence) -> str | None:
+        """Why the images of a sequence cannot be read, alone of all; None: they were."""
+        self.doing = "reading images"
+        try:
+            images.read(sequence, alone=not self.running)
+        except OwnFailure as failure:
+            return str(failure)
+        finally:
+            self.doing = None
+        return None
+
+    def _failed(self, sequence: RunningSequence, why: str) -> list[Event]:
+        """End a request by an error that came before its first step, or between two."""
+        events = self.cancel(sequence.members[0], why)
+        for event in events:
+            event.sequence.finish_reason = "error"
+        return events
 
     def _rank(self) -> None:
         """Have the scheduler place who has come, and who has waited for a prompt that is read."""

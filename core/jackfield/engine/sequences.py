@@ -21,6 +21,7 @@ from jackfield.contracts import (
     Tokens,
 )
 from jackfield.engine.completions import FinishReason
+from jackfield.engine.prompt_images import PromptImages
 from jackfield.engine.report import Report
 from jackfield.engine.turns import Heard
 from jackfield.requests.detokenize import Detokenizer
@@ -44,13 +45,14 @@ class RunningSequence(Sequence):
     that others got. `report_before` is what had run when the request came. `streams`: somebody
     reads along. `adapter` is computed beside the model's layers. `heard` is what its tokens say,
     where it is an answer in a chat. `encoder_ids` is what an encoder reads, where there is one; the
-    prompt is what the decoder begins with then. Times are in seconds of `time.perf_counter`.
+    prompt is what the decoder begins with then. `images` are those of its prompt. Times
+    are in seconds of `time.perf_counter`.
     """
 
     __slots__ = (
         "adapter", "constraint", "detokenizer", "drafted", "encoder_ids", "error", "finish_reason",
-        "first_token_at", "heard", "logits", "logprobs", "num_found", "pair", "passed_over",
-        "report_before", "score", "scores", "started", "streams",
+        "first_token_at", "heard", "images", "logits", "logprobs", "num_found", "pair",
+        "passed_over", "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -69,11 +71,13 @@ class RunningSequence(Sequence):
         adapter: HeldLora | None = None,
         heard: Heard | None = None,
         encoder_ids: Seq[int] | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
         self.adapter = adapter
         self.heard = heard
         self.encoder_ids = encoder_ids
+        self.images = images
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None

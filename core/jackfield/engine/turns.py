@@ -63,7 +63,7 @@ def _text(content: Any) -> str:
     """The text of a message's content, which was read before."""
     if isinstance(content, str) or content is None:
         return content or ""
-    return "".join(part["text"] for part in content)
+    return "".join(part.get("text", "") for part in content)
 
 
 def _confined(structure: Structure | None) -> str | None:

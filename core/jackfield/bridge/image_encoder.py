@@ -1,0 +1,151 @@
+"""What a model makes of images: numbers in place of the tokens that stand for them.
+
+`get_image_features` of transformers' models makes them, and their forward call takes them again as
+`mm_encoder_outputs`, where it puts them in the places of tokens by itself, in order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.devices import input_device
+from jackfield.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TAKEN = "mm_encoder_outputs"
+_DEEP = "deepstack_features"  # what Qwen3-VL adds behind its first layers
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What a model says of images, a row for each of their tokens.
+
+    `rows` is `[tokens, size]`; `deep` are as many rows for each layer that has some added.
+    """
+
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, begin: int, end: int) -> Features:
+        """Those of some tokens; views."""
+        return Features(self.rows[begin:end], tuple(layer[begin:end] for layer in self.deep))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.rows, *self.deep))
+
+
+def joined(parts: Seq[Features]) -> Features:
+    """Those of several images, or parts of them, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    layers = zip(*(part.deep for part in parts), strict=True)
+    return Features(torch.cat([p.rows for p in parts]), tuple(map(torch.cat, layers)))
+
+
+def image_token(model: PreTrainedModel) -> int:
+    """The token that stands for images; -1 where its config names none."""
+    found = getattr(model.config, "image_token_id", None)
+    return found if isinstance(found, int) else -1
+
+
+class ImageEncoder:
+    """What reads the images of `model`, one at a time: none is padded for another."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        own: Any = model
+        self._model = own
+        self._device = input_device(model)
+        taken = inspect.signature(own.get_image_features).parameters
+        self._takes = frozenset(taken)
+        self.token = image_token(model)
+        self._listed = True  # whether the model joins what it says of several images
+
+    def read(self, fields: Mapping[str, Any]) -> Features:
+        """What it says of an image that its processor made `fields` of. Raises ExecutionError."""
+        given = {name: self._placed(v) for name, v in fields.items() if name in self._takes}
+        said = self._model.get_image_features(**given, return_dict=True)
+        rows = said.pooler_output
+        self._listed = not isinstance(rows, torch.Tensor)
+        found = Features(_rows(rows), tuple(map(_rows, getattr(said, _DEEP, None) or ())))
+        if any(len(layer) != len(found) for layer in found.deep):
+            raise ExecutionError("the model adds other numbers of rows behind its first layers")
+        return found
+
+    def _placed(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = self._model.dtype if value.is_floating_point() else value.dtype
+        return value.to(self._device, dtype)
+
+    def of_a_text(self, like: Features) -> Features:
+        """The row of a token that stands for no image: what its embedding is, and nothing added."""
+        token = torch.tensor([self.token], device=self._device)
+        row = self._model.get_input_embeddings()(token).to(like.rows)
+        return Features(row, tuple(torch.zeros_like(layer[:1]) for layer in like.deep))
+
+    def arguments(self, parts: Seq[Features]) -> dict[str, Any]:
+        """What the model is called with for a step with these in the places of its tokens."""
+        whole = joined(parts)
+        said = SimpleNamespace(
+            pooler_output=[whole.rows] if self._listed else whole.rows,
+            deepstack_features=[[layer] for layer in whole.deep],
+        )
+        return {TAKEN: {"image": said}}
+
+
+@dataclass(eq=False)
+class Shown:
+    """The images of a prompt: which of its tokens stand for them, ascending, and what the model
+    says of them, once it was asked.
+    """
+
+    places: Seq[int]
+    features: Features | None = None
+
+    def within(self, begin: int, end: int) -> Features | None:
+        """The rows of tokens from `begin` to `end`; None: these have no image."""
+        first, last = bisect_left(self.places, begin), bisect_left(self.places, end)
+        if first == last:
+            return None
+        assert self.features is not None
+        return self.features.part(first, last)
+
+
+def fed(
+    encoder: ImageEncoder, rows: Seq[tuple[Seq[int], int, Shown | None]]
+) -> dict[str, Any] | None:
+    """Arguments of a step whose rows feed some tokens, from a place in their sequence on.
+
+    None: no image is in it. A token that stands for images and has none, as a text may have it,
+    then gets what it always has.
+    """
+    found = [None if s is None else s.within(at, at + len(ids)) for ids, at, s in rows]
+    like = next((own for own in found if own is not None), None)
+    if like is None:
+        return None
+    parts = []
+    for (ids, _, _), own in zip(rows, found, strict=True):
+        alone = ids.count(encoder.token) - (0 if own is None else len(own))
+        parts += [own] if own is not None else []
+        parts += [encoder.of_a_text(like)] * alone  # new ones, behind all of the prompt
+    return encoder.arguments(parts)
+
+
+def _rows(said: Any) -> torch.Tensor:
+    """One tensor `[tokens, size]` of what a model says of an image, or of its pieces."""
+    parts = [said] if isinstance(said, torch.Tensor) else list(said)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,0 +1,114 @@
+"""The images of requests: read once each, and put into the steps that feed their tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jackfield.bridge.image_encoder import Features, ImageEncoder, fed, joined
+from jackfield.sampling.fenced import fenced
+
+if TYPE_CHECKING:
+    from jackfield.contracts import ModelInputs
+    from jackfield.engine.prompt_images import PromptImages
+    from jackfield.engine.sequences import RunningSequence
+    from jackfield.engine.steps import RunningStep
+
+KEPT_BYTES = 256 * 2**20  # of what the model said of images, for requests to come
+
+
+class KeptFeatures:
+    """What the model said of the images that came last, up to so many bytes."""
+
+    def __init__(self, most: int = KEPT_BYTES) -> None:
+        self._most = most
+        self._held: OrderedDict[bytes, Features] = OrderedDict()
+        self.num_bytes = 0
+
+    def find(self, digest: bytes) -> Features | None:
+        found = self._held.get(digest)
+        if found is not None:
+            self._held.move_to_end(digest)
+        return found
+
+    def keep(self, digest: bytes, features: Features) -> None:
+        self._held[digest] = features
+        self.num_bytes += features.nbytes
+        while self.num_bytes > self._most:
+            _, gone = self._held.popitem(last=False)
+            self.num_bytes -= gone.nbytes
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.num_bytes = 0
+
+
+class StepImages:
+    """What a loop asks of images. `aside` is entered while the model reads one.
+
+    One that `forgets` keeps nothing once the last sequence has left: its weights may change then.
+    """
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        aside: Callable[[], AbstractContextManager[None]],
+        *,
+        forgets: bool,
+    ) -> None:
+        self._encoder, self._aside, self._forgets = encoder, aside, forgets
+        self.kept = KeptFeatures()
+
+    def read(self, sequence: RunningSequence, *, alone: bool) -> None:
+        """Have the model read the images of a sequence that enters; `alone`: nobody else runs.
+
+        Raises OwnFailure.
+        """
+        if alone and self._forgets:
+            self.kept.clear()
+        images = sequence.images
+        if images is not None and images.shown.features is None:
+            images.shown.features = fenced("image", sequence.id, partial(self._read, images))
+
+    def _read(self, images: PromptImages) -> Features:
+        found = []
+        with self._aside():
+            for image in images.images:
+                features = self.kept.find(image.digest)
+                if features is None:
+                    features = self._encoder.read(image.fields)
+                    self.kept.keep(image.digest, features)
+                found.append(features)
+        rows, tokens = sum(map(len, found)), len(images.shown.places)
+        if rows != tokens:
+            raise ValueError(f"the model says {rows} rows of images that have {tokens} tokens")
+        images.images = ()  # what the processor made of them is large
+        return joined(found)
+
+    def put_into(self, step: RunningStep, inputs: ModelInputs) -> ModelInputs:
+        """The inputs of a step, with what the model said of images whose tokens it feeds."""
+        if not any(item.sequence.images is not None for item in step.scheduled):
+            return inputs
+        items = step.scheduled
+        if inputs.row_of is not None:
+            rows = inputs.row_of.tolist()
+            items = [item for _, item in sorted(zip(rows, items, strict=True), key=_by_row)]
+        found = fed(
+            self._encoder,
+            [
+                (item.token_ids, item.start, None if images is None else images.shown)
+                for item in items
+                for images in (item.sequence.images,)
+            ],
+        )
+        if found is None:
+            return inputs
+        return replace(inputs, kwargs={**inputs.kwargs, **found}, decode=False, fixed=None)
+
+
+def _by_row(pair: tuple[int, object]) -> int:
+    return pair[0]

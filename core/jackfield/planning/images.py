@@ -1,0 +1,63 @@
+"""Whether the prompts of an engine may have images, and what reads them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from jackfield.bridge.image_reader import (
+    ImageReader,
+    check_takes_images,
+    class_of,
+    lacks,
+    processor_of,
+    reads_images,
+)
+from jackfield.bridge.image_trial import tried_with_images
+from jackfield.errors import UsageError
+
+if TYPE_CHECKING:
+    from jackfield.bridge.source import ModelSource
+    from jackfield.planning.planning import Plan
+    from jackfield.planning.spec import LoadSpec
+
+logger = logging.getLogger("jackfield")
+
+#: arguments -> why images do not go with them
+_WITHOUT = {
+    "adapter": "what the model says of an image is kept, and an adapter can be switched; load it "
+    "with merge_adapter=True",
+    "adapters": "what the model says of an image is kept for all requests, whatever their adapter",
+    "tp_plan": "images are read in one process",
+    "tp_size": "images are read in one process",
+    "verify": "the model is computed again from tokens alone",
+}
+
+
+def reader_for(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str | None:
+    """What reads the images of prompts, or why none are read; None: the model reads text only."""
+    if not reads_images(source):
+        return None
+    found = _found(source, plan, spec)
+    if isinstance(found, str):
+        logger.info("prompts have no images: %s", found)
+    return found
+
+
+def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str:
+    for name, why in _WITHOUT.items():
+        if getattr(spec, name) and not (name == "adapter" and spec.merge_adapter):
+            return f"{name} does not go with them: {why}"
+    cls, needs = class_of(source), plan.requirements
+    if reason := check_takes_images(cls, source.config):
+        return reason
+    try:
+        processor = processor_of(spec.tokenizer, source)
+    except UsageError as error:
+        return str(error)
+    if reason := lacks(processor):
+        return reason
+    reader = ImageReader(processor)
+    ragged = not (needs.ragged or needs.pieces)
+    reason = tried_with_images(source.config, cls, reader, ragged=ragged)
+    return reader if reason is None else reason

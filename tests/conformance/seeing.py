@@ -1,0 +1,239 @@
+"""Small models that read images, their processors, and chats for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import extras
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jackfield.bridge.batch_trial import drawn
+from jackfield.bridge.image_reader import check_takes_images
+from jackfield.demo import MODEL_PATH
+
+with extras.imports():
+    from PIL import Image
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 800, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+_TEMPLATE = (
+    "{%- for m in messages -%}{{- '<|' ~ m['role'] ~ '|>' -}}"
+    "{%- if m['content'] is string -%}{{- m['content'] -}}{%- else -%}"
+    "{%- for p in m['content'] -%}"
+    "{%- if p['type'] == 'image' -%}{{- 'IMAGE' -}}{%- else -%}{{- p['text'] -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def _tokenizer(*names: str, **own: str) -> Any:
+    found: Any = transformers.AutoTokenizer.from_pretrained(MODEL_PATH)
+    found.add_special_tokens({"additional_special_tokens": list(names)})
+    found.chat_template = None
+    for name, token in own.items():
+        setattr(found, name, token)
+        setattr(found, f"{name}_id", found.convert_tokens_to_ids(token))
+    return found
+
+
+class _NoVideo:
+    """A processor without torchvision, which its video_processor needs."""
+
+    def check_argument_for_proper_class(self, name: str, arg: Any) -> Any:
+        if name == "video_processor":
+            return None
+        return super().check_argument_for_proper_class(name, arg)  # type: ignore[misc]
+
+
+class _InternVL(_NoVideo, transformers.InternVLProcessor):
+    pass
+
+
+class _Qwen25(_NoVideo, transformers.Qwen2_5_VLProcessor):
+    pass
+
+
+class _Qwen3(_NoVideo, transformers.Qwen3VLProcessor):
+    pass
+
+
+def _llava() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>")
+    side = {"height": 24, "width": 24}
+    processor = transformers.LlavaProcessor(
+        image_processor=LlavaImageProcessorPil(size={"shortest_edge": 24}, crop_size=side),
+        tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(**{**VISION, "image_size": 24}, projection_dim=16)
+    return transformers.LlavaConfig(
+        vision_config=vision, text_config=transformers.LlamaConfig(**TEXT),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    ), processor  # fmt: skip
+
+
+def _idefics3() -> tuple[Any, Any]:
+    tiles = [f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)]
+    own = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+    tokenizer = _tokenizer(*own, *tiles)
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    )
+    return transformers.Idefics3Config(
+        vision_config={**VISION, "hidden_size": 32}, text_config=transformers.LlamaConfig(**TEXT),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2, pad_token_id=0,
+    ), transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)  # fmt: skip
+
+
+def _internvl() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(
+        "<img>", "</img>", "<IMG_CONTEXT>", "<video>", start_image_token="<img>",
+        end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>",
+    )  # fmt: skip
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    return transformers.InternVLConfig(
+        vision_config={**VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        text_config=transformers.Qwen2Config(**TEXT), image_seq_length=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+    ), _InternVL(images, tokenizer, None, image_seq_length=4)  # fmt: skip
+
+
+def _gemma3() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(
+        "<boi>", "<eoi>", "<soft>", boi_token="<boi>", eoi_token="<eoi>", image_token="<soft>"
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return transformers.Gemma3Config(
+        vision_config={**VISION, "vision_use_head": False},
+        text_config={**TEXT, "head_dim": 8, "sliding_window": 8}, mm_tokens_per_image=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<soft>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<boi>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<eoi>"),
+    ), transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)  # fmt: skip
+
+
+def _qwen(kind: type[Any]) -> tuple[dict[str, int], Any]:
+    names = {
+        "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+    }  # fmt: skip
+    tokenizer = _tokenizer(*names.values())
+    images = Qwen2VLImageProcessorPil(
+        min_pixels=16 * 16, max_pixels=32 * 64, patch_size=8, merge_size=2
+    )
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    return ids, kind(images, tokenizer, None)
+
+
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_QWEN_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 8,
+    "spatial_merge_size": 2, "out_hidden_size": 32,
+}  # fmt: skip
+
+
+def _qwen25() -> tuple[Any, Any]:
+    ids, processor = _qwen(_Qwen25)
+    vision = {**_QWEN_VISION, "depth": 2, "window_size": 32, "fullatt_block_indexes": [1]}
+    return transformers.Qwen2_5_VLConfig(
+        vision_config=vision, text_config={**TEXT, "rope_parameters": _ROTARY}, **ids
+    ), processor
+
+
+def _qwen3() -> tuple[Any, Any]:
+    ids, processor = _qwen(_Qwen3)
+    vision = {**_QWEN_VISION, "depth": 3, "num_position_embeddings": 64}
+    return transformers.Qwen3VLConfig(
+        vision_config={**vision, "deepstack_visual_indexes": [0, 1]},
+        text_config={**TEXT, "head_dim": 8, "rope_parameters": _ROTARY}, **ids,
+    ), processor  # fmt: skip
+
+
+#: type of a model -> its config, its processor
+_MADE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "gemma3": _gemma3, "idefics3": _idefics3, "internvl": _internvl, "llava": _llava,
+    "qwen2_5_vl": _qwen25, "qwen3_vl": _qwen3,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def build(model_type: str) -> tuple[Any, Any]:
+    """A model of that type in float64, and its processor, which alone has the chat template."""
+    config, processor = _MADE[model_type]()
+    written = processor.boi_token if model_type == "gemma3" else processor.image_token
+    processor.chat_template = _TEMPLATE.replace("IMAGE", written)
+    cls = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+    if why := check_takes_images(cls, config):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    model = drawn(config, cls, torch.float64)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model, processor
+
+
+def picture(seed: int, width: int = 50, height: int = 20) -> Image.Image:
+    data = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype("uint8")
+    return Image.fromarray(data)
+
+
+def chat(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    """One message of the user's, of texts and images."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def sixteen() -> list[list[dict[str, Any]]]:
+    """Chats of all lengths with no image, one, several, and the same ones."""
+    a, b, c = picture(0), picture(1, 30, 45), picture(2, 33, 33)
+    told = [{"role": "system", "content": "be brief"}, *chat("first ", a)]
+    told += [{"role": "assistant", "content": "a thing"}, *chat("and this? ", b)]
+    return [
+        chat("what is ", a, " and ", b, " here"), chat("what is ", b, " and ", a, " here"),
+        chat("no image at all"), chat(c, "say it"), chat("one two ", a), chat(b, a),
+        [{"role": "user", "content": "plain"}], chat(a, b, c, a), told, chat(c), chat("hm"),
+        chat("what is ", a), chat("what is ", c), chat("a longer text of several words ", b, "?"),
+        chat(a, "x"), chat("once upon a time there was"),
+    ]  # fmt: skip
+
+
+def given(processor: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the processor returns for a chat, as its users call it."""
+    lists = [m["content"] for m in messages if not isinstance(m["content"], str)]
+    images = [part["image"] for parts in lists for part in parts if part["type"] == "image"]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    found = processor(
+        text=[text], images=images or None, return_tensors="pt", add_special_tokens=False
+    )
+    return dict(found)
+
+
+def generated(
+    model: Any, processor: Any, messages: list[dict[str, Any]], **settings: Any
+) -> list[int]:
+    """The new tokens of transformers' `generate`, of one chat alone."""
+    inputs = given(processor, messages)
+    rows = model.generate(**inputs, **{"do_sample": False, **settings})
+    return rows[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]

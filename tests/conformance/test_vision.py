@@ -1,0 +1,278 @@
+"""Models that read images, in an engine: what transformers generates of each chat alone."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import Any
+
+import extras
+import pytest
+import torch
+import transformers
+
+import jackfield
+from jackfield.bridge.image_encoder import ImageEncoder
+from jackfield.errors import PromptError, UsageError
+
+with extras.imports():
+    from seeing import build, chat, generated, picture, sixteen
+
+TYPES = ("llava", "idefics3", "internvl")
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
+PAGED = "paged?page_size=4"
+
+
+def new(completions: list[Any]) -> list[list[int]]:
+    assert [c.error for c in completions] == [None] * len(completions)
+    return [c.token_ids for c in completions]
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def seeing(request: pytest.FixtureRequest) -> Any:
+    """A model, its processor, and what it says of each of the chats alone."""
+    model, processor = build(request.param)
+    return model, processor, [generated(model, processor, c, **GREEDY) for c in sixteen()]
+
+
+@pytest.fixture(scope="module")
+def llava() -> Any:
+    return build("llava")
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("cache", ["dynamic", PAGED])
+def test_sixteen_mixed_requests_are_what_each_gets_alone(
+    seeing: Any, cache: str, chunk: int | None
+) -> None:
+    model, processor, expected = seeing
+    assert expected[0] != expected[1]  # the same two images, in the other order
+    assert len(set(map(tuple, expected))) > 12
+    how: dict[str, Any] = {"cache_implementation": cache, "prefill_chunk_size": chunk}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate(sixteen(), **GREEDY)) == expected
+
+
+def test_what_runs_out_of_pages_is_read_again(seeing: Any) -> None:
+    model, processor, expected = seeing
+    longest = max(len(ids) for ids in expected) + 160
+    how = {"cache_implementation": f"paged?page_size=4&num_tokens={4 * longest}"}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate(sixteen(), **GREEDY)) == expected
+
+
+@pytest.fixture(scope="module")
+def folder(llava: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model, processor = llava
+    found = tmp_path_factory.mktemp("llava")
+    model.save_pretrained(found)
+    processor.save_pretrained(found)
+    return found
+
+
+def test_equal_images_are_computed_once(
+    llava: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = llava
+    expected = [generated(model, processor, c, **GREEDY) for c in sixteen()]
+    read: list[Any] = []
+    own = ImageEncoder.read
+    with jackfield.load(folder) as engine:
+        monkeypatch.setattr(
+            ImageEncoder, "read", lambda self, fields: read.append(fields) or own(self, fields)
+        )
+        assert new(engine.generate(sixteen(), **GREEDY)) == expected
+        assert len(read) == 3  # of eighteen
+        file = io.BytesIO()
+        picture(0).save(file, "PNG")
+        again = chat("first ", picture(0))
+        again[0]["content"][1]["image"] = file.getvalue()
+        engine.generate([again], **GREEDY)
+        assert len(read) == 3
+
+
+def test_weights_of_a_live_model_may_change_between_requests() -> None:
+    model, processor = build("llava")
+    one = chat("a ", picture(0))
+    with jackfield.load(model, tokenizer=processor) as engine:
+        before = engine.generate([one], **GREEDY, output_logits=True)[0].logits
+        with torch.no_grad():
+            model.model.multi_modal_projector.linear_2.weight.mul_(-1)
+        after = engine.generate([one], **GREEDY, output_logits=True)[0].logits
+    assert not torch.equal(before[0], after[0])
+
+
+def test_pages_are_shared_by_prompts_with_equal_images_only(llava: Any, folder: Any) -> None:
+    model, processor = llava
+    first, other = chat(picture(0), "a b c d e f"), chat(picture(5), "a b c d e f")
+    expected = [generated(model, processor, c, **GREEDY) for c in (first, other)]
+    with jackfield.load(folder, cache_implementation=PAGED) as engine:
+        found = [engine.generate([c], **GREEDY)[0] for c in (first, other, first, other)]
+    assert new(found) == [*expected, *expected]
+    cached = [c.usage.cached_tokens for c in found]
+    assert cached[:2] == [0, 0]
+    assert min(cached[2:]) > 8
+
+
+@pytest.mark.parametrize("cache", ["dynamic", PAGED])
+def test_samples_beams_streams_and_drafts(llava: Any, cache: str) -> None:
+    model, processor = llava
+    both = chat("what is ", picture(0), " and ", picture(1), " here")
+    text = chat("no image at all")
+    drawn = {"temperature": 2.0, "seed": 7, "max_new_tokens": 8, "eos_token_id": None}
+    beams = {"max_new_tokens": 6, "eos_token_id": None, "num_beams": 3}
+    expected = generated(model, processor, both, **GREEDY)
+    searched = generated(model, processor, both, **beams)
+    decoding = {"sample": "sample", "beam": "beam", "lookup": "prompt_lookup"}
+    how: dict[str, Any] = {"cache_implementation": cache, "decoding": decoding}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        alone = new(engine.generate([both], **drawn, num_return_sequences=3))
+        together = new(engine.generate([both, text], **drawn, num_return_sequences=3))
+        assert together[:3] == alone
+        assert len(set(map(tuple, alone))) == 3
+        assert new(engine.generate([both], **beams)) == [searched]
+        pieces = [token for d in engine.stream(both, **GREEDY) for token in d.token_ids]
+        assert pieces == expected
+        assert new(engine.generate([both, text], **GREEDY, decoding="lookup"))[0] == expected
+
+
+def test_cancelled_requests_harm_nobody(llava: Any) -> None:
+    model, processor = llava
+    chats = sixteen()
+    expected = [generated(model, processor, c, **GREEDY) for c in chats[:4]]
+    with jackfield.load(model, tokenizer=processor, prefill_chunk_size=3) as engine:
+        gone = [engine.submit(c, **GREEDY) for c in chats[4:8]]
+        kept = [engine.submit(c, **GREEDY) for c in chats[:4]]
+        for request in gone:
+            request.cancel()
+        assert new([request.result() for request in kept]) == expected
+
+
+@pytest.mark.parametrize("cache", ["dynamic", PAGED])
+def test_a_token_of_images_that_a_text_has_is_text(llava: Any, cache: str) -> None:
+    """Also in a step that feeds another's images."""
+    model, processor = llava
+    token = model.config.image_token_id
+    text = chat("no image at all, and more words")
+    says_it = {**GREEDY, "sequence_bias": [[[token], 100.0]]}
+    expected = generated(model, processor, text, **says_it)
+    assert expected == [token] * 10
+    after = generated(model, processor, chats := chat(picture(0), picture(1), "x"), **GREEDY)
+    how: dict[str, Any] = {"cache_implementation": cache, "prefill_chunk_size": 3}
+    ids = processor.tokenizer("one two")["input_ids"] + [token, 7, token]
+    alone = model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist()
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        settings = [says_it, GREEDY, GREEDY]
+        found = engine.generate([text, chats, ids], settings=settings)
+    assert new(found) == [expected, after, alone]
+
+
+def test_a_step_of_texts_is_what_it_was(llava: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = llava
+    seen: Counter[str] = Counter()
+    with jackfield.load(model, tokenizer=processor) as engine:
+        loop = engine._loop
+        images = loop.images
+        assert images is not None
+        own = images.put_into
+
+        def put_into(step: Any, inputs: Any) -> Any:
+            found = own(step, inputs)
+            seen["same" if found is inputs else "other"] += 1
+            return found
+
+        monkeypatch.setattr(images, "put_into", put_into)
+        engine.generate([chat("no image"), chat("none here either")], **GREEDY)
+        assert seen == {"same": 10}
+        engine.generate([chat("one ", picture(0))], **GREEDY)
+        assert seen == {"same": 19, "other": 1}
+    with jackfield.load("demo") as engine:
+        assert engine._loop.images is None
+
+
+def test_an_image_that_the_model_cannot_read_ends_its_own_request(
+    llava: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = llava
+    chats = [chat("a ", picture(0)), chat("a ", picture(9)), chat("no image")]
+    expected = [generated(model, processor, c, **GREEDY) for c in (chats[0], chats[2])]
+    own, calls = ImageEncoder.read, []
+
+    def read(self: ImageEncoder, fields: Any) -> Any:
+        calls.append(fields)
+        if len(calls) == 2:
+            raise RuntimeError("no such image")
+        return own(self, fields)
+
+    with jackfield.load(model, tokenizer=processor) as engine:
+        monkeypatch.setattr(ImageEncoder, "read", read)
+        found = engine.generate(chats, **GREEDY)
+        assert new([found[0], found[2]]) == expected
+        assert found[1].finish_reason == "error"
+        assert found[1].error == "its image failed: RuntimeError: no such image"
+        assert new(engine.generate(chats[1:2], **GREEDY))[0]
+
+
+def test_control_tokens_in_a_text_are_no_places(llava: Any) -> None:
+    model, processor = llava
+    said = chat("what is <image> ", picture(0))
+    with jackfield.load(model, tokenizer=processor) as engine:
+        with pytest.raises(PromptError, match="2 places for 1 images: a message writes '<image>'"):
+            engine.generate([said], **GREEDY)
+        (found,) = engine.generate([said], **GREEDY, sanitize_control_tokens=True)
+        assert found.error is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gemma3", "the tokens of an image look at one another in both directions"),
+        ("qwen2_5_vl", "it numbers the tokens of an image along several axes"),
+        ("qwen3_vl", "it numbers the tokens of an image along several axes"),
+    ],
+)
+def test_what_is_not_read_rightly_is_refused_and_text_runs(model_type: str, why: str) -> None:
+    model, processor = build(model_type)
+    text = chat("no image at all")
+    expected = generated(model, processor, text, **GREEDY)
+    with jackfield.load(model, tokenizer=processor) as engine:
+        assert new(engine.generate([text], **GREEDY)) == [expected]
+        with pytest.raises(
+            PromptError, match=f"message 0, part 1: images are not read here: {why}"
+        ):
+            engine.generate([chat("a ", picture(0))], **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"tokenizer": None}, "the model's processor is not known; give jackfield.load tokenizer="),
+        ({"verify": True}, "verify does not go with them"),
+        ({"adapters": {}}, None),
+    ],
+)
+def test_what_images_do_not_go_with_is_said(llava: Any, how: dict[str, Any], why: str) -> None:
+    model, processor = llava
+    with jackfield.load(model, **{"tokenizer": processor, **how}) as engine:
+        if why is None:
+            engine.generate([chat("a ", picture(0))], **GREEDY)
+            return
+        with pytest.raises(PromptError, match=f"images are not read here: {why}"):
+            engine.generate([chat("a ", picture(0))], **GREEDY)
+
+
+def test_a_model_for_text_says_so(llava: Any) -> None:
+    _, processor = llava
+    with pytest.raises(UsageError, match=r"is a processor, and the model reads text only"):
+        jackfield.load("demo", tokenizer=processor)
+    with jackfield.load("demo") as engine, pytest.raises(PromptError, match="part of type 'image'"):
+        engine.generate([chat("a ", picture(0))], **GREEDY)
+
+
+def test_a_folder_has_its_processor(llava: Any, folder: Any) -> None:
+    model, processor = llava
+    messages = chat("what is ", picture(0))
+    expected = generated(model, processor, messages, **GREEDY)
+    with jackfield.load(folder) as engine:
+        assert isinstance(engine.model, transformers.LlavaForConditionalGeneration)
+        assert new(engine.generate([messages], **GREEDY)) == [expected]
