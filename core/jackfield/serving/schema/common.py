@@ -6,7 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.theirs import instead_of_field
@@ -21,7 +29,7 @@ Names = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 #: Fields of ours that OpenAI's protocol does not have, by the engine's names.
 OWN = (
     "top_k", "min_p", "repetition_penalty", "cache_salt", "adapter", "decoding", "regex", "grammar",
-    "choices",
+    "choices", "guidance_scale", "negative_prompt",
 )  # fmt: skip
 
 
@@ -70,6 +78,13 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class PlainMessage(Body):
+    """A message that is a text."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
 class Sampling(Body):
     """How tokens are chosen. None, and a field that is not there, leave it to the model."""
 
@@ -89,6 +104,17 @@ class Sampling(Body):
     regex: Text | None = None
     grammar: Text | None = None
     choices: Annotated[list[Text], Field(min_length=1, max_length=10_000)] | None = None
+    guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    negative_prompt: (
+        Annotated[
+            Annotated[Text, Tag("(text)")]
+            | Annotated[
+                Annotated[list[PlainMessage], Field(min_length=1, max_length=10_000)], Tag("(list)")
+            ],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = None
     include_report: bool = False
 
     @model_validator(mode="before")
@@ -113,6 +139,8 @@ class Sampling(Body):
         """What the engine is asked for."""
         plain = ("temperature", "top_p", *OWN)
         found = {name: getattr(self, name) for name in plain}
+        if isinstance(self.negative_prompt, list):
+            found["negative_prompt"] = [one.model_dump() for one in self.negative_prompt]
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -16,6 +16,8 @@ _SAME = {
     "num_return_sequences": "n best_of num_return_sequences n_cmpl",
     "stop": "stop_strings stop_sequences",
     "sequence_bias": "bad_words sequence_bias",
+    "guidance_scale": "cfg_scale",
+    "negative_prompt": "cfg_negative_prompt negative_prompt_ids",
     "seed": "random_seed",
     "logprobs": "n_probs top_n_tokens top_logprobs_num",
 }
