@@ -89,7 +89,7 @@ def load(
     `locked` is a file that `jackfield lock` wrote: selections that are left to "auto" are those in
     it, and a plan with any other backend, option, file, kernel or library is a PlanError.
 
-    `profile` is a TOML file: selections, dtype, device and sizes of a batch
+    `profile` is a file that `jackfield tune` wrote: selections, dtype, device and sizes of a batch
     that are left open are those in it. Versions, hardware, a config or selections that are not
     those it was measured with are one warning; another architecture is a UsageError.
 

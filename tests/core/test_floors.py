@@ -16,7 +16,7 @@ ROOT = Path(jackfield.__file__).parent
 FLOORS = (
     "errors quieting demo", "units spelling guarded foreign devices paths", "contracts",
     "hookspecs", "requests", "parallel", "registry", "sampling", "bridge", "parsing", "planning",
-    "tracing", "engine", "api", "estimates", "benchmarking", "in_transformers",
+    "tracing", "engine", "api", "estimates", "benchmarking", "tuning", "in_transformers",
     "testing authoring client serving", "batch replicas", "cli", "__main__", "",
 )  # fmt: skip
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor.split(" ")}

@@ -46,6 +46,7 @@ LINES: dict[str, tuple[tuple[str, ...], str, str | None]] = {
     "explain a kernel of the hub": (("explain", "demo", "--attention", KERNEL), "", "kernel"),
     "memory": (("memory", "demo"), "", None),
     "trace": (("trace", "--prompt", "Hi", "--max-new-tokens", "2"), "", None),
+    "tune": (("tune", "--budget", "0"), "", "write 90s, 2m or 1h"),
     "doctor": (("doctor",), "", None),
     "new": (("new", "attention", "my-kernel"), "", NEW),
     "check": (("check", "fifo", "--only", "schedule.again"), "", None),

@@ -91,6 +91,13 @@ class Child:
 
         return limits(self._requests, **asked)
 
+    def do_quality(self, text: list[int], answers: list[Any]) -> Any:
+        """How well the engine predicts a text, and answers questions."""
+        from jackfield.benchmarking.quality import quality
+
+        assert isinstance(self._program, Ours)
+        return quality(self._program.engine, text, answers)
+
     def do_judge(self, **asked: Any) -> Any:
         from jackfield.benchmarking.parity import regrets
 

@@ -15,6 +15,9 @@ from jackfield.benchmarking.results import Benchmark, Row
 from jackfield.benchmarking.saved import Comparison
 from jackfield.units import in_milliseconds, in_units
 
+#: The style of a page, with the colours of the plots; a template.
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
 INVALID, UNTOLD = "invalid: no result", "not told"
 
 
@@ -24,6 +27,7 @@ def html(found: Benchmark, comparison: Comparison | None = None) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"size": in_units, "ms": in_milliseconds}
     return environment.from_string(text).render(
+        style=environment.from_string(STYLE).render(),
         found=found,
         work=found.workload,
         changes={row.label: found.change(row) for row in found.rows},

@@ -28,6 +28,16 @@ class Marks:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Point:
+    """A point with a label, in the colour of its row."""
+
+    label: str
+    color: int
+    x: float
+    y: float
+
+
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers from `low` to `high`, at most about so many."""
     step = 10 ** math.floor(math.log10((high - low) / most))
@@ -152,6 +162,34 @@ def roofline(
     for color, intensity, rate in points:
         x, y = at(intensity, rate)
         parts.append(f'<circle class="point c{color % 6}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+    parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
+    return _svg(title, HEIGHT, parts)
+
+
+def scatter(title: str, x_unit: str, y_unit: str, points: Sequence[Point]) -> str:
+    """Points with their labels over two axes; that of y begins at 0."""
+    left, right = min(p.x for p in points), max(p.x for p in points)
+    pad = (right - left or abs(right) or 1.0) * 0.1
+    left, right, top = left - pad, right + pad, max(p.y for p in points) * 1.1
+    inner = HEIGHT - FOOT - 24
+
+    def across(x: float) -> float:
+        return 44 + (x - left) / (right - left) * (WIDTH - 44 - RIGHT)
+
+    parts = [_text(LEFT, 14, y_unit, "unit")]
+    for tick in ticks(0, top):
+        y = 24 + inner * (1 - tick / top)
+        parts.append(f'<line class="grid" x1="44" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(40, y + 4, f"{tick:g}", "tick", "end"))
+    parts += [
+        _text(across(tick), HEIGHT - FOOT + 16, f"{tick:g}", "tick", "middle")
+        for tick in ticks(left, right)
+    ]
+    for one in points:
+        x, y = across(one.x), 24 + inner * (1 - one.y / top)
+        anchor, off = ("end", -9) if x > WIDTH / 2 else ("start", 9)
+        parts.append(f'<circle class="point c{one.color % 6}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+        parts.append(_text(x + off, y + 4, one.label, "label", anchor))
     parts.append(_text(WIDTH / 2, HEIGHT - 6, x_unit, "unit", "middle"))
     return _svg(title, HEIGHT, parts)
 

@@ -53,7 +53,7 @@ def bench(
     can be measured at all, or where not all models fit into memory together.
     """
     _check(contenders, base, rounds, margin)
-    running = [_Running(one, workload, seconds) for one in contenders]
+    running = [Running(one, workload, seconds) for one in contenders]
     done, steps = 0, len(running) * (rounds + 3)
 
     def step(count: int = 1) -> None:
@@ -130,7 +130,7 @@ def _check_plans(contenders: Sequence[Contender]) -> None:
             )
 
 
-def _check_any(running: Sequence[_Running]) -> None:
+def _check_any(running: Sequence[Running]) -> None:
     """Raise what the first one raised where none could be loaded."""
     errors = [one.error for one in running]
     if all(errors):
@@ -138,12 +138,16 @@ def _check_any(running: Sequence[_Running]) -> None:
 
 
 @dataclass
-class _Running:
-    """A contender while it is measured. `texts` has every text that each request got."""
+class Running:
+    """A contender while it is measured. `texts` has every text that each request got.
+
+    A round may take `seconds`, and to load it `loading`; it has failed where it takes longer.
+    """
 
     contender: Contender
     workload: Workload
     seconds: float
+    loading: float = LOADING
     worker: Worker | None = None
     error: JackfieldError | None = None
     texts: list[dict[tuple[int, ...], int]] = field(default_factory=list)
@@ -161,9 +165,9 @@ class _Running:
             arguments.setdefault("max_batch_size", self.workload.batch)
         else:
             arguments["batch"] = self.workload.batch
-        found = self._ask(
-            "load", LOADING, program=self.contender.program, arguments=arguments, requests=requests
-        )
+        program = self.contender.program
+        given: dict[str, Any] = {"program": program, "arguments": arguments, "requests": requests}
+        found = self.ask("load", self.loading, **given)
         self._with(**(found or {}))
 
     def warm_up(self) -> None:
@@ -178,20 +182,25 @@ class _Running:
             if settled:
                 break
         self._with(warm_up=tuple(times))
-        self._ask("settled")
+        self.ask("settled")
 
     def round(self, number: int) -> None:
         if found := self._run(number):
             self._with(rounds=(*self.row.rounds, found))
 
+    def observe(self) -> bool:
+        """Ask for the peak of memory and what was observed to run; whether it could say."""
+        found = self.ask("finish")
+        self._with(**(found or {}))
+        return found is not None
+
     def finish(self, rates: dict[str, tuple[float, float]]) -> None:
         """Ask what was observed, and what the device can do; then end the process."""
-        if found := self._ask("finish"):
-            self._with(**found)
+        if self.observe():
             if self.contender.ours:
-                self._with(operators=self._ask("operators", number=BEHIND))
+                self._with(operators=self.ask("operators", number=BEHIND))
             arguments, batch = dict(self.contender.arguments), self.workload.batch
-            if limits := self._ask("limits", arguments=arguments, batch=batch, rates=rates):
+            if limits := self.ask("limits", arguments=arguments, batch=batch, rates=rates):
                 rates[limits["where"]] = limits["bandwidth"], limits["flop_rate"]
                 self._with(limits=limits)
         if self.worker is not None:
@@ -199,7 +208,7 @@ class _Running:
 
     def _run(self, number: int) -> Round | None:
         time.sleep(PAUSE)
-        found = self._ask("round", number=number)
+        found = self.ask("round", number=number)
         if found is None:
             return None
         for seen, tokens in zip(self.texts, found["tokens"], strict=True):
@@ -216,7 +225,7 @@ class _Running:
         middle = median(first) if first else None
         return Round(found["seconds"], middle, median(later) if later else None)
 
-    def _ask(self, what: str, seconds: float | None = None, **given: Any) -> Any:
+    def ask(self, what: str, seconds: float | None = None, **given: Any) -> Any:
         """What the process answers; None where it has failed, now or before."""
         if self.error is not None or self.worker is None:
             return None

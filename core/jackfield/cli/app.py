@@ -27,6 +27,7 @@ from jackfield.cli.options import HelpOption, with_flags
 from jackfield.cli.plugins import plugins
 from jackfield.cli.serve import serve
 from jackfield.cli.trace import trace
+from jackfield.cli.tune import tune
 from jackfield.cli.warm import warm
 from jackfield.paths import check_here
 
@@ -90,6 +91,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain,
     "memory": memory,
     "trace": trace,
+    "tune": tune,
     "doctor": doctor,
     "new": new,
     "check": check,

@@ -48,7 +48,7 @@ class Alternatives:
     ] = None
     profile: Annotated[
         list[str] | None,
-        flag("--profile", "FILE", "A row more: the selections of a TOML file; repeatable."),
+        flag("--profile", "FILE", "A row more: what `jackfield tune` found; repeatable."),
     ] = None
     against: Annotated[
         str | None, flag("--against", "NAME", "What BACKEND is compared with; auto without it.")

@@ -106,7 +106,7 @@ class Backends:
     ] = None
     profile: Annotated[
         str | None,
-        flag("--profile", "FILE", "Selections of a TOML file, for all that is not named."),
+        flag("--profile", "FILE", "What `jackfield tune` found, for all that is not named."),
     ] = None
     revision: Annotated[
         str | None, flag("--revision", "REV", "Branch, tag or commit of a hub model.")

@@ -33,7 +33,7 @@ logger = logging.getLogger("jackfield")
 
 FORMAT = 1
 LARGEST = 1_000_000  # bytes of a profile
-ANEW = "one has format = 1 and a table [selections]"
+ANEW = "`jackfield tune` writes one"
 
 #: What of a batch a profile may say.
 SIZES = ("max_batch_size", "max_batch_tokens", "prefill_chunk_size")
@@ -159,7 +159,7 @@ def check_architecture(profile: Taken | None, here: str) -> None:
     if profile is not None and was != here:
         raise UsageError(
             f"the profile {shown(profile.profile.file)} is of {shown(was)}, and this model is "
-            f"{here}; name a profile of its own"
+            f"{here}; `jackfield tune` writes one of it"
         )
 
 

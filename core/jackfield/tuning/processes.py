@@ -1,0 +1,126 @@
+"""Selections as processes: loaded two at a time, measured, judged, and asked how good they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from jackfield.benchmarking.contenders import Contender
+from jackfield.benchmarking.judging import judged
+from jackfield.benchmarking.results import Round
+from jackfield.benchmarking.running import Running
+from jackfield.benchmarking.workload import Workload
+from jackfield.errors import ExecutionError
+from jackfield.planning.memory import STEP_ROWS
+from jackfield.spelling import AUTO
+from jackfield.tuning.candidates import Candidate, Quality
+
+#: What share of the time that is left a candidate may take to load, or for a round.
+PATIENCE = 0.25
+#: How many are loaded at once, while nothing is measured.
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Question:
+    """What quality is measured by: token ids of a text, and (prompt, answer, new tokens)."""
+
+    text: Sequence[int]
+    answers: Sequence[tuple[Any, str, int]] = ()
+
+
+class Process:
+    """A selection in a process of its own (`candidates.Runner`)."""
+
+    def __init__(
+        self, running: Running, workload: Workload, question: Question, *, lossy: bool
+    ) -> None:
+        self._running, self._workload, self._question = running, workload, question
+        self._lossy, self._number, self._closed = lossy, 0, False
+        self._open = contextlib.ExitStack()
+
+    def start(self) -> None:
+        if not self._closed:
+            self._running.start(self._open)
+
+    def warm_up(self) -> None:
+        self._running.warm_up()
+
+    @property
+    def error(self) -> str | None:
+        return None if self._running.error is None else str(self._running.error)
+
+    def round(self) -> float | None:
+        before = len(self._running.row.rounds)
+        self._running.round(self._number)
+        self._number += 1
+        rounds = self._running.row.rounds
+        return self._figure(rounds[-1]) if len(rounds) > before else None
+
+    def _figure(self, one: Round) -> float:
+        """Seconds of the round; where requests come one by one, those of a request."""
+        work = self._workload
+        if not work.waits or one.first is None:
+            return one.seconds
+        later = work.new_tokens / len(work.requests) - 1
+        return one.first + (one.per_token or 0.0) * later
+
+    def flaws(self) -> Sequence[str]:
+        self._running.observe()
+        (row,) = judged([self._running.row], [self._running.texts], self._workload)
+        if row.valid and not self._lossy and (row.parity or {}).get("lossy"):
+            return ("it rounds on purpose, which is taken with --quantize only",)
+        return row.reasons
+
+    def quality(self) -> Quality:
+        asked = self._question
+        found = self._running.ask("quality", text=list(asked.text), answers=list(asked.answers))
+        if found is None:
+            raise ExecutionError(self.error or "it does not answer")
+        return Quality(**found)
+
+    def peak_bytes(self) -> int | None:
+        self._running.observe()
+        return self._running.row.peak_bytes
+
+    def close(self) -> None:
+        self._closed = True
+        if self._running.worker is not None:
+            self._running.worker.close()
+        self._open.close()
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Starts selections of `model` (`candidates.Starter`), in the seconds that are `left`."""
+
+    model: Mapping[str, Any]
+    workload: Workload
+    question: Question
+    left: Callable[[], float]
+    lossy: bool = False
+
+    def __call__(self, candidates: Sequence[Candidate]) -> Sequence[Process]:
+        made = [self._process(one) for one in candidates]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                list(pool.map(Process.start, made))
+                for one in made:
+                    one.warm_up()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for one in made:
+                    one.close()
+                raise
+        return made
+
+    def _process(self, candidate: Candidate) -> Process:
+        given = {"max_batch_size": STEP_ROWS, **candidate.arguments, **self.model}
+        share = 1 if candidate.rung == AUTO else PATIENCE
+        most = max(1.0, self.left() * share)
+        contender = Contender(candidate.label, given)
+        running = Running(contender, self.workload, seconds=most, loading=most)
+        return Process(running, self.workload, self.question, lossy=self.lossy)
