@@ -179,6 +179,8 @@ def build(model_type: str) -> tuple[Any, Any]:
     """A model of that type in float64, and its processor, which alone has the chat template."""
     config, processor = _MADE[model_type]()
     written = processor.boi_token if model_type == "gemma3" else processor.image_token
+    if model_type.startswith("qwen"):  # transformers takes images side by side for one
+        written = f"<|vision_start|>{written}<|vision_end|>"
     processor.chat_template = _TEMPLATE.replace("IMAGE", written)
     cls = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     if why := check_takes_images(cls, config):
@@ -237,3 +239,37 @@ def generated(
     inputs = given(processor, messages)
     rows = model.generate(**inputs, **{"do_sample": False, **settings})
     return rows[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def published(model_type: str) -> tuple[Any, Any]:
+    """A config of the size that is published, and a processor for it; no model is built."""
+    config, processor = _MADE[model_type]()
+    images = processor.image_processor
+    wide = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 151936}
+    wide |= {"num_hidden_layers": 28, "intermediate_size": 6144}
+    ids = {"image_token_id": config.image_token_id}
+    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        if isinstance(token := getattr(config, name, None), int):
+            ids[name] = token
+    if model_type == "llava":
+        images.size, images.crop_size = {"shortest_edge": 336}, {"height": 336, "width": 336}
+        processor.patch_size = 14
+        return transformers.LlavaConfig(**ids), processor
+    if model_type == "internvl":
+        images.size, images.max_patches = {"height": 448, "width": 448}, 12
+        processor.image_seq_length = 256
+        return transformers.InternVLConfig(**ids), processor
+    images.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    if model_type == "qwen2_5_vl":
+        images.patch_size = 14
+        turns = {**_ROTARY, "mrope_section": [16, 24, 24]}
+        text = {**wide, "num_key_value_heads": 2, "rope_parameters": turns}
+        vision: dict[str, Any] = {"hidden_size": 1280, "out_hidden_size": 2048}
+        return transformers.Qwen2_5_VLConfig(
+            text_config=text, vision_config=vision, **ids
+        ), processor
+    images.patch_size = 16
+    turns = {**_ROTARY, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {**wide, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": turns}
+    vision = {"hidden_size": 1024, "out_hidden_size": 2048, "deepstack_visual_indexes": [5, 11, 17]}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids), processor

@@ -13,12 +13,14 @@ import transformers
 
 import jackfield
 from jackfield.bridge.image_encoder import ImageEncoder
+from jackfield.bridge.image_reader import ImageReader
+from jackfield.bridge.image_trial import tried_with_images
 from jackfield.errors import PromptError, UsageError
 
 with extras.imports():
-    from seeing import build, chat, generated, picture, sixteen
+    from seeing import build, chat, generated, picture, published, sixteen
 
-TYPES = ("llava", "idefics3", "internvl")
+TYPES = ("llava", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
 PAGED = "paged?page_size=4"
 
@@ -41,7 +43,7 @@ def llava() -> Any:
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("cache", ["dynamic", PAGED])
+@pytest.mark.parametrize("cache", ["dynamic", "static", PAGED])
 def test_sixteen_mixed_requests_are_what_each_gets_alone(
     seeing: Any, cache: str, chunk: int | None
 ) -> None:
@@ -223,16 +225,9 @@ def test_control_tokens_in_a_text_are_no_places(llava: Any) -> None:
         assert found.error is None
 
 
-@pytest.mark.parametrize(
-    ("model_type", "why"),
-    [
-        ("gemma3", "the tokens of an image look at one another in both directions"),
-        ("qwen2_5_vl", "it numbers the tokens of an image along several axes"),
-        ("qwen3_vl", "it numbers the tokens of an image along several axes"),
-    ],
-)
-def test_what_is_not_read_rightly_is_refused_and_text_runs(model_type: str, why: str) -> None:
-    model, processor = build(model_type)
+def test_what_is_not_read_rightly_is_refused_and_text_runs() -> None:
+    why = "the tokens of an image look at one another in both directions"
+    model, processor = build("gemma3")
     text = chat("no image at all")
     expected = generated(model, processor, text, **GREEDY)
     with jackfield.load(model, tokenizer=processor) as engine:
@@ -276,3 +271,30 @@ def test_a_folder_has_its_processor(llava: Any, folder: Any) -> None:
     with jackfield.load(folder) as engine:
         assert isinstance(engine.model, transformers.LlavaForConditionalGeneration)
         assert new(engine.generate([messages], **GREEDY)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llava", "qwen2_5_vl", "qwen3_vl", pytest.param("internvl", marks=pytest.mark.long)],
+)
+def test_models_of_published_sizes_can_be_tried(model_type: str) -> None:
+    config, processor = published(model_type)
+    cls = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+    assert tried_with_images(config, cls, ImageReader(processor), ragged=True) is None
+
+
+@pytest.mark.parametrize("cache", ["dynamic", PAGED])
+def test_positions_along_several_axes_count(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the texts are others, and the trial says why."""
+    model, processor = build("qwen2_5_vl")
+    one = chat("a ", picture(1, 60, 30), " b")
+    expected = generated(model, processor, one, **GREEDY)
+    how: dict[str, Any] = {"cache_implementation": cache, "prefill_chunk_size": 4}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate([one, chat("text")], **GREEDY))[0] == expected
+        monkeypatch.setattr(ImageEncoder, "positions", lambda *_: None)
+        assert new(engine.generate([one], **GREEDY))[0] != expected
+    with jackfield.load(model, tokenizer=processor) as engine:
+        axes = "it numbers the tokens of an image along several axes"
+        with pytest.raises(PromptError, match=axes):
+            engine.generate([one], **GREEDY)

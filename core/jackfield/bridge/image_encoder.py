@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -72,6 +71,7 @@ class ImageEncoder:
         taken = inspect.signature(own.get_image_features).parameters
         self._takes = frozenset(taken)
         self.token = image_token(model)
+        self._numbering = getattr(own.base_model, "get_rope_index", None)
         self._listed = True  # whether the model joins what it says of several images
 
     def read(self, fields: Mapping[str, Any]) -> Features:
@@ -84,6 +84,23 @@ class ImageEncoder:
         if any(len(layer) != len(found) for layer in found.deep):
             raise ExecutionError("the model adds other numbers of rows behind its first layers")
         return found
+
+    def positions(self, ids: Seq[int], images: Seq[Mapping[str, Any]]) -> torch.Tensor | None:
+        """Where the tokens of a prompt with these images are along each axis: `[axes, tokens]`.
+
+        None: a token is where it stands.
+        """
+        if self._numbering is None:
+            return None
+        tokens = torch.tensor([list(ids)])
+        given: dict[str, Any] = {"mm_token_type_ids": (tokens == self.token).int()}
+        for name in images[0]:
+            if isinstance(images[0][name], torch.Tensor):
+                given[name] = torch.cat([fields[name] for fields in images])
+        takes = inspect.signature(self._numbering).parameters
+        given = {name: value for name, value in given.items() if name in takes}
+        found: torch.Tensor = self._numbering(tokens, **given)[0]
+        return found[:, 0].cpu()
 
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -105,44 +122,6 @@ class ImageEncoder:
             deepstack_features=[[layer] for layer in whole.deep],
         )
         return {TAKEN: {"image": said}}
-
-
-@dataclass(eq=False)
-class Shown:
-    """The images of a prompt: which of its tokens stand for them, ascending, and what the model
-    says of them, once it was asked.
-    """
-
-    places: Seq[int]
-    features: Features | None = None
-
-    def within(self, begin: int, end: int) -> Features | None:
-        """The rows of tokens from `begin` to `end`; None: these have no image."""
-        first, last = bisect_left(self.places, begin), bisect_left(self.places, end)
-        if first == last:
-            return None
-        assert self.features is not None
-        return self.features.part(first, last)
-
-
-def fed(
-    encoder: ImageEncoder, rows: Seq[tuple[Seq[int], int, Shown | None]]
-) -> dict[str, Any] | None:
-    """Arguments of a step whose rows feed some tokens, from a place in their sequence on.
-
-    None: no image is in it. A token that stands for images and has none, as a text may have it,
-    then gets what it always has.
-    """
-    found = [None if s is None else s.within(at, at + len(ids)) for ids, at, s in rows]
-    like = next((own for own in found if own is not None), None)
-    if like is None:
-        return None
-    parts = []
-    for (ids, _, _), own in zip(rows, found, strict=True):
-        alone = ids.count(encoder.token) - (0 if own is None else len(own))
-        parts += [own] if own is not None else []
-        parts += [encoder.of_a_text(like)] * alone  # new ones, behind all of the prompt
-    return encoder.arguments(parts)
 
 
 def _rows(said: Any) -> torch.Tensor:

@@ -20,9 +20,10 @@ from jackfield.bridge.batch_trial import SEED, apart, drawn
 from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.image_chats import Places
-from jackfield.bridge.image_encoder import ImageEncoder, Shown, fed, joined
+from jackfield.bridge.image_encoder import ImageEncoder, joined
 from jackfield.bridge.image_parts import Picture
 from jackfield.bridge.image_reader import ImageReader, ReadImage, stacked
+from jackfield.bridge.image_steps import Row, Shown, fed
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.shrinking import VOCAB, shrunk
 from jackfield.contracts import ModelInputs
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jackfield")
 
-_SIZES = ((40, 30), (30, 56))  # of two images, in pixels
+_SIZES = ((32, 32), (30, 60))  # of two images, in pixels
 _NAMED = 4  # the first id that a special token of a small model has
-_PIECE = 7
+_PIECE, _PIECES = 7, 8  # tokens of a piece at least, pieces of a text at most
 _OF_A_TOKEN = ("_token_id", "_token_index")  # names of fields
 
 
@@ -92,10 +93,11 @@ class _Bench:
             return self._cause(own, self._read([two]))
         if not ragged:
             return None
-        if apart(self._read([two], piece=_PIECE), said):
+        piece = max(_PIECE, -(-len(two[0]) // _PIECES))
+        if apart(self._read([two], piece=piece), said):
             return "a prompt with images that is read in pieces says something else"
         alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
-        if apart(self._read([two, one, none], piece=_PIECE), alone):
+        if apart(self._read([two, one, none], piece=piece), alone):
             return "a row with images says something else beside another one"
         return None
 
@@ -112,7 +114,10 @@ class _Bench:
         found = [self._encoder.read(image.fields) for image in read]
         if sum(map(len, found)) != len(at):
             raise ValueError(f"{sum(map(len, found))} rows for {len(at)} tokens of images")
-        return ids, Shown(at, joined(found) if found else None)
+        if not found:
+            return ids, Shown(at)
+        fields = [image.fields for image in read]
+        return ids, Shown(at, joined(found), self._encoder.positions(ids, fields))
 
     def _as_small(self, token: int) -> int:
         first = _NAMED + len(self._small)
@@ -159,10 +164,10 @@ class _Bench:
                 "logits_to_keep": end - begin,
             }
             parts = [
-                (own[max(0, begin - gap) : max(0, end - gap)], max(0, begin - gap), shown)
-                for gap, (own, shown) in zip(gaps, rows, strict=True)
+                Row(own[max(0, begin - gap) : max(0, end - gap)], max(0, begin - gap), shown, at)
+                for at, (gap, (own, shown)) in enumerate(zip(gaps, rows, strict=True))
             ]
-            kwargs |= fed(self._encoder, parts) or {}
+            kwargs |= fed(self._encoder, parts, kwargs["position_ids"])
             said.append(self._forward(ModelInputs(kwargs, len(rows))))
         return torch.cat([own[gap:] for gap, own in zip(gaps, torch.cat(said, 1), strict=True)])
 

@@ -36,7 +36,7 @@ _WIDE = re.compile(
     r"|d_model|ctx|id$|groups?$"
 )
 _WIDTH = re.compile(
-    r"^(cross_attention_)?hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank"
+    r"^(cross_attention_|out_)?hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank"
 )
 
 
@@ -117,9 +117,29 @@ def _fewer(config: PreTrainedConfig) -> None:
 
 def _narrow(config: PreTrainedConfig) -> None:
     """`_HEADS` heads that share keys and values as they did, in layers of `_WIDTHS` numbers."""
+    before = _head_size(config)
     for name, value in _numbers(config):
         if _WIDTH.search(name) and value > _WIDTHS:
             setattr(config, name, _WIDTHS)
+    _fewer_heads(config)
+    after = _head_size(config)
+    rotary = getattr(config, "rope_parameters", None)
+    if before and after and isinstance(rotary, dict) and "mrope_section" in rotary:
+        # What of a head turns with each axis, together half of it.
+        sections = [part * after // before for part in rotary["mrope_section"]]
+        config.rope_parameters = {**rotary, "mrope_section": sections}
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    """How many numbers a head has; 0 where that is not known."""
+    heads, width = (getattr(config, n, None) for n in ("num_attention_heads", "hidden_size"))
+    own = getattr(config, "head_dim", None)
+    if isinstance(own, int):
+        return own
+    return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else 0
+
+
+def _fewer_heads(config: PreTrainedConfig) -> None:
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if (getattr(config, name, None) or 0) > _HEADS:
             setattr(config, name, _HEADS)

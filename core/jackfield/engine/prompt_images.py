@@ -9,8 +9,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.image_chats import Places
-from jackfield.bridge.image_encoder import Shown
 from jackfield.bridge.image_parts import opened, taken_out
+from jackfield.bridge.image_steps import Shown
 from jackfield.errors import PromptError
 
 if TYPE_CHECKING:

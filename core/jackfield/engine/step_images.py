@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jackfield.bridge.image_encoder import Features, ImageEncoder, fed, joined
+from jackfield.bridge.image_encoder import TAKEN, Features, ImageEncoder, joined
+from jackfield.bridge.image_steps import Row, fed
 from jackfield.sampling.fenced import fenced
 
 if TYPE_CHECKING:
@@ -72,10 +73,11 @@ class StepImages:
             self.kept.clear()
         images = sequence.images
         if images is not None and images.shown.features is None:
-            images.shown.features = fenced("image", sequence.id, partial(self._read, images))
+            prompt = sequence.tokens[: sequence.prompt_length]
+            fenced("image", sequence.id, partial(self._read, images, prompt))
 
-    def _read(self, images: PromptImages) -> Features:
-        found = []
+    def _read(self, images: PromptImages, prompt: list[int]) -> None:
+        found, shown = [], images.shown
         with self._aside():
             for image in images.images:
                 features = self.kept.find(image.digest)
@@ -83,32 +85,27 @@ class StepImages:
                     features = self._encoder.read(image.fields)
                     self.kept.keep(image.digest, features)
                 found.append(features)
-        rows, tokens = sum(map(len, found)), len(images.shown.places)
+        rows, tokens = sum(map(len, found)), len(shown.places)
         if rows != tokens:
             raise ValueError(f"the model says {rows} rows of images that have {tokens} tokens")
+        fields = [image.fields for image in images.images]
+        shown.positions = self._encoder.positions(prompt, fields)
+        shown.features = joined(found)
         images.images = ()  # what the processor made of them is large
-        return joined(found)
 
     def put_into(self, step: RunningStep, inputs: ModelInputs) -> ModelInputs:
         """The inputs of a step, with what the model said of images whose tokens it feeds."""
         if not any(item.sequence.images is not None for item in step.scheduled):
             return inputs
-        items = step.scheduled
-        if inputs.row_of is not None:
-            rows = inputs.row_of.tolist()
-            items = [item for _, item in sorted(zip(rows, items, strict=True), key=_by_row)]
-        found = fed(
-            self._encoder,
-            [
-                (item.token_ids, item.start, None if images is None else images.shown)
-                for item in items
-                for images in (item.sequence.images,)
-            ],
-        )
-        if found is None:
+        numbers = range(inputs.rows) if inputs.row_of is None else inputs.row_of.tolist()
+        rows = [
+            Row(item.token_ids, item.start, None if images is None else images.shown, number)
+            for number, item in zip(numbers, step.scheduled, strict=True)
+            for images in (item.sequence.images,)
+        ]
+        rows.sort(key=lambda row: row.number)
+        found = fed(self._encoder, rows, inputs.kwargs["position_ids"])
+        if not found:
             return inputs
-        return replace(inputs, kwargs={**inputs.kwargs, **found}, decode=False, fixed=None)
-
-
-def _by_row(pair: tuple[int, object]) -> int:
-    return pair[0]
+        decode = inputs.decode and TAKEN not in found
+        return replace(inputs, kwargs={**inputs.kwargs, **found}, decode=decode, fixed=None)

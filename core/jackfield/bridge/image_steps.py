@@ -1,0 +1,103 @@
+"""The images of prompts in a step: their features, and where their tokens are along each axis."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from jackfield.bridge.image_encoder import Features, ImageEncoder
+
+
+@dataclass(eq=False)
+class Shown:
+    """The images of a prompt: which of its tokens stand for them, ascending, and what the model
+    says of them, once it was asked.
+
+    `positions` is `[axes, tokens]` of the prompt, where a token is not where it stands.
+    """
+
+    places: Seq[int]
+    features: Features | None = None
+    positions: torch.Tensor | None = None
+
+    def within(self, begin: int, end: int) -> Features | None:
+        """The rows of tokens from `begin` to `end`; None: these have no image."""
+        first, last = bisect_left(self.places, begin), bisect_left(self.places, end)
+        if first == last:
+            return None
+        assert self.features is not None
+        return self.features.part(first, last)
+
+    def positions_of(self, begin: int, end: int) -> torch.Tensor:
+        """`[axes, tokens]`; behind the prompt they go on from the farthest along any axis."""
+        own = self.positions
+        if own is None:
+            return torch.arange(begin, end)[None]
+        length = own.shape[1]
+        after = torch.arange(max(begin, length), max(end, length)) - length
+        return torch.cat([own[:, begin:end], (after + own.max() + 1).expand(len(own), -1)], 1)
+
+
+class Row(NamedTuple):
+    """The tokens that a sequence feeds, the place of the first one in it, and its images.
+
+    `number` is that of its row in the padded layout.
+    """
+
+    ids: Seq[int]
+    start: int
+    shown: Shown | None
+    number: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+def fed(encoder: ImageEncoder, rows: Seq[Row], position_ids: torch.Tensor) -> dict[str, Any]:
+    """Other arguments of a step with these rows, in their order; `position_ids` are those it has.
+
+    Nothing where none has images. A token that stands for images and has none, as a text may have
+    it, gets what it always has.
+    """
+    found = [None if row.shown is None else row.shown.within(row.start, row.end) for row in rows]
+    given: dict[str, Any] = {}
+    like = next((own for own in found if own is not None), None)
+    if like is not None:
+        parts: list[Features] = []
+        for row, own in zip(rows, found, strict=True):
+            alone = row.ids.count(encoder.token) - (0 if own is None else len(own))
+            parts += [own] if own is not None else []
+            parts += [encoder.of_a_text(like)] * alone  # new ones, behind all of the prompt
+        given = encoder.arguments(parts)
+    axes = [row.shown.positions for row in rows if row.shown is not None]
+    if any(own is not None for own in axes):
+        # Tokens that stand for no image are at one place along all axes.
+        positions = _positions(rows, position_ids)
+        given["position_ids"] = positions[0] if like is None else positions
+    return given
+
+
+def _positions(rows: Seq[Row], position_ids: torch.Tensor) -> torch.Tensor:
+    """Those of a step `[rows, width]` along each axis, `[axes, rows, width]`, on its device.
+
+    Tokens of a row are its last ones; in the packed layout those of all sequences are in one.
+    """
+    axes = max(len(row.shown.positions_of(0, 0)) for row in rows if row.shown is not None)
+    found = torch.zeros(axes, position_ids.numel(), dtype=torch.long)
+    width = position_ids.shape[-1]
+    packed = len(position_ids) == 1
+    end = 0
+    for row in rows:
+        end = end + len(row.ids) if packed else (row.number + 1) * width
+        place = slice(end - len(row.ids), end)
+        if row.shown is None:
+            found[:, place] = torch.arange(row.start, row.end)
+        else:
+            found[:, place] = row.shown.positions_of(row.start, row.end)
+    return found.view(axes, *position_ids.shape).to(position_ids.device)
