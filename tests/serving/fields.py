@@ -110,7 +110,12 @@ CHAT = rows([
       for role in ("developer", "system", "user", "assistant", "tool")),
     *((f"messages[{role}].name", Refused(said({"role": role, "name": "ann", "content": "a"}, USER), "messages"))
       for role in ("developer", "system", "user", "assistant")),  # the template does not read it
-    ("messages[user].content[image_url]", Refused(part("image_url", image_url={"url": "x"}), "messages.content.type")),
+    ("messages[user].content[image_url] messages[user].content[image_url].image_url messages[user].content[image_url].image_url.url",
+     Shown("test_images.py::test_images_of_messages_are_read")),
+    ("messages[user].content[image_url].prompt_cache_breakpoint",
+     Refused(part("image_url", image_url={"url": "data:"}, prompt_cache_breakpoint={"mode": "explicit"}), "messages.content.prompt_cache_breakpoint")),
+    ("messages[user].content[image_url].image_url.detail",
+     Refused(part("image_url", image_url={"url": "data:", "detail": "high"}), "messages.content.image_url.detail")),
     ("messages[user].content[input_audio]", Refused(part("input_audio", input_audio={}), "messages.content.type")),
     ("messages[user].content[file]", Refused(part("file", file={}), "messages.content.type")),
     ("messages[assistant] messages[assistant].content",

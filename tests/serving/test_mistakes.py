@@ -21,7 +21,8 @@ def said(*parts: Any) -> dict[str, Any]:
     ("more", "param"),
     [
         (said({"type": "text"}), "messages.0.content.0.text"),
-        (said({"type": "image_url", "image_url": {"url": "x"}}), "messages.0.content.0.type"),
+        (said({"type": "image_url", "image_url": {"url": "x"}}), "messages"),
+        (said({"type": "image", "image": "x"}), "messages.0.content.0.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role"),
         ({"messages": [*SAY, {"role": "assistant", "content": "a"}]}, "continue_final_message"),

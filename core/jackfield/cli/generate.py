@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +29,12 @@ FileOption = Annotated[
 ChatOption = Annotated[
     bool, typer.Option("--chat", help="Send the prompt as a user's message to a chat model.")
 ]
+ImageOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image", metavar="FILE", help="An image before the prompt, with --chat; may be repeated."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ def generate(
     prompt: PromptArgument = None,
     file: FileOption = None,
     chat: ChatOption = False,
+    image: ImageOption = None,
     model: ModelOption = "demo",
     json: JsonOption = False,
 ) -> None:
@@ -62,7 +70,7 @@ def generate(
         raise UsageError("--logprobs shows nothing in plain text; add --json")
     text = read_prompt(prompt, file)
     asked = settings.to_dict()
-    request: Any = [{"role": "user", "content": text}] if chat else text
+    request = _request(text, image or (), chat=chat)
     with load(model, backends, batches) as engine:
         if json:
             completion = engine.submit(request, **asked).result()
@@ -72,6 +80,17 @@ def generate(
             note(summary(completion))
     if completion.error is not None:
         raise ExecutionError(completion.error)
+
+
+def _request(text: str, images: Sequence[Path], *, chat: bool) -> Any:
+    """What the engine is asked. Raises UsageError for images of what is no chat."""
+    if not chat:
+        if images:
+            raise UsageError("--image is a part of a message; add --chat")
+        return text
+    content: list[dict[str, Any]] = [{"type": "image", "image": path} for path in images]
+    content.append({"type": "text", "text": text})
+    return [{"role": "user", "content": content if images else text}]
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

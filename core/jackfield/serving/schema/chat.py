@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from jackfield.serving.errors import refused
 from jackfield.serving.schema.common import (
     Body,
+    DataUrl,
     Names,
     Penalized,
     PromptCacheOptions,
@@ -26,9 +27,31 @@ class TextPart(Body):
     text: Text
 
 
+class ImageUrl(Body):
+    """An image, as a data URL; nothing is fetched."""
+
+    url: DataUrl
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _kind_of_part(value: Any) -> str:
+    """The tag of a part; what is of no kind that is known is told so as a text."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "(image)" if kind == "image_url" else "(part)"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("(part)")] | Annotated[ImagePart, Tag("(image)")],
+    Discriminator(_kind_of_part),
+]
 Content = Annotated[
     Annotated[Text, Tag("(text)")]
-    | Annotated[Annotated[list[TextPart], Field(max_length=10_000)], Tag("(list)")],
+    | Annotated[Annotated[list[Part], Field(max_length=10_000)], Tag("(list)")],
     Discriminator(text_or_list),
 ]
 
@@ -46,7 +69,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a conversation; content is a text or parts that are texts."""
+    """A message of a conversation; content is a text, or parts that are texts and images."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

@@ -22,6 +22,7 @@ from jackfield.serving.schema.theirs import instead_of_field
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Text = Annotated[str, StringConstraints(max_length=2_000_000)]
+DataUrl = Annotated[str, StringConstraints(max_length=48 * 2**20)]  # of an image
 Short = Annotated[str, StringConstraints(max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Names = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
