@@ -193,6 +193,9 @@ def batch(source: Path, to: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "jackfield", "batch", str(source), str(to), *flags]
 
 
+NEVER = 10**6  # so many lines are never there
+
+
 def killed_while(command: list[str], output: Path, replica_at: int, command_at: int) -> int:
     """Run a command, and kill a replica and then it itself once so many lines are there; its exit
     code.
@@ -213,9 +216,21 @@ def whole_lines(path: Path) -> list[bytes]:
 
 @on_ray
 @linux
-@pytest.mark.parametrize(
-    ("count", "kills"), [(60, 1), pytest.param(600, 4, marks=pytest.mark.long)]
-)
+@pytest.mark.timeout(600)
+def test_a_replica_is_killed(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", sorting(30))
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    subprocess.run(batch(source, whole), check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    shutil.copy(f"{whole}.job", f"{output}.job")
+    assert killed_while(batch(source, output, "--replicas", "2"), output, 5, NEVER) == 0
+    assert output.read_bytes() == whole.read_bytes()
+    until_none(replicas)
+
+
+@on_ray
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "kills"), [(60, 1), (600, 4)])
 @pytest.mark.timeout(1800)
 def test_driver_and_replicas_are_killed(tmp_path: Path, count: int, kills: int) -> None:
     """In turn a replica, which the job survives, and the command, which is run again."""
