@@ -36,7 +36,12 @@ PROMPTS = ["Once upon a time", "Sort these numbers: 41 7 88 23. Sort these numbe
 def run(**selection):
     with jackfield.load("demo", **selection) as engine:
         done = engine.generate(PROMPTS, max_new_tokens=10)
-        return {"tokens": [one.token_ids for one in done], "report": engine.report().to_dict()}
+        told = engine.explain(), engine.plan.memory()  # asks all that a plan may ask of a backend
+        return {
+            "tokens": [one.token_ids for one in done],
+            "report": engine.report().to_dict(),
+            "planned": None not in told,
+        }
 
 out = {"": run()}
 for name, selection in json.loads(sys.argv[1]).items():
@@ -75,6 +80,7 @@ def test_what_is_written_runs_and_is_right(ran: dict[str, Any], name: str) -> No
     distribution = "jackfield-" + re.sub("[._]", "-", own)
     assert (found["name"], found["distribution"]) == (own, distribution)
     assert found["calls"] > 0
+    assert ran[name]["planned"]
     if kind == "quantizer":  # it rounds
         assert ran[name]["tokens"][0] == ran[""]["tokens"][0]
     else:

@@ -36,6 +36,7 @@ def run(**selection):
         return {
             "tokens": [one.token_ids for one in done],
             "report": engine.report().to_dict(),
+            "planned": None not in (engine.explain(), engine.plan.memory()),
             "pages": None if usage is None else [usage.pages, usage.pages_used],
         }
 
@@ -90,6 +91,7 @@ def test_they_run_and_are_right(site: Path, forks: Forks) -> None:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["cache"]["tokens"] == found[""]["tokens"] == found["drafts"]["tokens"]
+    assert [one["planned"] for name, one in found.items() if name != "off"] == [True] * 6
     assert found["draft model"]["tokens"] == found[""]["tokens"]
     assert found["cache"]["pages"] == [16, 0]
     assert found["drafts"]["report"]["speculation"]["accepted"] > 0

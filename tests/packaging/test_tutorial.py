@@ -65,7 +65,7 @@ def test_the_tutorial_is_as_it_says(environment: Fresh, tmp_path: Path) -> None:
 
 def new_to_checked(environment: Fresh, folder: Path, kind: str, *more: str) -> dict[str, Any]:
     """What `jackfield check` says of a package that was written, installed and run."""
-    name = "-".join([kind, *(part.strip("-") for part in more)])
+    name = "-".join([kind, *" ".join(more).replace("-", "").split()])
     before = environment.seconds
     _, cwd = environment.run(
         f"jackfield new {kind} {name} {' '.join(more)}; cd jackfield-{name}; pip install -q -e .",

@@ -230,7 +230,7 @@ class CountedPagesBackend(Cache):
     def _page_bytes(self, requirements: Requirements, options: Any, pages: int) -> int | None:
         numbers = requirements.packed_numbers  # of a token in each layer, where that is known
         size = pages * options.page_size * BYTES[requirements.dtype]
-        return size * sum(numbers) if known(numbers) else None
+        return size * sum(numbers) if known(requirements, numbers) else None
 
     def bind(self, context: BindContext) -> Pages:
         return Pages(context.options, context.requirements.windows, context.device)
