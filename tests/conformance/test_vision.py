@@ -242,18 +242,16 @@ def test_what_is_not_read_rightly_is_refused_and_text_runs() -> None:
     ("how", "why"),
     [
         ({"tokenizer": None}, "the model's processor is not known; give jackfield.load tokenizer="),
-        ({"verify": True}, "verify does not go with them"),
-        ({"adapters": {}}, None),
+        ({"verify": True}, "verify computes the model again from tokens alone"),
+        ({"adapters": {}}, "what the model says of an image is kept for all requests"),
     ],
 )
 def test_what_images_do_not_go_with_is_said(llava: Any, how: dict[str, Any], why: str) -> None:
     model, processor = llava
-    with jackfield.load(model, **{"tokenizer": processor, **how}) as engine:
-        if why is None:
-            engine.generate([chat("a ", picture(0))], **GREEDY)
-            return
-        with pytest.raises(PromptError, match=f"images are not read here: {why}"):
-            engine.generate([chat("a ", picture(0))], **GREEDY)
+    refused = f"images are not read here: {why}"
+    given = {"tokenizer": processor, **how}
+    with jackfield.load(model, **given) as engine, pytest.raises(PromptError, match=refused):
+        engine.generate([chat("a ", picture(0))], **GREEDY)
 
 
 def test_a_model_for_text_says_so(llava: Any) -> None:
@@ -298,3 +296,26 @@ def test_positions_along_several_axes_count(cache: str, monkeypatch: pytest.Monk
         axes = "it numbers the tokens of an image along several axes"
         with pytest.raises(PromptError, match=axes):
             engine.generate([one], **GREEDY)
+
+
+def test_bits_are_the_same_whatever_else_runs(llava: Any) -> None:
+    model, processor = llava
+    how: dict[str, Any] = {**GREEDY, "output_logits": True}
+    with jackfield.load(model.float(), tokenizer=processor, deterministic=True) as engine:
+        together = engine.generate(sixteen(), **how)
+        for messages, found in zip(sixteen(), together, strict=True):
+            (alone,) = engine.generate([messages], **how)
+            assert all(map(torch.equal, alone.logits, found.logits))
+    model.double()
+
+
+def test_a_processor_that_pads_leaves_no_padding_on(
+    llava: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = llava
+    expected = [generated(model, processor, c, **GREEDY) for c in sixteen()]
+    defaults = type(processor).valid_processor_kwargs._defaults["text_kwargs"]
+    monkeypatch.setitem(defaults, "padding", True)
+    with jackfield.load(model, tokenizer=processor) as engine:
+        assert new(engine.generate(sixteen(), **GREEDY)) == expected
+    assert processor.tokenizer.backend_tokenizer.padding is None

@@ -61,6 +61,7 @@ class ImageReader:
                     text=[self.token],
                     images=[picture.image],
                     add_special_tokens=False,
+                    padding=False,  # which would stay on in a tokenizer that others use
                     return_text_replacement_offsets=True,
                     images_kwargs={"return_tensors": "pt"},
                 )
@@ -148,5 +149,5 @@ def lacks(processor: Any) -> str | None:
 
 def stacked(processor: Any, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
     """All that `processor` returns for a text with several images, as its own users call it."""
-    found = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-    return dict(found)
+    how = {"return_tensors": "pt", "add_special_tokens": False, "padding": False}
+    return dict(processor(text=[text], images=images, **how))

@@ -18,20 +18,11 @@ from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
     from jackfield.bridge.source import ModelSource
+    from jackfield.contracts import Requirements
     from jackfield.planning.planning import Plan
     from jackfield.planning.spec import LoadSpec
 
 logger = logging.getLogger("jackfield")
-
-#: arguments -> why images do not go with them
-_WITHOUT = {
-    "adapter": "what the model says of an image is kept, and an adapter can be switched; load it "
-    "with merge_adapter=True",
-    "adapters": "what the model says of an image is kept for all requests, whatever their adapter",
-    "tp_plan": "images are read in one process",
-    "tp_size": "images are read in one process",
-    "verify": "the model is computed again from tokens alone",
-}
 
 
 def reader_for(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str | None:
@@ -45,10 +36,9 @@ def reader_for(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader |
 
 
 def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str:
-    for name, why in _WITHOUT.items():
-        if getattr(spec, name) and not (name == "adapter" and spec.merge_adapter):
-            return f"{name} does not go with them: {why}"
     cls, needs = class_of(source), plan.requirements
+    if reason := _without(needs, spec):
+        return reason
     if reason := check_takes_images(cls, source.config):
         return reason
     try:
@@ -61,3 +51,19 @@ def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str
     ragged = not (needs.ragged or needs.pieces)
     reason = tried_with_images(source.config, cls, reader, ragged=ragged)
     return reader if reason is None else reason
+
+
+def _without(needs: Requirements, spec: LoadSpec) -> str | None:
+    """What of a job images do not go with."""
+    if spec.verify:
+        return "verify computes the model again from tokens alone; drop it"
+    if needs.tp_size > 1:
+        return f"they are read in one process, and tp_size={needs.tp_size} shares the model"
+    if needs.request_adapters or spec.adapters is not None:
+        return "what the model says of an image is kept for all requests, whatever their adapter"
+    if needs.adapter is not None and not needs.merge_adapter:
+        return (
+            "what the model says of an image is kept, and the adapter can be switched off; load it "
+            "with merge_adapter=True"
+        )
+    return None
