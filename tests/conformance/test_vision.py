@@ -15,7 +15,7 @@ import jackfield
 from jackfield.bridge.image_encoder import ImageEncoder
 from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.image_trial import tried_with_images
-from jackfield.errors import PromptError, UsageError
+from jackfield.errors import CheckpointError, PromptError, UsageError
 
 with extras.imports():
     from seeing import build, chat, generated, picture, published, sixteen
@@ -319,3 +319,9 @@ def test_a_processor_that_pads_leaves_no_padding_on(
     with jackfield.load(model, tokenizer=processor) as engine:
         assert new(engine.generate(sixteen(), **GREEDY)) == expected
     assert processor.tokenizer.backend_tokenizer.padding is None
+
+
+@pytest.mark.parametrize("model_type", ["blip", "blip-2", "idefics", "pix2struct"])
+def test_what_generates_in_a_way_of_its_own_is_refused(model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=f"of type '{model_type}'"):
+        jackfield.plan(transformers.AutoConfig.for_model(model_type))

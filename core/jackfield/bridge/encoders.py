@@ -15,6 +15,7 @@ from transformers import (
     Cache,
     DynamicCache,
     EncoderDecoderCache,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -72,15 +73,23 @@ def cached_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def text_class(config: PreTrainedConfig) -> Any:
     """transformers' class of classes that generate text. Raises CheckpointError where none does."""
     if not has_encoder(config):
-        images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        only = images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        return AutoModelForImageTextToText if only else AutoModelForCausalLM
+        return AutoModelForImageTextToText if _reads_images_too(config) else AutoModelForCausalLM
     if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         raise CheckpointError(
             f"a model of type {config.model_type!r} has an encoder that reads no text, which is "
             "not run here; give a decoder, or an encoder-decoder model for text"
         )
     return AutoModelForSeq2SeqLM
+
+
+def _reads_images_too(config: PreTrainedConfig) -> bool:
+    """Whether its models have no class for text alone, and one that generates as others do."""
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in kinds:
+        return False
+    found: Any = kinds[type(config)]
+    usual = getattr(found, "generate", None) is GenerationMixin.generate
+    return usual and hasattr(found, "get_image_features")
 
 
 def for_the_whole(kwargs: dict[str, Any]) -> dict[str, Any]:

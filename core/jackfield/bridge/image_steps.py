@@ -24,6 +24,17 @@ class Shown:
     places: Seq[int]
     features: Features | None = None
     positions: torch.Tensor | None = None
+    _ahead: int = 0  # how much farther than they stand the tokens behind the prompt are
+
+    def settle(self, features: Features, positions: torch.Tensor | None) -> None:
+        """The model was asked."""
+        self.features, self.positions = features, positions
+        if positions is not None:
+            self._ahead = int(positions.max()) + 1 - positions.shape[1]
+
+    def matters(self, start: int) -> bool:
+        """Whether it makes a difference for tokens from `start` on."""
+        return self.positions is not None or start <= self.places[-1]
 
     def within(self, begin: int, end: int) -> Features | None:
         """The rows of tokens from `begin` to `end`; None: these have no image."""
@@ -38,9 +49,9 @@ class Shown:
         own = self.positions
         if own is None:
             return torch.arange(begin, end)[None]
-        length = own.shape[1]
-        after = torch.arange(max(begin, length), max(end, length)) - length
-        return torch.cat([own[:, begin:end], (after + own.max() + 1).expand(len(own), -1)], 1)
+        length, ahead = own.shape[1], self._ahead
+        after = torch.arange(max(begin, length) + ahead, max(end, length) + ahead)
+        return torch.cat([own[:, begin:end], after.expand(len(own), -1)], 1)
 
 
 class Row(NamedTuple):

@@ -114,10 +114,11 @@ class _Bench:
         found = [self._encoder.read(image.fields) for image in read]
         if sum(map(len, found)) != len(at):
             raise ValueError(f"{sum(map(len, found))} rows for {len(at)} tokens of images")
-        if not found:
-            return ids, Shown(at)
-        fields = [image.fields for image in read]
-        return ids, Shown(at, joined(found), self._encoder.positions(ids, fields))
+        shown = Shown(at)
+        if found:
+            fields = [image.fields for image in read]
+            shown.settle(joined(found), self._encoder.positions(ids, fields))
+        return ids, shown
 
     def _as_small(self, token: int) -> int:
         first = _NAMED + len(self._small)

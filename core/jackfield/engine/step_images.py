@@ -89,13 +89,16 @@ class StepImages:
         if rows != tokens:
             raise ValueError(f"the model says {rows} rows of images that have {tokens} tokens")
         fields = [image.fields for image in images.images]
-        shown.positions = self._encoder.positions(prompt, fields)
-        shown.features = joined(found)
+        shown.settle(joined(found), self._encoder.positions(prompt, fields))
         images.images = ()  # what the processor made of them is large
 
     def put_into(self, step: RunningStep, inputs: ModelInputs) -> ModelInputs:
         """The inputs of a step, with what the model said of images whose tokens it feeds."""
-        if not any(item.sequence.images is not None for item in step.scheduled):
+        if not any(
+            images is not None and images.shown.matters(item.start)
+            for item in step.scheduled
+            for images in (item.sequence.images,)
+        ):
             return inputs
         numbers = range(inputs.rows) if inputs.row_of is None else inputs.row_of.tolist()
         rows = [
