@@ -126,6 +126,59 @@ def test_samples_are_the_same_in_any_batch(bart: Any) -> None:
     assert len({tuple(c.token_ids) for c in several}) == 3
 
 
+@pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100", "t5gemma"])
+def test_a_request_says_what_its_text_begins_with(model_type: str) -> None:
+    """By a keyword, an object, or its row's settings; of the model's own what it says now."""
+    model = build(model_type)
+    usual = {"max_new_tokens": 6, "eos_token_id": None, **VARIED}
+    begun = {s: generated(model, PROMPTS[0], **usual, decoder_start_token_id=s) for s in (2, 9, 50)}
+    plain = {s: generated(model, PROMPTS[1], **usual, decoder_start_token_id=s) for s in (2, 9, 50)}
+    assert len({*map(tuple, begun.values()), *map(tuple, plain.values())}) > 3, "it changes nothing"
+    with jackfield.load(model) as engine:
+        for start, right in begun.items():
+            (found,) = engine.generate(PROMPTS[0], decoder_start_token_id=start, **usual)
+            assert found.token_ids == right
+            asked = transformers.GenerationConfig(decoder_start_token_id=start)
+            (found,) = engine.generate(PROMPTS[0], generation_config=asked, **usual)
+            assert found.token_ids == right
+        rows = [{"decoder_start_token_id": start} for start in begun]
+        found_beside = engine.generate([PROMPTS[1]] * 3, settings=rows, **usual)
+        assert [c.token_ids for c in found_beside] == list(plain.values())
+        (found,) = engine.generate(PROMPTS[0], decoder_start_token_id=None, **usual)
+        assert found.token_ids == begun[2]
+        for wrong, words in ((97, "no token id"), (-1, "no token id"), ([2, 9], "one token id")):
+            with pytest.raises(SettingsError, match=f"decoder_start_token_id .*{words}"):
+                engine.generate(PROMPTS[0], decoder_start_token_id=wrong)
+        model.generation_config.decoder_start_token_id = 9
+        assert engine.generate(PROMPTS[0], **usual)[0].token_ids == begun[9]
+
+
+LONG = [5 + i * 7 % 80 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("bigbird_pegasus", {"block_size": 2, "num_random_blocks": 1}),
+        *(pytest.param(t, {}, marks=() if t in FEW else pytest.mark.long) for t in TYPES),
+    ],
+)  # fmt: skip
+def test_what_was_read_before_changes_no_text(model_type: str, changes: dict[str, Any]) -> None:
+    model = build(model_type, **changes)
+    if not changes and refused(model):
+        pytest.skip("refused")
+    encoder, settings = model.get_encoder(), {"max_new_tokens": 4, "eos_token_id": None}
+    parts, random = [*encoder.modules()], torch.get_rng_state()
+    with jackfield.load(model) as engine:
+        first = [engine.generate(p, **settings, output_logits=True)[0] for p in (LONG, PROMPTS[1])]
+        again = [engine.generate(p, **settings, output_logits=True)[0] for p in (LONG, PROMPTS[1])]
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [*map(id, encoder.modules())] == [*map(id, parts)]
+    assert first[0].token_ids == generated(model, LONG, **settings)
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.1, "no_repeat_ngram_size": None},
     {"no_repeat_ngram_size": None},
@@ -321,7 +374,7 @@ def test_what_cannot_be_tried_is_refused(bart: Any, monkeypatch: pytest.MonkeyPa
         jackfield.plan(bart)
 
 
-@pytest.mark.parametrize("start", [[2, 3], "two", True])
+@pytest.mark.parametrize("start", [[2, 3], "two", True, 97, -1])
 def test_a_text_that_begins_with_no_token_id_is_refused(start: Any) -> None:
     model = build("bart")
     model.generation_config.decoder_start_token_id = start

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ def layers_of(cache: Cache | None) -> list[Any]:
     return [] if cache is None else list(cache.layers)
 
 
-def decoder_start(model: PreTrainedModel) -> int:
+def decoder_start(model: PreTrainedModel, vocab_size: int) -> int:
     """The token that every text of its decoder begins with. Raises PlanError where none is told."""
     text = model.config.get_text_config(decoder=True)
     places = (
@@ -121,7 +122,7 @@ def decoder_start(model: PreTrainedModel) -> int:
     )
     for config, name in places:
         token = getattr(config, name, None)
-        if type(token) is int:
+        if type(token) is int and 0 <= token < vocab_size:
             return token
         if token is not None and "decoder" in name:
             raise PlanError(
@@ -145,9 +146,31 @@ class TextEncoder:
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """What it says of each token: `[tokens, size]`."""
         tokens = torch.tensor([list(ids)], device=self._device)
-        said = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        with _as_before(self._encoder):
+            said = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         states: torch.Tensor = said[0]
         return states[0]
+
+
+@contextlib.contextmanager
+def _as_before(encoder: Any) -> Iterator[None]:
+    """Whatever is read meanwhile, `encoder` reads the next prompt as if it were the first.
+
+    BigBird's attends without blocks from its first short prompt on, with modules that it makes for
+    that, which draw random weights before they take its own.
+    """
+    parts = [part for part in encoder.modules() if hasattr(part, "set_attention_type")]
+    if not parts:
+        yield
+        return
+    before = [(part, part.attention_type, dict(part._modules)) for part in parts]
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        for part, kind, modules in before:
+            part.attention_type = kind
+            part._modules.update(modules)
 
 
 def joined(states: Sequence[torch.Tensor], columns: int) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from jackfield.requests.decoding_settings import check_width
 from jackfield.requests.guidance import check_pair, named, one_row
 from jackfield.requests.honouring import Limits, refuse_unhonoured
 from jackfield.requests.settings import resolve
+from jackfield.requests.token_settings import one_token
+from jackfield.requests.vocabulary import START
 from jackfield.requests.wishes import Wishes, wishes
 
 
@@ -52,7 +54,8 @@ class Intake:
         }
         self._ids = itertools.count()
         #: what the decoder of an encoder's text begins with; None: the prompt is its own
-        self._start = [decoder_start(self._model)] if has_encoder(self._model.config) else None
+        encodes = has_encoder(self._model.config)
+        self._start = decoder_start(self._model, self._text.vocab_size) if encodes else None
         self._images = assembly.images
 
     def check(self, asked: Mapping[str, Any]) -> None:
@@ -85,7 +88,7 @@ class Intake:
         chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
-        read = self._read(prompt, chat)
+        read = self._read(prompt, chat, wished)
         ids, encoder_ids, images = read
         settings = resolve(wished, len(ids), limits, number, encoder_ids)
         if "decoding" in wished.given and (
@@ -104,8 +107,11 @@ class Intake:
             self._pair(made, negative)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
-    def _read(self, prompt: Any, chat: ChatSettings) -> _Read:
-        """What a sequence begins with, and what else is read. Raises PromptError."""
+    def _read(self, prompt: Any, chat: ChatSettings, wished: Wishes) -> _Read:
+        """What a sequence begins with, and what else is read.
+
+        Raises PromptError, and SettingsError for a beginning that is no token.
+        """
         needs, images = self._plan.requirements, None
         if self._start is None:
             if self._images is None:
@@ -123,7 +129,7 @@ class Intake:
                 f"the prompt has {len(ids)} tokens, and the model's encoder reads {most} at most; "
                 "shorten it"
             )
-        return _Read(self._start, ids)
+        return _Read([one_token(wished, START, self._text.vocab_size, self._start)], ids)
 
     def _check_size(self, settings: Settings, length: int, width: int | None) -> None:
         """Raise SettingsError or CacheFullError for a request that can never be held."""

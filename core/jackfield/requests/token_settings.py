@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jackfield.errors import SettingsError, quoted
 from jackfield.requests.checked_numbers import LARGEST, plain
 from jackfield.requests.honouring import Limits
+from jackfield.requests.wishes import Wishes
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,23 @@ def token_ids(value: Any, name: str, vocab_size: int) -> tuple[int, ...]:
                 f"{name} holds {quoted(token)}, which is no token id (0 to {vocab_size - 1}){never}"
             )
     return tuple(map(int, ids))
+
+
+def one_token(wishes: Wishes, name: str, vocab_size: int, default: int) -> int:
+    """The one token id that a field names. Raises SettingsError for none, and for several."""
+    value = wishes.given.get(name)
+    if value is None:
+        return default
+    try:
+        ids = token_ids(value, name, vocab_size)
+    except SettingsError as error:
+        raise SettingsError(f"{error}{wishes.origin(name)}") from None
+    if len(ids) != 1:
+        raise SettingsError(
+            f"{name} must be one token id, not {len(ids)} of them{wishes.origin(name)}; for "
+            f"several prompts give settings=[{{'{name}': …}}, …]"
+        )
+    return ids[0]
 
 
 def biases(

@@ -77,13 +77,11 @@ INERT: Mapping[str, tuple[Any, ...]] = {
 #: What transformers takes for a field that nobody sets, where it is not the neutral value.
 FILLED_IN: Mapping[str, Any] = {"top_k": 50}
 
+#: What a text begins with where an encoder reads the prompt; to a decoder it is a fact.
+START = "decoder_start_token_id"
+
 #: Facts about the model, not wishes of a request.
-FACTS = frozenset(
-    {
-        "bos_token_id", "decoder_start_token_id", "pad_token_id",
-        "transformers_version",
-    }
-)  # fmt: skip
+FACTS = frozenset({"bos_token_id", START, "pad_token_id", "transformers_version"})
 
 _CACHE = "jackfield.load(cache_implementation='plugin:…') has the cache"
 _COMPILE = "jackfield.load(compile='plugin:…') compiles steps"

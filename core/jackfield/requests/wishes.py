@@ -24,6 +24,7 @@ from jackfield.requests.vocabulary import (
     DRAFTING,
     FACTS,
     FILLED_IN,
+    START,
     asks_for_nothing,
 )
 
@@ -112,9 +113,9 @@ def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: GenerationConfig) -> dict[str, Any]:
-    """What an object says: no facts about the model."""
+    """What an object says: no facts about the model but the one that a request may change."""
     own = {k: plain(v) for k, v in vars(config).items() if not k.startswith("_")}
-    return {k: v for k, v in own.items() if v is not None and k not in FACTS}
+    return {k: v for k, v in own.items() if v is not None and k not in FACTS - {START}}
 
 
 def _of_a_file(config: GenerationConfig) -> dict[str, Any]:
