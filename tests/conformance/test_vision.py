@@ -325,3 +325,54 @@ def test_a_processor_that_pads_leaves_no_padding_on(
 def test_what_generates_in_a_way_of_its_own_is_refused(model_type: str) -> None:
     with pytest.raises(CheckpointError, match=f"of type '{model_type}'"):
         jackfield.plan(transformers.AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ m['content'] | selectattr('text') | map(attribute='text') | join }}",
+         "the chat template has places for 0 of the chat's 2 images"),
+        ("{{ '<image>' if loop.first }}{{ m['content'][-1]['text'] }}",
+         "the chat template has places for 1 of the chat's 2 images"),
+        ("<image><image>", r"message 0 \(role 'user'\): the chat template leaves out its text"),
+        ("{{ raise_exception('no images today') }}", "refuses these messages: no images today"),
+    ],
+)  # fmt: skip
+def test_a_template_without_a_place_is_said(template: str, why: str) -> None:
+    model, processor = build("llava")
+    processor.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
+    with jackfield.load(model, tokenizer=processor) as engine:
+        with pytest.raises(PromptError, match=why):
+            engine.generate([chat(picture(0), picture(1), "what")], **GREEDY)
+        assert len(engine.generate([[5, 6, 7]], **GREEDY)[0].token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "audio", "audio": b"RIFF"}, "nothing here reads a part of type 'audio'; drop it"),
+        ({"type": "video", "video": "a.mp4"}, "nothing here reads a part of type 'video'; drop it"),
+        ({"type": "text", "text": b"x"}, "'text' must be a string"),
+        ("a text", "a part is like"),
+    ],
+)
+def test_what_else_a_message_has_is_refused_by_its_type(llava: Any, part: Any, why: str) -> None:
+    model, processor = llava
+    messages = chat(picture(0), "what")
+    messages[0]["content"].append(part)
+    with jackfield.load(model, tokenizer=processor) as engine:
+        with pytest.raises(PromptError, match=f"message 0, part 2: {why}"):
+            engine.generate([messages], **GREEDY)
+        assert new(engine.generate([chat(picture(0), "what")], **GREEDY))[0]
+
+
+def test_a_conversation_goes_on_behind_its_images(llava: Any, folder: Any) -> None:
+    """What was read of the turns before is found in the cache."""
+    model, processor = llava
+    first = chat("what is ", picture(0), " this thing here")
+    with jackfield.load(folder, cache_implementation=PAGED) as engine:
+        (said,) = engine.generate([first], **GREEDY)
+        turns = [*first, {"role": "assistant", "content": "a b c"}, *chat("and why?")]
+        (found,) = engine.generate([turns], **GREEDY)
+    assert found.token_ids == generated(model, processor, turns, **GREEDY)
+    assert found.usage.cached_tokens >= said.usage.prompt_tokens // 4 * 4 - 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,10 +50,11 @@ def _parted(at: int, message: Any) -> _Message:
     if not isinstance(content, list | tuple):
         return plain_message(at, message)
     found = plain_message(at, {**message, "content": ""})
-    parts = json.loads(json.dumps(list(content)))
-    for n, part in enumerate(parts):
-        if part != {"type": "image"}:
-            text_of_part(at, n, part)
+    image = {"type": "image"}
+    parts = [
+        image if part == image else {"type": "text", "text": text_of_part(at, n, part)}
+        for n, part in enumerate(content)
+    ]
     return {**found, "content": parts}
 
 
