@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import Backends, JsonOption, ModelArgument
@@ -51,21 +52,22 @@ def _print_json(found: Explanation) -> None:
 
 def _print(found: Explanation) -> None:
     out, needs, plan, verdicts = console(), found.requirements, found.plan, found.verdicts
-    out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
+    said = partial(out.print, soft_wrap=True)  # a path stays whole
+    said(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
-        out.print(f"  needs {name}: {evidence}")
+        said(f"  needs {name}: {evidence}")
     if found.profile is not None:
-        out.print(f"  {found.profile.origin}: {', '.join(found.profile.names) or 'nothing'}")
+        said(f"  {found.profile.origin}: {', '.join(found.profile.names) or 'nothing'}")
     if plan is not None and plan.placement:
-        out.print(f"  weights: {plan.placement}")
+        said(f"  weights: {plan.placement}")
     if plan is not None and plan.shared:
-        out.print(f"  {plan.shared}")
+        said(f"  {plan.shared}")
     if plan is not None and plan.adapter:
-        out.print(f"  adapter: {plan.adapter}")
+        said(f"  adapter: {plan.adapter}")
     for refusal in plan.faster if plan is not None else ():
-        out.print(f"  would be faster: {refusal.registered.kind} {refusal}")
+        said(f"  would be faster: {refusal.registered.kind} {refusal}")
     if plan is not None and (memory := plan.memory()):
-        out.print(f"  memory for keys and values: {memory}")
+        said(f"  memory for keys and values: {memory}")
     reasons = {reason: n for n, reason in enumerate(_reasons(verdicts), 1)}
     rows = [(("kind", "backend", "verdict", "distribution"), ["why"])] + [
         ((v.kind, v.name, v.verdict, f"{v.distribution} {v.version}"), [_why(v, reasons)])
@@ -81,6 +83,7 @@ def _print(found: Explanation) -> None:
             initial_indent=f"{number:>3}  ",
             subsequent_indent=" " * 5,
             break_on_hyphens=False,
+            break_long_words=False,
         )
         out.print("\n".join(lines), soft_wrap=True)
     if plan is not None and plan.assistant is not None:

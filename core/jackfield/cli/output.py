@@ -136,7 +136,7 @@ def _listing(
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _longest_note(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> int:
