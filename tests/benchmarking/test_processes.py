@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from jackfield.benchmarking.contenders import Contender, product
+from jackfield.benchmarking.nursery import Nursery, usable
 from jackfield.benchmarking.preparing import reader
 from jackfield.benchmarking.running import bench
 from jackfield.benchmarking.worker import Worker
@@ -17,8 +19,55 @@ if TYPE_CHECKING:
     from conftest import Liars
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    if not usable():
+        pytest.skip("nothing is forked here")
+    with Nursery() as made:
+        made.ready()
+        yield made
+
+
+def test_what_is_forked_raises_and_ends_as_what_begins_from_nothing(nursery: Nursery) -> None:
+    _raises_here_what_it_raised_there(nursery)
+    first, second = Worker(nursery), Worker(nursery)
+    with first, second:
+        assert first._process.pid != second._process.pid
+        with pytest.raises(ExecutionError, match="did not end within"):
+            first.ask("load", 0.01, program="jackfield", arguments={"model": "demo"}, requests=[])
+    assert [first._process.returncode, second._process.returncode] == [-9, -9]
+
+
+def test_what_is_forked_computes(nursery: Nursery) -> None:
+    asked = {"model": "demo", "attn_implementation": "sdpa"}
+    with Worker(nursery) as worker:
+        requests = [([5, 6, 7], 4, 0.0)]
+        told = worker.ask("load", program="jackfield", arguments=asked, requests=requests)
+        assert told["plan"]["chosen"]["attention"]["name"] == "sdpa"
+        worker.ask("settled")
+        (tokens,) = worker.ask("round", number=0)["tokens"]
+        assert len(tokens) == 4
+        read = worker.ask("quality", text=[5, 6, 7, 8], answers=[["Hi", "no such answer", 2]])
+        assert read["perplexity"] > 1
+        assert (read["right"], read["total"]) == (0, 1)
+        assert worker.ask("finish")["report"]["attention"]["name"] == "sdpa"
+
+
+def test_a_nursery_that_has_ended_is_an_error() -> None:
+    if not usable():
+        pytest.skip("nothing is forked here")
+    with Nursery() as made:
+        made._process.kill()
+        with pytest.raises(ExecutionError, match="that others are forked from has ended"):
+            Worker(made)
+
+
 def test_a_process_raises_here_what_it_raised_there() -> None:
-    with Worker() as worker:
+    _raises_here_what_it_raised_there(None)
+
+
+def _raises_here_what_it_raised_there(nursery: Nursery | None) -> None:
+    with Worker(*([] if nursery is None else [nursery])) as worker:
         asked = {"program": "jackfield", "arguments": {"model": "./nowhere"}, "requests": []}
         with pytest.raises(CheckpointError, match="is not a folder"):
             worker.ask("load", **asked)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jackfield.benchmarking import observed, parity
 from jackfield.benchmarking.contenders import OURS, asked_for
+from jackfield.benchmarking.nursery import Nursery
 from jackfield.benchmarking.operators import alike
 from jackfield.benchmarking.results import Row
 from jackfield.benchmarking.worker import LOADING, Worker
@@ -30,8 +31,14 @@ OF_THE_MODEL = ("model", "revision", "device_map", "adapter", "merge_adapter", "
 MOST = 3
 
 
-def judged(rows: Sequence[Row], texts: Sequence[Texts], workload: Workload) -> list[Row]:
-    """The rows with the reasons against them, after all processes that they ran in have ended."""
+def judged(
+    rows: Sequence[Row],
+    texts: Sequence[Texts],
+    workload: Workload,
+    nursery: Nursery | None = None,
+) -> list[Row]:
+    """The rows with the reasons against them, by processes that may be forked in a nursery."""
+    nurseries = () if nursery is None else (nursery,)
     found = [_observed(_shape(row, own, workload)) for row, own in zip(rows, texts, strict=True)]
     same = alike(found)
     found = [
@@ -43,7 +50,7 @@ def judged(rows: Sequence[Row], texts: Sequence[Texts], workload: Workload) -> l
         if row.valid:
             groups.setdefault(_reference(row), {}).update(dict.fromkeys(own))
     try:
-        with Worker() as reference:
+        with Worker(*nurseries) as reference:
             known = {
                 key: dict(zip(own, _ask(reference, key, own), strict=True))
                 for key, own in groups.items()
@@ -52,7 +59,7 @@ def judged(rows: Sequence[Row], texts: Sequence[Texts], workload: Workload) -> l
         why = (f"its tokens could not be judged: {error}",)
         return [replace(row, reasons=why) if row.valid else row for row in found]
     return [
-        _with_parity(row, [known[_reference(row)][pair] for pair in own], workload)
+        _with_parity(row, [known[_reference(row)][pair] for pair in own], workload, nurseries)
         if row.valid
         else row
         for row, own in zip(found, pairs, strict=True)
@@ -100,11 +107,16 @@ def _ask(reference: Worker, key: str, pairs: Mapping[Pair, None]) -> list[dict[s
     return found
 
 
-def _with_parity(row: Row, found: Sequence[Mapping[str, float]], workload: Workload) -> Row:
+def _with_parity(
+    row: Row,
+    found: Sequence[Mapping[str, float]],
+    workload: Workload,
+    nurseries: Sequence[Nursery],
+) -> Row:
     lossy = False
     try:
         if parity.reason_against(found, lossy=False):
-            lossy = _lossy(row, workload)
+            lossy = _lossy(row, workload, nurseries)
     except JackfieldError as error:  # what `verify` says names the backend, and the layer
         return replace(row, reasons=(f"wrong tokens: {error}",))
     why = parity.reason_against(found, lossy=lossy)
@@ -118,7 +130,7 @@ def _with_parity(row: Row, found: Sequence[Mapping[str, float]], workload: Workl
     return replace(row, parity=told, reasons=(why,) if why else ())
 
 
-def _lossy(row: Row, workload: Workload) -> bool:
+def _lossy(row: Row, workload: Workload, nurseries: Sequence[Nursery]) -> bool:
     """Whether a backend of the row rounds on purpose: its quantizer by what it declares, its cache
     by what `verify` finds in it. Raises what `verify` raises.
     """
@@ -133,7 +145,7 @@ def _lossy(row: Row, workload: Workload) -> bool:
     if choice.backend.relative_error(choice.options) != 0:
         return True
     requests = [(one.prompt, one.new_tokens, 0.0) for one in workload.requests[:2]]
-    with Worker() as again:
+    with Worker(*nurseries) as again:
         asked = {**row.arguments, "verify": True}
         again.ask("load", LOADING, program=OURS, arguments=asked, requests=requests)
         again.ask("settled")

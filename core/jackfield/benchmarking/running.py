@@ -11,6 +11,7 @@ from typing import Any
 
 from jackfield.benchmarking.contenders import Contender
 from jackfield.benchmarking.judging import judged
+from jackfield.benchmarking.nursery import Nursery
 from jackfield.benchmarking.results import Benchmark, Round, Row, ordered
 from jackfield.benchmarking.surroundings import surroundings
 from jackfield.benchmarking.verdicts import CONFIDENCE, MARGIN
@@ -137,17 +138,23 @@ def _check_any(running: Sequence[Running]) -> None:
         raise next(error for error in errors if error)
 
 
+def begun(nursery: Nursery | None) -> Worker:
+    return Worker() if nursery is None else Worker(nursery)
+
+
 @dataclass
 class Running:
     """A contender while it is measured. `texts` has every text that each request got.
 
-    A round may take `seconds`, and to load it `loading`; it has failed where it takes longer.
+    A round may take `seconds`, and to load it `loading`; it has failed where it takes longer. Its
+    process is forked in the `nursery`; None: it begins from nothing.
     """
 
     contender: Contender
     workload: Workload
     seconds: float
     loading: float = LOADING
+    nursery: Nursery | None = None
     worker: Worker | None = None
     error: JackfieldError | None = None
     texts: list[dict[tuple[int, ...], int]] = field(default_factory=list)
@@ -159,7 +166,7 @@ class Running:
 
     def start(self, open_ones: contextlib.ExitStack) -> None:
         requests = [(one.prompt, one.new_tokens, one.arrival) for one in self.workload.requests]
-        self.worker = open_ones.enter_context(Worker())
+        self.worker = open_ones.enter_context(begun(self.nursery))
         arguments = dict(self.contender.arguments)
         if self.contender.ours:
             arguments.setdefault("max_batch_size", self.workload.batch)
@@ -170,10 +177,10 @@ class Running:
         found = self.ask("load", self.loading, **given)
         self._with(**(found or {}))
 
-    def warm_up(self) -> None:
+    def warm_up(self, most: int = WARM_UP[1]) -> None:
         """Run until a round is no faster than the best before, and count from there."""
         times: list[float] = []
-        while len(times) < WARM_UP[1]:
+        while len(times) < most:
             found = self._run(-1 - len(times))
             if found is None:
                 return

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from jackfield import errors
+from jackfield.benchmarking.nursery import Forked, Nursery
 from jackfield.errors import ExecutionError, JackfieldError, UsageError, shown
 from jackfield.parallel.wire import Wire
 
@@ -30,23 +31,27 @@ serve(int(sys.argv[1]))
 """
 
 
-class Worker:
-    """The process of one contender. A context manager: leaving it ends the process."""
+Process = subprocess.Popen[bytes] | Forked
 
-    def __init__(self) -> None:
+
+class Worker:
+    """The process of one contender. A context manager: leaving it ends the process.
+
+    It is forked in the `nursery`; None: it begins from nothing.
+    """
+
+    def __init__(self, nursery: Nursery | None = None) -> None:
         self._closed = False
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile(prefix="jackfield-bench-")  # noqa: SIM115
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, "JACKFIELD_BENCHMARK_PATH": json.dumps(sys.path)},
+        with theirs, contextlib.ExitStack() as failing:
+            failing.callback(ours.close)
+            failing.callback(self._output.close)
+            files = theirs.fileno(), self._output.fileno()
+            self._process: Process = (
+                _begun(files[0], self._output) if nursery is None else nursery.fork(*files)
             )
+            failing.pop_all()
         self._wire = Wire(ours)
 
     def ask(self, what: str, seconds: float = ROUND, **given: Any) -> Any:
@@ -72,7 +77,7 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         self.close()
-        code = self._process.returncode
+        code = self._process.returncode or 0
         try:
             how = signal.Signals(-code).name
         except ValueError:
@@ -88,7 +93,8 @@ class Worker:
         self._closed = True
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         self._process.wait()
 
     def __enter__(self) -> Self:
@@ -98,6 +104,18 @@ class Worker:
         self.close()
         self._wire.close()
         self._output.close()
+
+
+def _begun(wire: int, output: IO[bytes]) -> Process:
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, str(wire)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=(wire,),
+        start_new_session=True,
+        env={**os.environ, "JACKFIELD_BENCHMARK_PATH": json.dumps(sys.path)},
+    )
 
 
 def _error(answer: dict[str, str]) -> JackfieldError:

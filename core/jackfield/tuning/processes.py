@@ -10,6 +10,7 @@ from typing import Any
 
 from jackfield.benchmarking.contenders import Contender
 from jackfield.benchmarking.judging import judged
+from jackfield.benchmarking.nursery import Nursery
 from jackfield.benchmarking.results import Round
 from jackfield.benchmarking.running import Running
 from jackfield.benchmarking.workload import Workload
@@ -20,6 +21,8 @@ from jackfield.tuning.candidates import Candidate, Quality
 
 #: What share of the time that is left a candidate may take to load, or for a round.
 PATIENCE = 0.25
+#: Rounds of the warm-up, at most.
+WARM_UP = 3
 #: How many are loaded at once, while nothing is measured.
 AT_ONCE = 2
 
@@ -47,7 +50,7 @@ class Process:
             self._running.start(self._open)
 
     def warm_up(self) -> None:
-        self._running.warm_up()
+        self._running.warm_up(WARM_UP)
 
     @property
     def error(self) -> str | None:
@@ -70,7 +73,8 @@ class Process:
 
     def flaws(self) -> Sequence[str]:
         self._running.observe()
-        (row,) = judged([self._running.row], [self._running.texts], self._workload)
+        rows, texts = [self._running.row], [self._running.texts]
+        (row,) = judged(rows, texts, self._workload, self._running.nursery)
         if row.valid and not self._lossy and (row.parity or {}).get("lossy"):
             return ("it rounds on purpose, which is taken with --quantize only",)
         return row.reasons
@@ -102,6 +106,7 @@ class Processes:
     question: Question
     left: Callable[[], float]
     lossy: bool = False
+    nursery: Nursery | None = None
 
     def __call__(self, candidates: Sequence[Candidate]) -> Sequence[Process]:
         made = [self._process(one) for one in candidates]
@@ -122,5 +127,7 @@ class Processes:
         share = 1 if candidate.rung == AUTO else PATIENCE
         most = max(1.0, self.left() * share)
         contender = Contender(candidate.label, given)
-        running = Running(contender, self.workload, seconds=most, loading=most)
+        running = Running(
+            contender, self.workload, seconds=most, loading=most, nursery=self.nursery
+        )
         return Process(running, self.workload, self.question, lossy=self.lossy)

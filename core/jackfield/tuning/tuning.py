@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jackfield.api import prepare
+from jackfield.benchmarking.nursery import Nursery, usable
 from jackfield.benchmarking.workload import Workload
 from jackfield.errors import PromptError, UsageError
 from jackfield.estimates.comparing import built_in_text
@@ -54,11 +56,16 @@ def tune(
     """
     if not math.isfinite(budget.seconds):
         raise UsageError(f"a budget is a number of seconds, not {budget.seconds}")
-    prepare(model, **fixed)  # raises what `jackfield.load` would
-    question = Question(_text(terms, workload, reader), terms.answers)
-    ladder = RegisteredLadder(model, fixed, workload, quantize=terms.quantize)
-    start = Processes({"model": model}, workload, question, budget.left, lossy=terms.quantize)
-    return Climb(ladder, start, terms.bounds, budget, tell).run(fixed)
+    with contextlib.ExitStack() as open_ones:
+        nursery = open_ones.enter_context(Nursery()) if usable() else None
+        prepare(model, **fixed)  # raises what `jackfield.load` would
+        question = Question(_text(terms, workload, reader), terms.answers)
+        ladder = RegisteredLadder(model, fixed, workload, quantize=terms.quantize)
+        lossy = terms.quantize
+        start = Processes({"model": model}, workload, question, budget.left, lossy, nursery)
+        if nursery is not None:
+            nursery.ready()
+        return Climb(ladder, start, terms.bounds, budget, tell).run(fixed)
 
 
 def _text(terms: Terms, workload: Workload, reader: Text) -> Sequence[int]:
