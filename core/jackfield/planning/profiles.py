@@ -177,7 +177,7 @@ def compared(profile: Taken | None, plan: Plan, config: PreTrainedConfig) -> Pla
     ]
     apart += _apart(made, surroundings(plan, config))
     if made.get("finished") is False:
-        apart.append("tuning was stopped before it was compared with auto")
+        apart.append("tuning was stopped before its end")
     if apart:
         file, said = shown(profile.profile.file), "; ".join(apart)
         logger.warning("the profile %s: %s; its figures may not hold", file, said)

@@ -44,7 +44,7 @@ class Tried:
 class Outcome:
     """What the climb ends with: arguments of `jackfield.load`, and all that was tried.
 
-    `finished` is false where it was interrupted before the best was compared with auto.
+    `finished` is false where it was interrupted: the best was not compared with auto.
     """
 
     arguments: Mapping[str, Any]
@@ -81,7 +81,7 @@ class Climb:
                 raise
             self._note(auto, AUTO)
             self._tell("stopped: what follows is the best so far, not compared with auto")
-            return Outcome(best.candidate.arguments, self._tried, None, best is auto)
+            return Outcome(best.candidate.arguments, self._tried, None, False)
         finally:
             for one in self._open:
                 one.runner.close()
