@@ -21,6 +21,12 @@ with extras.imports():
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TEXT: dict[str, Any] = {
@@ -65,6 +71,14 @@ class _InternVL(_NoVideo, transformers.InternVLProcessor):
     pass
 
 
+class _OneVision(_NoVideo, transformers.LlavaOnevisionProcessor):
+    pass
+
+
+class _Qwen2(_NoVideo, transformers.Qwen2VLProcessor):
+    pass
+
+
 class _Qwen25(_NoVideo, transformers.Qwen2_5_VLProcessor):
     pass
 
@@ -86,6 +100,41 @@ def _llava() -> tuple[Any, Any]:
         vision_config=vision, text_config=transformers.LlamaConfig(**TEXT),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     ), processor  # fmt: skip
+
+
+_TILES = [[32, 64], [64, 32], [64, 64]]
+
+
+def _llava_next() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>")
+    side = {"height": 32, "width": 32}
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size=side, image_grid_pinpoints=_TILES
+    )
+    vision = transformers.CLIPVisionConfig(**VISION, projection_dim=16)
+    return transformers.LlavaNextConfig(
+        vision_config=vision, text_config=transformers.LlamaConfig(**TEXT),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), image_grid_pinpoints=_TILES,
+    ), transformers.LlavaNextProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def _llava_onevision() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>", "<video>")
+    images = LlavaOnevisionImageProcessorPil(
+        size={"height": 32, "width": 32}, image_grid_pinpoints=_TILES
+    )
+    vision = transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
+    return transformers.LlavaOnevisionConfig(
+        vision_config=vision, text_config=transformers.Qwen2Config(**TEXT),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<video>"), image_grid_pinpoints=_TILES,
+        vision_feature_select_strategy="full", vision_feature_layer=-1,
+    ), _OneVision(
+        images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full"
+    )  # fmt: skip
 
 
 def _idefics3() -> tuple[Any, Any]:
@@ -150,6 +199,17 @@ _QWEN_VISION = {
 }  # fmt: skip
 
 
+def _qwen2() -> tuple[Any, Any]:
+    ids, processor = _qwen(_Qwen2)
+    vision = {
+        "embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 8,
+        "spatial_merge_size": 2, "mlp_ratio": 2,
+    }  # fmt: skip
+    return transformers.Qwen2VLConfig(
+        vision_config=vision, text_config={**TEXT, "rope_parameters": _ROTARY}, **ids
+    ), processor
+
+
 def _qwen25() -> tuple[Any, Any]:
     ids, processor = _qwen(_Qwen25)
     vision = {**_QWEN_VISION, "depth": 2, "window_size": 32, "fullatt_block_indexes": [1]}
@@ -170,7 +230,8 @@ def _qwen3() -> tuple[Any, Any]:
 #: type of a model -> its config, its processor
 _MADE: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3": _gemma3, "idefics3": _idefics3, "internvl": _internvl, "llava": _llava,
-    "qwen2_5_vl": _qwen25, "qwen3_vl": _qwen3,
+    "llava_next": _llava_next, "llava_onevision": _llava_onevision, "qwen2_5_vl": _qwen25,
+    "qwen2_vl": _qwen2, "qwen3_vl": _qwen3,
 }  # fmt: skip
 
 
@@ -223,11 +284,9 @@ def sixteen() -> list[list[dict[str, Any]]]:
 
 def given(processor: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """What the processor returns for a chat, as its users call it."""
-    lists = [m["content"] for m in messages if not isinstance(m["content"], str)]
-    images = [part["image"] for parts in lists for part in parts if part["type"] == "image"]
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    found = processor(
-        text=[text], images=images or None, return_tensors="pt", add_special_tokens=False
+    how = {"return_tensors": "pt", "add_special_tokens": False}
+    found = processor.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True, processor_kwargs=how
     )
     return dict(found)
 

@@ -20,7 +20,10 @@ from jackfield.errors import CheckpointError, PromptError, UsageError
 with extras.imports():
     from seeing import build, chat, generated, picture, published, sixteen
 
-TYPES = ("llava", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl")
+TYPES = (
+    "llava", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("llava_next", "qwen2_vl")),
+)  # fmt: skip
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
 PAGED = "paged?page_size=4"
 
@@ -40,6 +43,20 @@ def seeing(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def llava() -> Any:
     return build("llava")
+
+
+@pytest.mark.parametrize("model_type", ["llava_next", "llava_onevision", "qwen2_vl"])
+def test_more_of_them_run_with_nothing_chosen(model_type: str) -> None:
+    model, processor = build(model_type)
+    chats = [chat("a ", picture(0), " b"), chat("no image"), chat("a ", picture(0), picture(1))]
+    several = model_type != "llava_onevision"  # of which its processor makes other tokens
+    expected = [generated(model, processor, c, **GREEDY) for c in chats[: 2 + several]]
+    with jackfield.load(model, tokenizer=processor) as engine:
+        assert new(engine.generate(chats[: 2 + several], **GREEDY)) == expected
+        if not several:
+            why = "message 0, part 2: a chat may have one image here: its processor makes other"
+            with pytest.raises(PromptError, match=why):
+                engine.generate([chats[2]], **GREEDY)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from families import FAMILIES, MORE_FAMILIES, VOCAB, config_of
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.git.modeling_git import GitModel
 
 import jackfield
@@ -64,6 +65,47 @@ def test_a_mask_of_the_models_own() -> None:
         jackfield.plan(config, attn_implementation="flex_attention")
     with pytest.raises(PlanError, match="no place for a mask of the model's own"):
         jackfield.plan(config, cache_implementation="paged")
+
+
+class Handing(transformers.LlamaForCausalLM):
+    """Hands its attention what its own call was given, and `of_its_own` beside."""
+
+    of_its_own: ClassVar[dict[str, Any]] = {}
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+        past_key_values: Any = None, logits_to_keep: int = 0, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        found = self.model(
+            input_ids, attention_mask, position_ids, past_key_values,
+            logits_to_keep=logits_to_keep, **kwargs, **self.of_its_own,
+        )  # fmt: skip
+        logits = self.lm_head(found[0][:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+
+class HandingOdd(Handing):
+    of_its_own: ClassVar[dict[str, Any]] = {"odd": 1}
+
+
+@pytest.mark.parametrize("cls", [Handing, HandingOdd])
+def test_what_a_model_hands_to_its_attention_is_seen_before_it_runs(cls: type[Handing]) -> None:
+    torch.manual_seed(0)
+    model = cls(config_of("llama"))
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    ids = [5, 6, 7, 8]
+    expected = model.generate(torch.tensor([ids]), **settings)[0, 4:].tolist()
+    why = r"own_attention \(HandingOdd hands its attention 'odd'\)"
+    with jackfield.load(model) as engine:
+        assert engine.generate([ids], **settings)[0].token_ids == expected
+        chosen = str(engine.plan["attention"].registered)
+    if cls.of_its_own:
+        assert "eager" in chosen
+        with pytest.raises(PlanError, match=why):
+            jackfield.plan(model, attn_implementation="sdpa")
+    else:
+        assert "eager" not in chosen
 
 
 @pytest.mark.parametrize("name", ["Bart", "MBart", "Pegasus", "Marian", "Whisper", "Blenderbot"])

@@ -22,7 +22,7 @@ from jackfield.bridge.encoders import has_encoder, part_configs
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
 from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.native_attention import NativeAttention
-from jackfield.bridge.probe import FEATURE_KWARGS
+from jackfield.bridge.probe import FEATURE_KWARGS, PLAIN_KWARGS, stray
 from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
     BindContext,
@@ -34,11 +34,6 @@ from jackfield.contracts import (
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Registered
-
-#: Keyword arguments that say nothing which the mask and the tensors do not say already.
-PLAIN_KWARGS = frozenset(
-    {"cache_position", "dropout", "is_causal", "position_ids", "scaling", "use_cache"}
-)
 
 LINEAR = "linear_attention"
 _CALLS = 8  # of a layer in one step, that are remembered
@@ -302,8 +297,8 @@ class AttentionBinding:
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
         ) -> Any:
-            if not kwargs.keys() <= understood:
-                self._refuse_stray(kwargs, understood)
+            if not kwargs.keys() <= understood and (others := stray(kwargs, understood)):
+                raise self._strange(others)
             if kwargs.get("dropout"):
                 raise ExecutionError(
                     f"{self.registered} is for inference and drops nothing out; call model.eval(), "
@@ -313,15 +308,11 @@ class AttentionBinding:
 
         return forward
 
-    def _refuse_stray(self, kwargs: dict[str, Any], understood: frozenset[str]) -> None:
-        stray = [
-            k for k, v in kwargs.items() if k not in understood and v is not None and v is not False
-        ]
-        if stray:
-            raise ExecutionError(
-                f"the model hands {', '.join(map(repr, stray))} to its attention, which "
-                f"{self.registered} does not declare; choose another attention, e.g. 'eager'"
-            )
+    def _strange(self, names: list[str]) -> ExecutionError:
+        return ExecutionError(
+            f"the model hands {', '.join(map(repr, names))} to its attention, which "
+            f"{self.registered} does not declare; choose another attention, e.g. 'eager'"
+        )
 
     def install(self, model: PreTrainedModel) -> Callable[[], None]:
         """Make `model` call this attention. Returns the function that puts back what was there."""

@@ -47,10 +47,13 @@ class ReadImage:
 
 
 class ImageReader:
-    """The processor of a model that reads images; `token` is what its template writes for one."""
+    """The processor of a model that reads images; `token` is what its template writes for one.
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    `alone`: why a chat may have one image and no more; None: it may have several.
+    """
+
+    def __init__(self, processor: Any, alone: str | None = None) -> None:
+        self.processor, self.alone = processor, alone
         self.token: str = processor.image_token
 
     def read(self, where: str, picture: Picture) -> ReadImage:
@@ -148,6 +151,10 @@ def lacks(processor: Any) -> str | None:
 
 
 def stacked(processor: Any, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
-    """All that `processor` returns for a text with several images, as its own users call it."""
+    """All that `processor` returns for a text with several images, as its own users call it.
+
+    That is `apply_chat_template(tokenize=True)`, which gives it a list of images for each text:
+    LLaVA-OneVision makes other tokens of one that has several.
+    """
     how = {"return_tensors": "pt", "add_special_tokens": False, "padding": False}
-    return dict(processor(text=[text], images=images, **how))
+    return dict(processor(text=[text], images=[images], **how))

@@ -38,14 +38,21 @@ _SIZES = ((32, 32), (30, 60))  # of two images, in pixels
 _NAMED = 4  # the first id that a special token of a small model has
 _PIECE, _PIECES = 7, 8  # tokens of a piece at least, pieces of a text at most
 _OF_A_TOKEN = ("_token_id", "_token_index")  # names of fields
+TOGETHER = "its processor makes other tokens of several images than of each alone"
 
 
 def tried_with_images(
-    config: PreTrainedConfig, cls: type[PreTrainedModel], reader: ImageReader, *, ragged: bool
+    config: PreTrainedConfig,
+    cls: type[PreTrainedModel],
+    reader: ImageReader,
+    *,
+    ragged: bool,
+    most: int = 2,
 ) -> str | None:
     """Why images are not read rightly; None: they are.
 
-    `ragged`: rows of several lengths are run together, and prompts in pieces.
+    `ragged`: rows of several lengths are run together, and prompts in pieces. `most`: how many
+    images a text has, one or two.
     """
     why = "none can be built"
     own, ids = _with_small_tokens(config)
@@ -53,7 +60,8 @@ def tried_with_images(
         for small in shrunk(own, cls):
             torch.manual_seed(SEED)
             try:
-                return _Bench(drawn(small, cls, torch.float32), reader, ids).trial(ragged=ragged)
+                bench = _Bench(drawn(small, cls, torch.float32), reader, ids, most)
+                return bench.trial(ragged=ragged)
             except Exception as error:  # noqa: BLE001 - any model's or processor's code
                 why = first_line(error)
                 logger.debug("no trial of images of %s: %s", config.model_type, why)
@@ -71,15 +79,19 @@ def _with_small_tokens(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict
 
 
 class _Bench:
-    """Three texts, with two images, one, and none; and what the model itself says of them."""
+    """Three texts, with `most` images, one, and none; and what the model itself says of them."""
 
-    def __init__(self, model: PreTrainedModel, reader: ImageReader, small: dict[int, int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, reader: ImageReader, small: dict[int, int], most: int
+    ) -> None:
         self._model, self._reader, self._small = model, reader, small
         self._forward = forward_of(model)
         self._encoder = ImageEncoder(model)
         self._pictures = [_noise(*size) for size in _SIZES]
         token = reader.token
-        self._texts = {f"a b {token} c {token} d e f g": (0, 1), f"{token} h i j k": (1,)}
+        which = tuple(range(most))
+        first = " c ".join([token] * most)
+        self._texts = {f"a b {first} d e f g": which, f"{token} h i j k": (1,)}
         self._texts["l m n o p q r s t"] = ()
 
     def trial(self, *, ragged: bool) -> str | None:
@@ -87,7 +99,7 @@ class _Bench:
         two, one, none = rows
         own = self._own(*next(iter(self._texts.items())))
         if own["input_ids"].tolist() != [two[0]]:
-            return "its processor makes other tokens of several images than of each alone"
+            return TOGETHER
         said = self._said(own)
         if apart(self._read([two]), said):
             return self._cause(own, self._read([two]))

@@ -9,9 +9,10 @@ do experts, whose routing needs numbers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,12 @@ FEATURE_KWARGS = {
     "sinks": "s_aux",
     "position_bias": "position_bias",
 }
+
+#: Keyword arguments that say nothing which the mask and the tensors do not say already.
+PLAIN_KWARGS = frozenset(
+    {"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "scaling",
+     "use_cache"}
+)  # fmt: skip
 
 TOKENS = 3  # more than one: a prompt, for which there is a mask
 
@@ -115,7 +122,10 @@ def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     # Models ask a mask whether all of it is valid.
     if not has_encoder(meta_model.config):
-        meta_model(input_ids=ids, attention_mask=None, past_key_values=cache, use_cache=True)
+        own: dict[str, Any] = {"input_ids": ids, "attention_mask": None, "past_key_values": cache}
+        if "logits_to_keep" in inspect.signature(meta_model.forward).parameters:
+            own["logits_to_keep"] = 1  # as in every step of ours
+        meta_model(**own, use_cache=True)
         return
     said = joined([torch.zeros(TOKENS, encoder_size(meta_model))], TOKENS)
     said |= {"input_ids": ids, "encoder_attention_mask": None}
@@ -184,9 +194,19 @@ def seen_features(architecture: str, calls: Sequence[Call]) -> dict[str, str]:
         for feature, kwarg in FEATURE_KWARGS.items()
         if feature != "sliding_window" and any(c.kwargs.get(kwarg) is not None for c in calls)
     }
+    known = PLAIN_KWARGS | set(FEATURE_KWARGS.values())
+    if others := sorted({name for call in calls for name in stray(call.kwargs, known)}):
+        # Nobody but the model's own code knows what they ask for.
+        named = ", ".join(map(repr, others))
+        found["own_attention"] = f"{architecture} hands its attention {named}"
     if any(call.own_mask for call in calls):
         found["own_mask"] = f"{architecture} makes its attention's mask itself"
     return found
+
+
+def stray(kwargs: Mapping[str, Any], known: Set[str]) -> list[str]:
+    """The names of what a model hands to its attention that are not `known` and say something."""
+    return [k for k, v in kwargs.items() if k not in known and v is not None and v is not False]
 
 
 def irregular(calls: Sequence[Call], windows: Sequence[int | None]) -> str | None:

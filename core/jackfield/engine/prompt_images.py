@@ -49,6 +49,10 @@ class ImageIntake:
             return prompt, None
         if isinstance(self._reader, str):
             raise PromptError(f"{found[0][0]}: images are not read here: {self._reader}")
+        if len(found) > 1 and self._reader.alone is not None:
+            raise PromptError(
+                f"{found[1][0]}: a chat may have one image here: {self._reader.alone}"
+            )
         read = [self._reader.read(where, opened(where, value)) for where, value in found]
         return messages, PromptImages(read)
 

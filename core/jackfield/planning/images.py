@@ -13,7 +13,7 @@ from jackfield.bridge.image_reader import (
     processor_of,
     reads_images,
 )
-from jackfield.bridge.image_trial import tried_with_images
+from jackfield.bridge.image_trial import TOGETHER, tried_with_images
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str
     reader = ImageReader(processor)
     ragged = not (needs.ragged or needs.pieces)
     reason = tried_with_images(source.config, cls, reader, ragged=ragged)
+    if reason == TOGETHER:
+        reader = ImageReader(processor, alone=reason)
+        reason = tried_with_images(source.config, cls, reader, ragged=ragged, most=1)
     return reader if reason is None else reason
 
 
