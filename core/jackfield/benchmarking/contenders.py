@@ -21,6 +21,7 @@ OURS = "jackfield"
 RIVALS = {
     "generate": "transformers' generate, in padded batches",
     "generate_batch": "transformers' continuous batching",
+    "llama.cpp": "llama.cpp, on a GGUF file",
 }
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jackfield.benchmarking.llama_cpp import LlamaCpp
 from jackfield.benchmarking.programs import Program, Ran
 from jackfield.benchmarking.workload import Request
 from jackfield.errors import ExecutionError, UsageError
@@ -163,4 +164,6 @@ class GenerateBatch(Transformers):
         self.model.set_attn_implementation("sdpa")
 
 
-RIVAL_PROGRAMS: dict[str, type[Program]] = {"generate": Generate, "generate_batch": GenerateBatch}
+RIVAL_PROGRAMS: dict[str, type[Program]] = {
+    "generate": Generate, "generate_batch": GenerateBatch, "llama.cpp": LlamaCpp,
+}  # fmt: skip

@@ -26,7 +26,7 @@ BackendArgument = Annotated[
 
 
 def _other(kind: str, *flags: str) -> Any:
-    return typer.Option(*flags, metavar="NAME", help=f"A {kind} backend to measure; repeatable.")
+    return typer.Option(*flags, metavar="NAME", help=f"Measure this {kind} backend; repeatable.")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Alternatives:
     ] = None
     rival: Annotated[
         list[str] | None,
-        flag("--rival", "NAME", "Another program: generate or generate_batch; repeatable."),
+        flag(
+            "--rival", "NAME", "Another program: generate, generate_batch, llama.cpp; repeatable."
+        ),
     ] = None
     assistant_model: Annotated[
         str | None, flag("--assistant-model", "MODEL", "Draft model for --decoding assisted.")
