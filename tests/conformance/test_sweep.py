@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import sweep
 import torch
@@ -24,6 +26,17 @@ def test_a_wrong_cell_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, wanted = sweep._reference("hy_v4")
     outcome = sweep.cell(model, wanted, "dynamic", "eager")
     assert outcome.startswith("WRONG: a ragged batch in chunks of all")
+
+
+def test_what_was_tried_has_the_figures_of_the_page_that_the_sweep_writes() -> None:
+    figures = re.search(
+        r"(\d+) were built and (\d+) of these run.* Of (\d+) cells, (\d+) are equal, "
+        r"(\d+) are refused and (\d+) are WRONG",
+        sweep.PAGE.read_text(),
+    )
+    assert figures is not None
+    told = "({} types built, {} of them run) | {} | {} | {} | {} |".format(*figures.groups())
+    assert told in (sweep.PAGE.parent / "hardening.md").read_text()
 
 
 def test_the_recipe_builds_at_least_ninety_types() -> None:

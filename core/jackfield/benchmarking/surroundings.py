@@ -16,6 +16,8 @@ from jackfield.devices import name_of
 
 #: What figures depend on.
 LIBRARIES = ("jackfield", "torch", "transformers", "numpy", "tokenizers", "triton")
+#: Of programs that are none of these.
+OF_PROGRAMS = {"llama.cpp": "llama-cpp-python"}
 
 
 def surroundings(rows: Sequence[Row]) -> dict[str, Any]:
@@ -31,11 +33,12 @@ def surroundings(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def versions(rows: Sequence[Row]) -> dict[str, str]:
-    """Of Python, of libraries, and of the distributions whose backends ran."""
+    """Of Python, of libraries, and of the distributions whose backends and programs ran."""
     found = {"python": platform.python_version()}
     names = {
         one["distribution"] for row in rows for one in (row.plan or {}).get("chosen", {}).values()
     }
+    names |= {OF_PROGRAMS[row.program] for row in rows if row.program in OF_PROGRAMS}
     for name in sorted({*LIBRARIES, *names}):
         try:
             found[name] = importlib.metadata.version(name)
