@@ -19,6 +19,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +27,7 @@ import torch
 from command_line import cli as cli  # a fixture, for every folder
 from forking import Forks
 from hypothesis import settings
+from samples import drawn
 
 from jackfield.cli import QUIET
 from jackfield.contracts import Backend
@@ -47,6 +49,21 @@ logging.getLogger("torch.__trace").propagate = True
 if not torch.cuda.is_available():
     # Read when Triton is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not long"` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `one_in(n)` those that are not drawn are long."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        (n,) = same[0].get_closest_marker("one_in").args  # type: ignore[union-attr]
+        mine = drawn([item.nodeid for item in same], n)
+        for item in same:
+            if item.nodeid not in mine:
+                item.add_marker("long")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -58,6 +58,7 @@ def staggered(texts: Seq[Seq[int]], **settings: Any) -> list[Arrival]:
     + [(chunk, both, both) for chunk in (1, 512) for both in (False, True)],
 )
 @pytest.mark.parametrize("family", TIGHT)
+@pytest.mark.one_in(4)
 def test_staggered_requests_in_a_tight_pool_say_what_they_say_alone(
     family: str, chunk: int, sharing: bool, swap: bool
 ) -> None:

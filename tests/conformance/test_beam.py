@@ -41,6 +41,7 @@ def flat(lists: Any) -> list[Any]:
 @pytest.mark.parametrize("ends", [None, ENDS], ids=["no-eos", "eos"])
 @pytest.mark.parametrize("stopping", STOPPING)
 @pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.one_in(4)
 def test_every_penalty_and_way_to_stop(penalty: float, stopping: Any, ends: Any) -> None:
     """Four prompts of different lengths together, and one alone, with 2 to 5 beams."""
     asked = {"length_penalty": penalty, "early_stopping": stopping, "eos_token_id": ends}
@@ -101,6 +102,7 @@ def test_every_cache_forks_or_is_refused_by_name(cache: str) -> None:
 
 @pytest.mark.parametrize("cache", ["paged?page_size=3", "dynamic"])
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.one_in(4)
 def test_every_family_or_a_refusal(family: str, cache: str) -> None:
     chosen = {"decoding": "beam", "cache_implementation": cache}
     try:

@@ -32,6 +32,7 @@ runs = [
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("family", "cache", "attention"), runs)
+@pytest.mark.one_in(4)
 def test_a_ragged_batch_equals_the_oracle(
     family: str, cache: str, attention: str, chunk: int | None
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_ragged_batch_equals_the_oracle(
 
 
 @pytest.mark.parametrize(("family", "cache", "attention"), runs)
+@pytest.mark.one_in(4)
 def test_single_prompts_and_rows_that_end_early(family: str, cache: str, attention: str) -> None:
     expected = references(family, LENGTHS, COUNT)
     counts = [3, COUNT, 1, COUNT - 2, 2]

@@ -77,6 +77,7 @@ def test_every_cache_gives_the_plain_text_or_is_refused_by_name(strategy: str, c
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_every_family_gives_the_plain_text_or_is_refused(strategy: str, family: str) -> None:
     try:
         engine = load(family, strategy, cache_implementation=["paged?page_size=4", "dynamic"])

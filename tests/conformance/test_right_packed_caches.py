@@ -77,6 +77,7 @@ def offered(backend: Cache, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.one_in(4)
 def test_a_right_cache_is_found_right(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

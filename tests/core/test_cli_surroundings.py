@@ -190,6 +190,7 @@ def test_a_command_in_its_surroundings(
 
 @pytest.mark.parametrize("columns", ["0", "1", "5", "19", "-5", "x", "1000000"])
 @pytest.mark.parametrize("line", ["generate --help", "plugins", "explain", "memory", "doctor"])
+@pytest.mark.one_in(5)
 def test_any_number_of_columns(
     cli: Cli, line: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,7 @@ def anew(saved: Path, folder: Path) -> None:
     ("tokenizer_config.json, whole", 2), ("tokenizer_config.json, fields", 5),
     ("weights", 1), ("index", 1),
 ])  # fmt: skip
+@pytest.mark.one_in(4)
 def test_a_part(saved: dict[str, Path], folder: Path, name: str, every: int) -> None:
     assert checked(saved, folder, name, every)["refused by name"] > 5
 

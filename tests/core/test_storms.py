@@ -13,6 +13,7 @@ from families import STATES_APART, WINDOW, build, oracle, prompts
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from samples import share
 from storming import Stepped
 
 import jackfield
@@ -226,7 +227,7 @@ class Storm(Stepped):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(
-    max_examples=60,
+    max_examples=share(1.0),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

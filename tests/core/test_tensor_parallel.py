@@ -105,6 +105,7 @@ def told(model: Path, **arguments: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in MORE)) for n in FAMILIES]
 )
+@pytest.mark.one_in(2)
 def test_tokens_are_those_of_one_process(
     pair: Load, folder: Callable[..., Path], name: str
 ) -> None:

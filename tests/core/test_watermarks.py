@@ -60,6 +60,7 @@ def right(model: Any, prompt: list[int], config: Any, **asked: Any) -> list[int]
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_tokens_are_those_of_generate(model: Any, more: dict[str, Any]) -> None:
     """All kinds in one batch, beside requests without any."""
     asked = [(config, own) for config in [None, *CONFIGS] for own in ({}, BESIDE)]

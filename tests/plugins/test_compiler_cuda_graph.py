@@ -46,6 +46,7 @@ def compiled(engine: jackfield.Engine) -> Any:
     ("family", "cache"),
     [*(("llama", cache) for cache in CACHES), ("gemma3", "paged"), ("qwen3-moe", "paged")],
 )
+@pytest.mark.one_in(5)
 def test_requests_that_come_and_go(family: str, cache: str) -> None:
     model = build(family)
     if "moe" in family:

@@ -55,6 +55,7 @@ QUICK = {
         )
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_twenty_requests_get_the_same_tokens(family: str, cache: str, shapes: str) -> None:
     """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
     model, coming = build(family), arrivals(20)
@@ -122,6 +123,7 @@ def test_what_is_compiled_reads_the_weights_as_they_are() -> None:
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
 @pytest.mark.parametrize("shapes", ["dynamic", "bucketed"])
+@pytest.mark.one_in(4)
 def test_prompts_are_compiled_where_it_is_asked_for(cache: str, shapes: str) -> None:
     model, coming = build("mistral"), arrivals(8)
     with load(model, cache, "none", max_batch_size=4) as engine:
@@ -134,6 +136,7 @@ def test_prompts_are_compiled_where_it_is_asked_for(cache: str, shapes: str) -> 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
 @pytest.mark.parametrize("shapes", ["dynamic", "bucketed"])
+@pytest.mark.one_in(4)
 def test_drafts_are_verified_in_compiled_steps(cache: str, shapes: str) -> None:
     texts = [[7, 8, 9, 10] * 6, [3, 4, 5] * 8, prompts((17,))[0]]
     model, common = build("llama"), {"decoding": "prompt_lookup"}
@@ -457,6 +460,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     assert warm[3:] == cold[3:]
 
 
+@pytest.mark.long
 def test_ten_engines_with_the_compiler_of_the_guide(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("family", "cache"),
     [("gemma3", "paged"), ("llama", "static"), ("mistral", "dynamic"), ("phi3", "paged")],
 )
+@pytest.mark.one_in(4)
 def test_twenty_requests_get_the_same_tokens(family: str, cache: str) -> None:
     """Windows, chunks of prompts, rows that join (paged), idle (static) or are taken out."""
     model, coming = build(family), arrivals(20)
@@ -88,6 +89,7 @@ def test_twenty_requests_get_the_same_tokens(family: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED))
+@pytest.mark.one_in(4)
 def test_every_family_says_the_same(family: str) -> None:
     """In float32, which experts need; most other tests run float64."""
     model, texts = build(family, torch.float32), prompts((5, 9, 3))
@@ -102,6 +104,7 @@ def test_every_family_says_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])
+@pytest.mark.one_in(2)
 def test_drafts_are_verified_in_native_steps(cache: str) -> None:
     texts = [[7, 8, 9, 10] * 6, [3, 4, 5] * 8, prompts((17,))[0]]
     model, common = build("llama"), {"decoding": "prompt_lookup"}
@@ -126,6 +129,7 @@ def test_beams_fork_between_native_steps(cache: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.one_in(2)
 def test_layers_of_int4_cpu(kernel: str) -> None:
     selected = {"quantization": f"int4-cpu?kernel={kernel}", "cache_implementation": "paged"}
     text = "Sort these numbers: 41 7 88"
@@ -649,6 +653,7 @@ FLAGS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.one_in(2)
 def test_other_processors(flags: list[str], tmp_path: Path, forks: Forks) -> None:
     """The same sources without AVX-512, and without any of it: all operators, once more."""
     file = Path(__file__).with_name("test_native_operators.py")

@@ -161,6 +161,7 @@ NO_FOLDERS = {
 @pytest.mark.parametrize(
     "call", ["jackfield.load", "sys.exit(run(['generate', 'hi', '--compile', 'inductor']))"]
 )
+@pytest.mark.one_in(4)
 def test_a_folder_that_torch_cannot_make_is_named_where_torch_comes_in(
     call: str, named: str
 ) -> None:

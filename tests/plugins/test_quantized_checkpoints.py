@@ -36,6 +36,7 @@ def counts(forks: Forks, selection: str, *arguments: str) -> tuple[int, int, int
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.one_in(5)
 def test_some(selection: str, forks: Forks) -> None:
     caught, harmless, wrong = counts(forks, selection, "--some", "30")
     assert caught >= 15

@@ -56,6 +56,7 @@ def test_only_our_own_line_is_on_the_console(selection: str, library: str, forks
 
 
 @extras.marked("gptqmodel")
+@pytest.mark.long
 def test_gptq_is_quiet_too(tmp_path: Path, forks: Forks) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a fox.\n" * 40)

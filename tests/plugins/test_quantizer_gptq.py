@@ -223,6 +223,7 @@ def test_weights_of_one_sign_are_within_what_is_declared(tmp_path: Path, tiny: A
                 assert (found.T - right).norm() <= ERRORS[8] * right.norm(), path
 
 
+@pytest.mark.long
 def test_plain_transformers_code_reads_its_config() -> None:
     config: Any = jackfield.quantization("plugin:gptq?bits=8&group_size=64&samples=2")
     assert (config.bits, config.group_size) == (8, 64)

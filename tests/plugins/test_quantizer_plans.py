@@ -55,6 +55,7 @@ def refusal(act: Any, folder: Path, selection: Any) -> str | None:
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.one_in(4)
 def test_a_plan_refuses_what_loading_refuses(folders: dict[Any, Path], selection: str) -> None:
     extras.needs("torchao" if "torchao" in selection else "bitsandbytes")
     for sizes, folder in folders.items():

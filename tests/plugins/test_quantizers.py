@@ -121,6 +121,7 @@ def test_bytes_of_other_families(selection: str, family: str, tmp_path: Path) ->
         "int4-cpu",
     ],
 )
+@pytest.mark.one_in(4)
 def test_answers_are_within_two_points_of_full_precision(key: str) -> None:
     if key != "int4-cpu":
         extras.needs("torchao" if key.startswith("ao") else "bitsandbytes")
@@ -145,6 +146,7 @@ of_the_library = every(
 
 
 @of_the_library
+@pytest.mark.one_in(3)
 def test_each_attention_and_cache_says_what_transformers_says(selection: str) -> None:
     """Ragged, and more requests than run together, so that they join while others run."""
     assert_same(
@@ -193,6 +195,7 @@ def test_deterministic_is_refused(selection: str) -> None:
 
 @every(marked(SAVED))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.one_in(4)
 def test_saved_and_read_again_it_is_the_same(selection: str, dtype: str, tmp_path: Path) -> None:
     with jackfield.load("demo", quantization=selection, dtype=dtype) as engine:
         tokens = tokens_of(engine)  # before it is saved, since a step may repack weights

@@ -79,6 +79,7 @@ FAMILIES = ["llama", "gemma3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_requests_that_come_and_go(family: str) -> None:
     model, found, counted = build(family), {}, {}
     for compiler in ("none", "cuda_graph"):

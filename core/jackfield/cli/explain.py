@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jackfield.cli.options import Backends, JsonOption, ModelArgument
@@ -52,22 +51,22 @@ def _print_json(found: Explanation) -> None:
 
 def _print(found: Explanation) -> None:
     out, needs, plan, verdicts = console(), found.requirements, found.plan, found.verdicts
-    said = partial(out.print, soft_wrap=True)  # a path stays whole
-    said(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
+    out.print(f"{needs.architecture}, {needs.dtype} on {needs.device}, {needs.layout} layout")
     for name, evidence in needs.features.items():
-        said(f"  needs {name}: {evidence}")
+        out.print(f"  needs {name}: {evidence}")
     if found.profile is not None:
-        said(f"  {found.profile.origin}: {', '.join(found.profile.names) or 'nothing'}")
+        names = ", ".join(found.profile.names) or "nothing"
+        out.print(f"  {found.profile.origin}: {names}", soft_wrap=True)  # a path stays whole
     if plan is not None and plan.placement:
-        said(f"  weights: {plan.placement}")
+        out.print(f"  weights: {plan.placement}")
     if plan is not None and plan.shared:
-        said(f"  {plan.shared}")
+        out.print(f"  {plan.shared}")
     if plan is not None and plan.adapter:
-        said(f"  adapter: {plan.adapter}")
+        out.print(f"  adapter: {plan.adapter}")
     for refusal in plan.faster if plan is not None else ():
-        said(f"  would be faster: {refusal.registered.kind} {refusal}")
+        out.print(f"  would be faster: {refusal.registered.kind} {refusal}")
     if plan is not None and (memory := plan.memory()):
-        said(f"  memory for keys and values: {memory}")
+        out.print(f"  memory for keys and values: {memory}")
     reasons = {reason: n for n, reason in enumerate(_reasons(verdicts), 1)}
     rows = [(("kind", "backend", "verdict", "distribution"), ["why"])] + [
         ((v.kind, v.name, v.verdict, f"{v.distribution} {v.version}"), [_why(v, reasons)])
