@@ -99,3 +99,19 @@ def test_what_crashes_hangs_or_lies_is_a_row_and_others_go_on(liars: Liars) -> N
     assert "called what sdpa does" in reasons["inside"]
     assert found["sdpa"].peak_bytes is not None
     assert 1e6 < found["sdpa"].peak_bytes < 1e9
+
+
+def test_after_an_interruption_nothing_takes_the_answer_of_another_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Worker() as worker:
+
+        def interrupted(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._wire, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                worker.ask("finish")
+        with pytest.raises(ExecutionError, match="ended with SIGKILL"):
+            worker.ask("finish")

@@ -195,3 +195,16 @@ def test_a_workload_says_what_it_is() -> None:
         "name": "mine", "requests": 2, "prompt_tokens": 3, "new_tokens": 8,
     }  # fmt: skip
     assert (told["batch"], told["arrivals"], told["seed"]) == (2, True, 7)
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: Text) -> None:
+    """Not at what may stand in a JSON text, and that Python takes for the end of a line."""
+    path = tmp_path / "prompts.jsonl"
+    prompts = [f"one{mark}two" for mark in "\u2028\u2029\x85"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    path.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    found = workload_of(path, Shape(), text, None)
+    assert [list(one.prompt) for one in found.requests] == [text.encode(one) for one in prompts]
+    path.write_text("\n".join([*lines, "{"]), encoding="utf-8")
+    with pytest.raises(UsageError, match="line 4: it is not JSON"):
+        workload_of(path, Shape(), text, None)

@@ -197,6 +197,45 @@ def test_any_value_is_read_or_refused(name: str, tmp_path: Path) -> None:
     assert all(name in line and "\n" not in line for line in refused)
 
 
+FREE = {
+    "attn_implementation": [
+        "hub?repo=a/b&revision=main",
+        "paged|hub?repo=a/b",
+        ["sdpa", "hub?repo=a/b"],
+    ],
+    "kernels": ["hub-layer?repo=a/b&revision=main"],
+    "quantization": ["gptq?calibration=/some/file", "plugin:gptq?bits=8&calibration=x"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in FREE.items() for v in vs])
+def test_no_profile_names_a_file_or_a_model(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is any text and may name a file or a model; drop it"):
+        read_profile(written(tmp_path, {name: value}))
+
+
+def test_words_and_numbers_are_options_of_a_profile(tmp_path: Path) -> None:
+    selections = {
+        "attn_implementation": "sdpa?kernel=math",
+        "quantization": "int8-cpu?group_size=32",
+    }
+    assert read_profile(written(tmp_path, selections)).selections == selections
+
+
+def test_what_a_profile_cannot_name_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = written(
+        tmp_path, {"dtype": "float32"}, made={"named": {"quantization": "gptq?calibration=x"}}
+    )
+    with caplog.at_level(logging.WARNING, logger="jackfield"):
+        jackfield.plan("demo", profile=file)
+        assert "quantization='gptq?calibration=x', which you have to name yourself" in caplog.text
+        caplog.clear()
+        jackfield.plan("demo", profile=file, quantization="none")
+        assert "which you have to name yourself" not in caplog.text
+
+
 NAMES = st.text(max_size=8)
 PLAIN = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
 TABLES = st.recursive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,14 @@ def test_the_rungs_are_the_ladder() -> None:
     one = ladder()
     for rung in RUNGS:
         assert one.rung(rung, {}).now
+
+
+@pytest.mark.skipif(find_spec("gptqmodel") is None, reason="needs jackfield[gptq]")
+def test_what_no_profile_may_name_is_written_beside(tmp_path: Path) -> None:
+    given = {"quantization": f"gptq?bits=8&calibration={Path(__file__)}"}
+    content = profile_of("demo", Outcome(given, [], None, True), WORK, 1.0)
+    assert list(content["made"]["named"]) == ["quantization"]
+    (tmp_path / "p.toml").write_text(toml(content))
+    found = read_profile(tmp_path / "p.toml")
+    assert "quantization" not in found.selections
+    assert "calibration=" in found.made["named"]["quantization"]

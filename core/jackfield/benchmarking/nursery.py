@@ -72,6 +72,9 @@ class Nursery:
                 answer = self._socket.recv(_NUMBER.size)
         except OSError:
             answer = b""
+        except BaseException:  # interrupted: its answer would be that of the next question
+            self._socket.close()
+            raise
         if len(answer) < _NUMBER.size:
             raise ExecutionError("the process that others are forked from has ended")
         return int(_NUMBER.unpack(answer)[0])

@@ -32,7 +32,7 @@ def of_file(path: Path, shape: Shape, text: Text, context: int | None) -> Worklo
         if getattr(shape, name) is not None:
             raise UsageError(f"{shown(path)} has prompts of its own; drop --{_flag(name)}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"cannot read {shown(path)}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -69,6 +69,9 @@ class Worker:
             raise ExecutionError(f"it did not end within {seconds:g} s") from None
         except (OSError, EOFError, ValueError):
             raise ExecutionError(self._ended()) from None
+        except BaseException:  # interrupted: its answer would be that of the next question
+            self.close()
+            raise
         if "error" in answer:
             raise _error(answer)
         return answer["found"]

@@ -152,6 +152,11 @@ def _with_decoding(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def without_paged(attention: str) -> str:
+    """The attention that transformers means by "paged|NAME"."""
+    return attention.removeprefix(PREFIX).removeprefix(_PAGED)
+
+
 def selected(selections: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     """What selects a backend of each kind, in our words. Raises SelectionError."""
     found = dict(selections)
@@ -163,7 +168,7 @@ def selected(selections: Mapping[str, Any], registry: Registry) -> dict[str, Any
                 f"attn_implementation={attention!r} means cache_implementation='paged', and "
                 f"{cache!r} is given; give one of them"
             )
-        inner = attention.removeprefix(PREFIX).removeprefix(_PAGED)
+        inner = without_paged(attention)
         if not inner:
             raise SelectionError(f"{attention!r} names no attention; write 'paged|sdpa'")
         _check_hub(inner, registry, also=", cache_implementation='paged'")
@@ -180,7 +185,7 @@ def _value(kind: str, value: Any, registry: Registry) -> Any:
             if isinstance(one, str) and one.removeprefix(PREFIX).startswith(_PAGED):
                 raise SelectionError(
                     f"{one!r} names a cache, too; in a list write attn_implementation="
-                    f"[{one.removeprefix(PREFIX).removeprefix(_PAGED)!r}, …] and "
+                    f"[{without_paged(one)!r}, …] and "
                     "cache_implementation='paged'"
                 )
         return [_value(kind, one, registry) for one in value]

@@ -1,7 +1,8 @@
 """A profile: selections that were measured, as TOML, with what was measured, where and when.
 
 Read only where a caller names one. What he leaves open is taken from it; what he names himself
-wins. Nothing of a profile names a file or a model: it selects installed backends and sizes.
+wins. Nothing of a profile names a file or a model: it selects installed backends, of their options
+those that are numbers, truth values and words of a closed set, and sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.devices import name_of
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
+from jackfield.planning.profile_options import free_option
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.spelling import AUTO, nearest
 
@@ -97,6 +99,8 @@ def _check(found: Mapping[str, Any], what: str) -> None:
         raise UsageError(f'{what} needs a table [selections], such as attn_implementation = "sdpa"')
     if not isinstance(made, dict) or not isinstance(made.get("versions", {}), dict):
         raise UsageError(f"{what}: made must be a table, and made.versions one in it")
+    if not isinstance(made.get("named", {}), dict):
+        raise UsageError(f"{what}: made.named must be a table")
     if not isinstance(evidence, list) or not all(isinstance(one, dict) for one in evidence):
         raise UsageError(f"{what}: evidence must be tables, each below [[evidence]]")
     for name, value in selections.items():
@@ -120,6 +124,17 @@ def _check_selection(name: str, value: Any, what: str) -> None:
     truth = name == "compile" and isinstance(value, bool)
     if not (isinstance(value, str) or truth or named or (texts and name in ARGUMENTS.values())):
         raise UsageError(f'{what}: {name} must be a text such as "auto", not {quoted(value)}')
+    if (free := free_text(name, value)) is not None:
+        raise UsageError(
+            f"{what}: {name}={quoted(value)} has the option {free!r}, which is any text and may "
+            f"name a file or a model; drop it, and name {name} yourself"
+        )
+
+
+def free_text(name: str, value: Any) -> str | None:
+    """The option of a selection that no profile may set; None: it has none."""
+    kind = next((kind for kind, argument in ARGUMENTS.items() if argument == name), None)
+    return None if kind is None else free_option(kind, value)
 
 
 @dataclass(frozen=True)
@@ -127,12 +142,13 @@ class Taken:
     """A profile that a caller named: what he left open comes from it.
 
     `names` are the arguments that do, `overruled` those that he named himself, with what the
-    profile has of them.
+    profile has of them; `missing` what it was measured with, cannot name, and he did not.
     """
 
     profile: Profile
     names: tuple[str, ...]
     overruled: Mapping[str, Any]
+    missing: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -176,6 +192,10 @@ def compared(profile: Taken | None, plan: Plan, config: PreTrainedConfig) -> Pla
         for name, value in profile.overruled.items()
     ]
     apart += _apart(made, surroundings(plan, config))
+    apart += [
+        f"it was measured with {shown(name)}={quoted(value)}, which you have to name yourself"
+        for name, value in profile.missing.items()
+    ]
     if made.get("finished") is False:
         apart.append("tuning was stopped before its end")
     if apart:
@@ -212,7 +232,10 @@ def taken(words: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     named = {name: v for name, v in found.items() if not _is_open(v)}
     left_open = {name: value for name, value in offered.items() if name not in named}
     overruled = {n: v for n, v in offered.items() if n in named and not _same(n, named[n], v)}
-    return {**found, **left_open, "profile": Taken(profile, tuple(left_open), overruled)}
+    missing = {
+        n: v for n, v in profile.made.get("named", {}).items() if n in known and n not in named
+    }
+    return {**found, **left_open, "profile": Taken(profile, tuple(left_open), overruled, missing)}
 
 
 def _is_open(value: Any) -> bool:

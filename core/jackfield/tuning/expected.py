@@ -20,7 +20,7 @@ def read_answers(path: Path) -> list[tuple[Any, str, int]]:
     Raises UsageError, which names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"cannot read {shown(path)}: {error.strerror}") from None
     except UnicodeDecodeError:

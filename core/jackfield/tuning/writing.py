@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jackfield.api import prepare
 from jackfield.contracts import GivenConfig
 from jackfield.errors import JackfieldError
-from jackfield.planning.profiles import FORMAT, SELECTABLE, surroundings
+from jackfield.planning.profiles import FORMAT, SELECTABLE, free_text, surroundings
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.registry.discovery import registry
 from jackfield.spelling import AUTO, Selection
@@ -43,6 +43,9 @@ def profile_of(model: str, outcome: Outcome, workload: Workload, budget: float) 
     }
     evidence = [row(one, workload) for one in outcome.tried]
     selections = pinned(found.plan, outcome.arguments)
+    if named := {name: v for name, v in selections.items() if free_text(name, v) is not None}:
+        made["named"] = named
+        selections = {name: v for name, v in selections.items() if name not in named}
     return {"format": FORMAT, "selections": selections, "made": made, "evidence": evidence}
 
 
