@@ -6,7 +6,11 @@ import base64
 import io
 import re
 import struct
+import subprocess
+import sys
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,10 @@ import pytest
 
 from jackfield.bridge import image_parts
 from jackfield.bridge.image_parts import Picture, opened, taken_out
+from jackfield.bridge.image_reader import ImageReader, ReadImage
+from jackfield.bridge.quiet import LOADING
+from jackfield.engine import prompt_images
+from jackfield.engine.prompt_images import PromptImages
 from jackfield.errors import PromptError
 
 with extras.imports():
@@ -76,6 +84,31 @@ def test_equal_images_have_one_name_however_they_are_given(tmp_path: Path) -> No
         whole.transpose(Image.Transpose.ROTATE_180),
     ]
     assert len({read({"type": "image", "image": one}).digest for one in [whole, *others]}) == 4
+
+
+def test_data_urls_are_written_in_many_ways() -> None:
+    data = stored(image())
+    heads = ("DATA:image/png;base64,", "data:;base64,", "data:image/PNG;name=a;BASE64,")
+    written = [url(data, head) for head in heads]
+    written.append("data:image/png;base64," + base64.encodebytes(data).decode())
+    for given in ("image", "url"):
+        found = [read({"type": "image", given: one}) for one in (url(data), *written)]
+        assert len({one.digest for one in found}) == 1
+
+
+def test_a_cameras_jpeg_has_its_first_picture() -> None:
+    """And further ones behind it, which are no film."""
+    one, smaller = image(size=(40, 30)), image(size=(20, 15))
+    data = stored(one, "MPO", save_all=True, append_images=[smaller])
+    assert read({"type": "image", "image": data}).image.size == (40, 30)
+
+
+def test_the_warnings_of_others_are_left_alone() -> None:
+    before = list(warnings.filters)
+    data = stored(image())
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(lambda _: opened("here", data), range(64)))) == 64
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("kind", image_parts.FORMATS)
@@ -156,6 +189,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("two", {"image": b"", "path": "a"}, "an image is given by 'image' or 'path' or 'url'"),
     ("more", {"image": b"", "size": 3}, "nothing here reads 'size'; drop it"),
     ("no base64", {"url": "data:image/png,abc"}, "a data URL of an image is like 'data:image/png"),
+    ("a text", {"image": "data:text/plain;base64,aGk="}, "a data URL of an image is like 'data:im"),
+    ("flat", {"image": Image.new("RGB", (0, 5))}, "an image of 0 × 5 pixels shows nothing"),
+    ("huge bomb", {"image": bomb(10_000, 10_000)}, "an image of more than 40000000 pixels"),
     ("odd base64", {"url": "data:image/png;base64,a*b"}, "the data URL is no base64"),
 ]
 
@@ -194,6 +230,40 @@ def test_sizes_have_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(image_parts, "MOST_IMAGES", 2)
     with pytest.raises(PromptError, match="the chat has 3 images, and 2 are the most"):
         taken_out(parts(*[{"type": "image", "image": b""}] * 3))
+
+
+def test_the_images_of_a_chat_have_a_limit_together() -> None:
+    one = image(size=(10, 10))
+    assert opened("here", one, 100)
+    with pytest.raises(PromptError, match="an image of 10 × 10 pixels, and those of a chat may"):
+        opened("here", one, 99)
+
+
+def test_an_image_is_read_while_a_model_is_loaded() -> None:
+    """Which may take minutes, and for which other threads are kept from transformers' loggers."""
+
+    class Processor:
+        image_token = "<image>"
+
+        def __call__(self, **given: Any) -> dict[str, Any]:
+            offsets = [[{"replacement": given["text"][0] * 3}]]
+            return {"text_replacement_offsets": offsets, "pixel_values": given["images"]}
+
+    reader = ImageReader(Processor())
+    with LOADING, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reader.read, "here", opened("here", image())).result(60)
+    assert found.text == "<image>" * 3
+
+
+def test_no_caller_can_write_the_salt_of_images() -> None:
+    """Pages are shared by prompts of one salt and the same tokens."""
+    one, other = ReadImage(b"a", "", {}), ReadImage(b"b", "", {})
+    salt = PromptImages([one]).salt
+    assert salt == PromptImages([one]).salt != PromptImages([other]).salt
+    assert re.fullmatch("images [0-9a-f]{16} [0-9a-f]{32}", salt)
+    code = "from jackfield.engine import prompt_images; print(prompt_images._OWN)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() != prompt_images._OWN
 
 
 def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

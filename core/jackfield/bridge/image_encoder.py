@@ -93,12 +93,13 @@ class ImageEncoder:
         if self._numbering is None:
             return None
         tokens = torch.tensor([list(ids)])
-        given: dict[str, Any] = {"mm_token_type_ids": (tokens == self.token).int()}
-        for name in images[0]:
+        takes = inspect.signature(self._numbering).parameters
+        given: dict[str, Any] = {}
+        if "mm_token_type_ids" in takes:
+            given["mm_token_type_ids"] = (tokens == self.token).int()
+        for name in images[0].keys() & takes.keys():
             if isinstance(images[0][name], torch.Tensor):
                 given[name] = torch.cat([fields[name] for fields in images])
-        takes = inspect.signature(self._numbering).parameters
-        given = {name: value for name, value in given.items() if name in takes}
         found: torch.Tensor = self._numbering(tokens, **given)[0]
         return found[:, 0].cpu()
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import os
-import warnings
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,9 +24,12 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MOST_BYTES = 32 * 2**20  # of a file
 MOST_PIXELS = 40_000_000  # three bytes each when they are decoded, and floats in a processor
 MOST_IMAGES = 256  # of a chat
+MOST_OF_A_CHAT = 4 * MOST_PIXELS  # pixels of its images together
 
 #: type of a part -> the keys that may say what its image is
 _KEYS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
+#: The head of a data URL, whose words are in any case.
+_HEAD = re.compile(r"data:(image/[^;,]+)?(;[^;,]+)*;base64", re.IGNORECASE)
 _INSTALL = "images need Pillow: pip install 'jackfield[vision]'"
 
 
@@ -80,7 +83,7 @@ def _source(where: str, part: Mapping[str, Any]) -> Any:
     if given[0] in ("url", "image_url"):
         if not isinstance(value, str):
             raise PromptError(f"{where}: a URL is a string, not {quoted(value)}")
-        if not value.startswith("data:"):
+        if not _is_data(value):
             raise PromptError(
                 f"{where}: {quoted(value)} is no data URL, and nothing is fetched here; write "
                 "'data:image/png;base64,…', or give the image itself"
@@ -102,12 +105,13 @@ def _address(where: str, value: Any) -> Any:
     return value.get("url")
 
 
-def opened(where: str, value: Any) -> Picture:
+def opened(where: str, value: Any, left: int = MOST_OF_A_CHAT) -> Picture:
     """The image that `value` is: a path, bytes, a data URL or an image of Pillow's.
 
     As transformers' `load_image` has it: turned as its camera was held, and in RGB. Raises
-    PromptError for one that is broken, larger than `MOST_BYTES` or `MOST_PIXELS` (before it is
-    decoded), of another kind than `FORMATS`, or moving.
+    PromptError for one that is broken, empty, larger than `MOST_BYTES`, `MOST_PIXELS` or the
+    pixels that are `left` to its chat (before it is decoded), of another kind than `FORMATS`, or
+    moving.
     """
     try:
         from PIL import Image, ImageOps
@@ -120,8 +124,16 @@ def opened(where: str, value: Any) -> Picture:
             f"{where}: an image of {width} × {height} pixels, and {MOST_PIXELS} are the most; make "
             "it smaller"
         )
+    if width * height > left:
+        raise PromptError(
+            f"{where}: an image of {width} × {height} pixels, and those of a chat may have "
+            f"{MOST_OF_A_CHAT} together; make them smaller, or ask for some at a time"
+        )
+    if not width * height:
+        raise PromptError(f"{where}: an image of {width} × {height} pixels shows nothing")
     try:
-        if getattr(image, "is_animated", False):
+        # The further pictures of a camera's JPEG (MPO) are the same in other sizes.
+        if getattr(image, "is_animated", False) and image.format != "MPO":
             raise PromptError(f"{where}: a moving image; give one of its frames")
         upright: Any = ImageOps.exif_transpose(image)
         rgb: Image.Image = upright.convert("RGB")
@@ -138,21 +150,22 @@ def _image(where: str, data: bytes) -> Image.Image:
     """The image in a file's bytes, of which the head was read."""
     from PIL import Image, UnidentifiedImageError
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes, which are looked at before it is decoded
-        try:
-            return Image.open(io.BytesIO(data), formats=FORMATS)
-        except UnidentifiedImageError:
-            raise PromptError(
-                f"{where}: these bytes are no image that is read here; give one of "
-                f"{', '.join(FORMATS)}"
-            ) from None
-        except Image.DecompressionBombError:
-            raise PromptError(
-                f"{where}: an image of more than {MOST_PIXELS} pixels; make it smaller"
-            ) from None
-        except Exception as error:
-            raise PromptError(f"{where}: {_broken(error)}") from error
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise PromptError(
+            f"{where}: these bytes are no image that is read here; give one of {', '.join(FORMATS)}"
+        ) from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise PromptError(
+            f"{where}: an image of more than {MOST_PIXELS} pixels; make it smaller"
+        ) from None
+    except Exception as error:
+        raise PromptError(f"{where}: {_broken(error)}") from error
+
+
+def _is_data(text: str) -> bool:
+    return text[:5].lower() == "data:"
 
 
 def _broken(error: Exception) -> str:
@@ -161,7 +174,7 @@ def _broken(error: Exception) -> str:
 
 def _bytes(where: str, value: Any) -> bytes:
     """The bytes of an image's file. Raises PromptError."""
-    if isinstance(value, str) and value.startswith("data:"):
+    if isinstance(value, str) and _is_data(value):
         return _decoded(where, value)
     if isinstance(value, BYTES):
         data = bytes(value)
@@ -190,11 +203,11 @@ def _bytes(where: str, value: Any) -> bytes:
 
 def _decoded(where: str, url: str) -> bytes:
     head, comma, body = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+    if not comma or not _HEAD.fullmatch(head):
         raise PromptError(f"{where}: a data URL of an image is like 'data:image/png;base64,…'")
     _check_size(where, len(body) * 3 // 4)
     try:
-        return base64.b64decode(body, validate=True)
+        return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PromptError(f"{where}: the data URL is no base64: {first_line(error)}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,11 +56,12 @@ class ImageReader:
     def __init__(self, processor: Any, alone: str | None = None) -> None:
         self.processor, self.alone = processor, alone
         self.token: str = processor.image_token
+        self._lock = threading.Lock()  # a processor's tokenizer is for one thread
 
     def read(self, where: str, picture: Picture) -> ReadImage:
         """What the processor makes of an image. Raises PromptError."""
         try:
-            with quiet():
+            with self._lock:
                 found = self.processor(
                     text=[self.token],
                     images=[picture.image],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -9,12 +11,14 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.image_chats import Places
-from jackfield.bridge.image_parts import opened, taken_out
+from jackfield.bridge.image_parts import MOST_OF_A_CHAT, opened, taken_out
 from jackfield.bridge.image_steps import Shown
 from jackfield.errors import PromptError
 
 if TYPE_CHECKING:
     from jackfield.bridge.image_reader import ImageReader, ReadImage
+
+_OWN = f"images {secrets.token_hex(8)}"  # so that no caller's salt is that of images
 
 
 @dataclass(eq=False)
@@ -28,7 +32,7 @@ class PromptImages:
     def salt(self) -> str:
         """What parts the pages of prompts with other images: their tokens may be the same."""
         named = blake2b(b"".join(image.digest for image in self.images), digest_size=16)
-        return f"images {named.hexdigest()}"
+        return f"{_OWN} {named.hexdigest()}"
 
 
 class ImageIntake:
@@ -53,7 +57,11 @@ class ImageIntake:
             raise PromptError(
                 f"{found[1][0]}: a chat may have one image here: {self._reader.alone}"
             )
-        read = [self._reader.read(where, opened(where, value)) for where, value in found]
+        read, left = [], MOST_OF_A_CHAT
+        for where, value in found:
+            picture = opened(where, value, left)
+            left -= math.prod(picture.image.size)
+            read.append(self._reader.read(where, picture))
         return messages, PromptImages(read)
 
     def places(self, images: PromptImages) -> Places:
