@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from command_line import Cli
 
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -84,3 +87,10 @@ def test_a_mistake_is_one_line(
     saved.save(run(row("one", FAST)), tmp_path / "a.json")
     (tmp_path / "text.json").write_text("[]")
     cli("bench", "page", *flags.split()).assert_failed(2, words)
+
+
+def test_the_measured_page_is_what_its_runs_say(cli: Cli) -> None:
+    runs = sorted(map(str, (DOCS / "runs").glob("*.json")))
+    assert len(runs) >= 2
+    done = cli("bench", "page", *runs, "--output", str(DOCS / "measured.md"), "--check")
+    assert done.code == 0, done.err
