@@ -99,8 +99,8 @@ def test_a_pool_that_failed_to_grow_grows_the_next_time(
     monkeypatch: pytest.MonkeyPatch, turn: int
 ) -> None:
     cache = store((None, None), tokens=None, first_pages=2)
-    once = FailsOnce(pools._resized, turn, behind=False)
-    monkeypatch.setattr(pools, "_resized", once)
+    once = FailsOnce(pools._larger, turn, behind=False)
+    monkeypatch.setattr(pools, "_larger", once)
     kept = written(cache, begun(0, 8), 8)
     failing = begun(1, 24)
     with pytest.raises(torch.OutOfMemoryError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from jackfield.contracts import PackedLayer, PackedStep, PageTables
+from jackfield_plugins.cache.paged.reserved import Reserved, reserved
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +23,7 @@ class Pools:
         self._page_size = page_size
         self.layers: dict[int, PackedLayer] = {}
         self._unseen: set[int] = set()  # whose pools were made before anything was written
+        self._behind: dict[int, list[Reserved | None]] = {}  # the keys and values of a layer
 
     def allocate(
         self,
@@ -31,10 +33,17 @@ class Pools:
         values: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        room: int = 0,
     ) -> None:
-        """Make the pools of a layer before anything is written."""
-        pages = (capacity, self._page_size)
-        made = [torch.zeros(*pages, *shape, dtype=dtype, device=device) for shape in (keys, values)]
+        """Make the pools of a layer before anything is written.
+
+        Each grows up to `room` bytes without being copied, where the system has addresses for it.
+        """
+        self._behind[index] = [reserved(room, device) for _ in (keys, values)]
+        made = [
+            _zeros(behind, (capacity, self._page_size, *shape), dtype, device)
+            for behind, shape in zip(self._behind[index], (keys, values), strict=True)
+        ]
         self.layers[index] = PackedLayer(made[0], made[1], NO_TABLES)
         self._unseen.add(index)
 
@@ -57,6 +66,7 @@ class Pools:
                 self._unseen.discard(index)
                 return layer
             layer.replace(*(pool.new_empty(0, *pool.shape[1:]) for pool, _ in pairs))
+            self._behind.pop(index, None)
         pages = (capacity, self._page_size)
         made = [states.new_zeros(*pages, *states.shape[1:]) for states in (keys, values)]
         self.layers[index] = PackedLayer(made[0], made[1], now)
@@ -64,14 +74,16 @@ class Pools:
         return self.layers[index]
 
     def grow(self, capacity: int) -> None:
-        """Give every layer `capacity` pages, one layer after the other: twice the memory of one.
+        """Give every layer `capacity` pages: in place, or by a copy of one layer after the other.
 
         Where one fails, those before it have grown, and are passed over the next time.
         """
-        for layer in self.layers.values():
+        for index, layer in self.layers.items():
             if layer.keys.shape[0] >= capacity:
                 continue
-            layer.replace(_resized(layer.keys, capacity), _resized(layer.values, capacity))
+            behind = self._behind.get(index, (None, None))
+            pools = zip((layer.keys, layer.values), behind, strict=True)
+            layer.replace(*(_larger(pool, capacity, memory) for pool, memory in pools))
 
     def copy(self, page: int, into: int) -> None:
         for layer in self.layers.values():
@@ -89,6 +101,7 @@ class Pools:
             layer.replace(layer.keys.new_empty(0, 0, 0, 0), layer.values.new_empty(0, 0, 0, 0))
         self.point(NO_TABLES)
         self.layers.clear()
+        self._behind.clear()
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +118,17 @@ class Pools:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
-def _resized(pool: torch.Tensor, capacity: int) -> torch.Tensor:
-    larger = pool.new_zeros(capacity, *pool.shape[1:])
+def _zeros(
+    behind: Reserved | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    made = behind.tensor(shape, dtype) if behind is not None else None
+    return torch.zeros(shape, dtype=dtype, device=device) if made is None else made
+
+
+def _larger(pool: torch.Tensor, capacity: int, behind: Reserved | None) -> torch.Tensor:
+    shape = (capacity, *pool.shape[1:])
+    if behind is not None and (grown := behind.tensor(shape, pool.dtype)) is not None:
+        return grown
+    larger = pool.new_zeros(shape)
     larger[: pool.shape[0]] = pool
     return larger

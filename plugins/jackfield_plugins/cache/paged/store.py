@@ -12,6 +12,7 @@ from jackfield.contracts import (
     ModelInputs,
     PackedKVCache,
     PackedLayer,
+    free_bytes,
 )
 from jackfield.errors import CacheFullError, ExecutionError
 from jackfield_plugins.cache.paged.fixed import MOST_TOKENS, FixedPlace, Rows
@@ -89,6 +90,10 @@ class PagedKVCache(PackedKVCache):
 
         Those of layers without a shape are made when the first token is written.
         """
+        grows = self.num_tokens is None and self._device.type == "cpu" and len(shapes) > 0
+        # A window needs little of its room; addresses cost nothing, so it has as much as the rest.
+        whole = sum(group.window is None for group in self._group_of) or len(self._group_of)
+        room = (free_bytes("cpu") or 0) // (2 * whole) if grows else 0
         for index, (keys, values) in enumerate(shapes):
             if all((*keys, *values)):
                 group = self._group_of[index]
@@ -99,6 +104,7 @@ class PagedKVCache(PackedKVCache):
                     values,
                     getattr(torch, dtype),
                     self._device,
+                    room,
                 )
 
     def close(self) -> None:
