@@ -64,6 +64,8 @@ class Prompts {
         const Step *keys[KEYS + TALL], *values[KEYS];
         Step *queries, *weights, *key_rows, *value_rows, *line;
         C *scores, *out, *most, *total, *at, *column;
+        const T *next_keys[KEYS], *next_values[KEYS];  // of the block after this one
+        int64_t coming;                                // how many of them there are
     };
 
     // A task, and the keys that its queries see.
@@ -180,6 +182,7 @@ class Prompts {
         std::fill_n(desk.out, used * lanes * values, C{});
         for (int64_t start = task.begin / KEYS * KEYS; start < task.end; start += KEYS) {
             point(desk, task, start);
+            look_ahead(desk, task, start + KEYS);
             for (int64_t vector = 0; vector < used; vector += BROAD)
                 by_breadth<BROAD>(std::min<int64_t>(BROAD, used - vector), [&](auto broad) {
                     tile<broad>(desk, task, start, vector);
@@ -252,6 +255,22 @@ class Prompts {
         }
     }
 
+    // Where the next block is. Its rows lie apart, so that no processor guesses them: they are fetched while
+    // this one is computed.
+    void look_ahead(Desk& desk, const Task& task, int64_t start) const {
+        desk.coming = std::clamp<int64_t>(task.end - start, 0, KEYS);
+        if (!desk.coming) return;
+        locate(desk.next_keys, call.key, call.key_page, call.key_head, call.key_slot, task, start, 0,
+               desk.coming);
+        locate(desk.next_values, call.value, call.value_page, call.value_head, call.value_slot, task, start, 0,
+               desk.coming);
+    }
+
+    static ALWAYS_INLINE void fetch(const T* const* rows, int64_t from, int64_t upto, int64_t size) {
+        for (int64_t k = from; k < upto; k++)
+            for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(rows[k] + i, 0, 2);
+    }
+
     void locate(const T** to, const void* pool, int64_t of_page, int64_t of_head, int64_t of_slot,
                 const Task& task, int64_t start, int64_t from, int64_t upto) const {
         const T* base = static_cast<const T*>(pool) + task.head * of_head;
@@ -283,6 +302,11 @@ class Prompts {
         const Step* queries = desk.queries + vector * lanes * steps;
         for (int64_t k = low; k < high; k += TALL) {
             Vec<C> sum[TALL * broad];
+            if (!vector) {
+                const int64_t rows = std::min(k + TALL, desk.coming);
+                fetch(desk.next_keys, k, rows, call.key_size);
+                fetch(desk.next_values, k, rows, call.value_size);
+            }
             score<broad>(queries, desk.keys + k, sum);
             each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
             if (k < clear || k + TALL > upto)
