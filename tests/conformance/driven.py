@@ -63,6 +63,7 @@ class Gate:
 
 def age(engine: Engine, sequence: Sequence, seconds: float) -> None:
     """Have the sequence come so many seconds before it did, which no step may see happen."""
+    sequence.called -= seconds
     sequence.started -= seconds
     timed = engine._loop._timed
     if sequence in timed:

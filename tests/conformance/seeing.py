@@ -67,6 +67,14 @@ class _NoVideo:
         return super().check_argument_for_proper_class(name, arg)  # type: ignore[misc]
 
 
+class _GotOcr2(transformers.GotOcr2Processor):
+    """Says 4 tokens for an image; how many they are, its users tell it at each call."""
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
+        few = {**kwargs, "num_image_tokens": 4}
+        return super().replace_image_token(image_inputs, image_idx, **few)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class _InternVL(_NoVideo, transformers.InternVLProcessor):
     pass
 
@@ -135,6 +143,20 @@ def _llava_onevision() -> tuple[Any, Any]:
     ), _OneVision(
         images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full"
     )  # fmt: skip
+
+
+def _got_ocr2() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<img>", "</img>", "<imgpad>")
+    images = GotOcr2ImageProcessorPil(size={"height": 64, "width": 64})
+    vision = {
+        "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 2, "mlp_dim": 32,
+        "num_attention_heads": 2, "image_size": 64, "patch_size": 8, "window_size": 4,
+        "global_attn_indexes": [1],
+    }  # fmt: skip
+    return transformers.GotOcr2Config(
+        vision_config=vision, text_config={"model_type": "qwen2", **TEXT},
+        image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"), image_seq_length=4,
+    ), _GotOcr2(images, tokenizer)  # fmt: skip
 
 
 def _idefics3() -> tuple[Any, Any]:
@@ -229,9 +251,9 @@ def _qwen3() -> tuple[Any, Any]:
 
 #: type of a model -> its config, its processor
 _MADE: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "gemma3": _gemma3, "idefics3": _idefics3, "internvl": _internvl, "llava": _llava,
-    "llava_next": _llava_next, "llava_onevision": _llava_onevision, "qwen2_5_vl": _qwen25,
-    "qwen2_vl": _qwen2, "qwen3_vl": _qwen3,
+    "gemma3": _gemma3, "got_ocr2": _got_ocr2, "idefics3": _idefics3, "internvl": _internvl,
+    "llava": _llava, "llava_next": _llava_next, "llava_onevision": _llava_onevision,
+    "qwen2_5_vl": _qwen25, "qwen2_vl": _qwen2, "qwen3_vl": _qwen3,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from jackfield.bridge.image_trial import tried_with_images
 from jackfield.errors import CheckpointError, PromptError, UsageError
 
 with extras.imports():
-    from seeing import build, chat, generated, picture, published, sixteen
+    from seeing import build, chat, generated, given, picture, published, sixteen
 
 TYPES = (
     "llava", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl",
@@ -57,6 +57,20 @@ def test_more_of_them_run_with_nothing_chosen(model_type: str) -> None:
             why = "message 0, part 2: a chat may have one image here: its processor makes other"
             with pytest.raises(PromptError, match=why):
                 engine.generate([chats[2]], **GREEDY)
+
+
+def test_a_processor_that_takes_no_chat_is_said() -> None:
+    """GOT-OCR2's refuses what `apply_chat_template` hands it; its text runs."""
+    model, processor = build("got_ocr2")
+    ids = [5, 6, 7, 8]
+    expected = model.generate(torch.tensor([ids]), **GREEDY)[0, 4:].tolist()
+    with pytest.raises(ValueError, match="Nested images"):
+        given(processor, chat("a ", picture(0)))
+    with jackfield.load(model, tokenizer=processor) as engine:
+        assert new(engine.generate([ids], **GREEDY)) == [expected]
+        why = "images are not read here: a small model of its kind could not be tried with images"
+        with pytest.raises(PromptError, match=f"{why}: Nested images are only supported with"):
+            engine.generate([chat("a ", picture(0))], **GREEDY)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

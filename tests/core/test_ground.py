@@ -49,10 +49,12 @@ def test_built_in_backends_stand_on_the_contracts_alone() -> None:
     assert beside == {}
 
 
-def test_contracts_come_in_without_torch() -> None:
-    code = (
-        "import sys, jackfield.contracts; print(sorted({'torch', 'transformers'} & {*sys.modules}))"
-    )
+@pytest.mark.parametrize(
+    "modules", ["jackfield.contracts", "jackfield.testing.process, jackfield.testing.report"]
+)
+def test_these_come_in_without_torch(modules: str) -> None:
+    """What a backend is made of, and what `jackfield check` needs outside the checks."""
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

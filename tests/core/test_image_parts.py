@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import re
 import struct
@@ -18,7 +19,7 @@ import extras
 import pytest
 
 from jackfield.bridge import image_parts
-from jackfield.bridge.image_parts import Picture, opened, taken_out
+from jackfield.bridge.image_parts import Picture, has_images, opened, taken_out
 from jackfield.bridge.image_reader import ImageReader, ReadImage
 from jackfield.bridge.quiet import LOADING
 from jackfield.engine import prompt_images
@@ -109,6 +110,24 @@ def test_the_warnings_of_others_are_left_alone() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(lambda _: opened("here", data), range(64)))) == 64
     assert warnings.filters == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has"),
+    [
+        (parts({"type": "image", "image": b""}), True),
+        ([{"role": "system", "content": "a"}, *parts({"type": "image_url"})], True),
+        (tuple(parts("odd", {"type": "image"})), True),
+        (parts({"type": "text", "text": "image"}), False),
+        ([{"role": "user", "content": "image"}, {}, 7], False),
+        ("image", False),
+        ([1, 2], False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_a_chat_with_an_image_is_known_by_its_parts(prompt: Any, has: bool) -> None:
+    assert has_images(prompt) is has
 
 
 @pytest.mark.parametrize("kind", image_parts.FORMATS)
@@ -239,16 +258,34 @@ def test_the_images_of_a_chat_have_a_limit_together() -> None:
         opened("here", one, 99)
 
 
+class Processor:
+    """Counts how many images it was given."""
+
+    image_token = "<image>"
+    count = 0
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        self.count += 1
+        offsets = [[{"replacement": given["text"][0] * 3}]]
+        return {"text_replacement_offsets": offsets, "pixel_values": given["images"]}
+
+
+def test_an_image_that_somebody_has_is_not_processed_again() -> None:
+    """And is nobody's afterwards."""
+    reader = ImageReader(processor := Processor())
+    with ThreadPoolExecutor(8) as pool:
+        seven = [opened("here", image((n % 7, 0, 0))) for n in range(56)]
+        found = list(pool.map(lambda one: reader.read("here", one), seven))
+    assert processor.count == len(set(found)) == 7
+    assert [one.digest for one in found] == [one.digest for one in seven]
+    del found
+    gc.collect()
+    reader.read("here", seven[0])
+    assert processor.count == 8
+
+
 def test_an_image_is_read_while_a_model_is_loaded() -> None:
     """Which may take minutes, and for which other threads are kept from transformers' loggers."""
-
-    class Processor:
-        image_token = "<image>"
-
-        def __call__(self, **given: Any) -> dict[str, Any]:
-            offsets = [[{"replacement": given["text"][0] * 3}]]
-            return {"text_replacement_offsets": offsets, "pixel_values": given["images"]}
-
     reader = ImageReader(Processor())
     with LOADING, ThreadPoolExecutor(1) as pool:
         found = pool.submit(reader.read, "here", opened("here", image())).result(60)

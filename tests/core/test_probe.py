@@ -108,6 +108,25 @@ def test_what_a_model_hands_to_its_attention_is_seen_before_it_runs(cls: type[Ha
         assert "eager" not in chosen
 
 
+class BesideAnother(transformers.LlamaForCausalLM):
+    """As one is in whose file another attention stands that is looked up by nobody (GOT-OCR2)."""
+
+    _can_set_attn_implementation_cached_value = False
+
+
+@pytest.mark.parametrize("chosen", ["auto", "sdpa", "eager"])
+def test_a_text_model_beside_another_has_its_attention_replaced(chosen: str) -> None:
+    torch.manual_seed(0)
+    model = BesideAnother(config_of("llama"))
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    ids = [5, 6, 7, 8]
+    expected = model.generate(torch.tensor([ids]), **settings)[0, 4:].tolist()
+    with jackfield.load(model, attn_implementation=chosen) as engine:
+        assert "own_attention" not in engine.plan.requirements.features
+        assert engine.generate([ids], **settings)[0].token_ids == expected
+
+
 @pytest.mark.parametrize("name", ["Bart", "MBart", "Pegasus", "Marian", "Whisper", "Blenderbot"])
 def test_positions_that_are_columns_are_refused(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(

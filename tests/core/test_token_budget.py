@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jackfield
 from jackfield.contracts import Sequence, Step
-from jackfield.engine.token_budget import ALONE, FIRST, GRAIN, PATIENT, TokenBudget
+from jackfield.engine.token_budget import ALONE, FIRST, GRAIN, LEAST, PATIENT, TokenBudget
 from jackfield.errors import UsageError
 
 TARGET, MOST = 0.05, 2048
@@ -66,9 +66,9 @@ def test_steps_beside_streams_come_to_the_target(
     last = 0.0
     for _ in range(30):
         got, last = taken(budget, decoding, cost)
-        assert GRAIN <= got <= MOST - decoding
+        assert LEAST <= got <= MOST - decoding
     grain = GRAIN * token
-    assert last <= max(TARGET * 1.02, cost(decoding, GRAIN) * 1.001)
+    assert last <= max(TARGET * 1.02, cost(decoding, LEAST) * 1.001)
     assert last >= min(TARGET - grain - 1e-9, cost(decoding, MOST - decoding)) * 0.98
 
 
@@ -83,7 +83,7 @@ def test_prompts_always_get_on(decoding: int) -> None:
     """Where a token costs more than the target there is a floor, and `max_batch_tokens` holds."""
     slow = linear(0.0, 0.0, 1.0)
     budget = TokenBudget(TARGET, MOST)
-    assert [taken(budget, decoding, slow)[0] for _ in range(4)] == [128, GRAIN, GRAIN, GRAIN]
+    assert [taken(budget, decoding, slow)[0] for _ in range(4)] == [128, LEAST, LEAST, LEAST]
     tight = TokenBudget(TARGET, decoding + 3)
     assert [taken(tight, decoding, slow)[0] for _ in range(3)] == [3, 3, 3]
     assert [taken(TokenBudget(TARGET, MOST, 500), decoding, slow)[0] for _ in range(3)] == [500] * 3
@@ -236,6 +236,46 @@ def test_streams_wait_no_longer_than_the_target_for_prompts(
     for sequence, text in zip([*streams, *later], [short] * 3 + long, strict=True):
         new = sequence.num_new
         assert sequence.new_tokens == oracle(model_of("oracle"), text, new)
+
+
+def test_while_others_wait_for_a_place_prompts_take_no_longer_than_decoding(
+    clocked: Callable[..., Clocked],
+) -> None:
+    """Places are free when texts end; where most of those that run read prompts, these count."""
+    step, token = 0.005, 2e-4
+    run = clocked(linear(step, 0.0, token), target_step_seconds=0.02, max_batch_size=4)
+    short, long = prompts((5,))[0], prompts((900,))[0]
+    streams = [run.submit(short, 100) for _ in range(3)]
+    run.run(10)
+    run.submit(long, 2)
+    alone = [seconds for _, _, seconds in run.run(5)]
+    assert min(alone[2:]) > 0.016  # the first ones try
+    waiting = [run.submit(short, 2) for _ in range(5)]
+    crowded = [seconds for _, _, seconds in run.run(4)]
+    assert max(crowded) <= 2 * step + 1e-9
+    for sequence in [*streams[:2], *waiting]:
+        run.loop.cancel(sequence)
+    for text in (long, long, short):
+        run.submit(text, 2)
+    steps = run.run(4)
+    assert [decoding for decoding, _, _ in steps] == [1] * 4
+    assert steps[-1][2] > 0.016
+
+
+def test_who_waits_for_a_prompt_to_be_read_does_not_slow_it(
+    clocked: Callable[..., Clocked],
+) -> None:
+    """Samples of one prompt wait for it, not for a place."""
+    run = clocked(linear(0.005, 0.0, 2e-4), target_step_seconds=0.02)
+    for _ in range(3):
+        run.submit(prompts((5,))[0], 100)
+    run.run(10)
+    asked = {"max_new_tokens": 2, "num_return_sequences": 3, "do_sample": True}
+    for sequence in run.engine._intake.sequences(prompts((900,))[0], asked, streams=True):
+        run.loop.submit(sequence)
+    steps = run.run(6)
+    assert len(run.loop.waiting) == 2
+    assert steps[-1][2] > 0.016
 
 
 @pytest.mark.parametrize("chunk", [48, 100])

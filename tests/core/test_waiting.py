@@ -129,6 +129,32 @@ def test_who_was_put_aside_comes_back_with_its_leader_and_not_before() -> None:
     assert (len(queue), queue.first(0.0)) == (0, None)
 
 
+def test_who_is_passed_over_has_its_place_again_with_the_key_that_it_had() -> None:
+    class Asked(FifoSchedule):
+        times = 0
+
+        def key(self, sequence: Sequence) -> tuple[float, ...]:
+            Asked.times += 1
+            return (float(sequence.id * Asked.times),)
+
+    queue: WaitingQueue[Sequence] = WaitingQueue(Asked(1e6))
+    one, other = made(1), made(2)
+    queue.add(one)
+    queue.add(other)
+    for _ in range(3):
+        queue.rank()
+        assert queue.first(0.0) is one
+        queue.pass_over(one)
+        assert queue.first(0.0) is other
+    assert Asked.times == 2
+    queue.discard(one)
+    queue.rank()
+    assert (list(queue), queue.leaders, queue.first(0.0)) == ([other], False, other)
+    queue.add(one)  # preempted, say: it comes anew
+    queue.rank()
+    assert Asked.times == 3
+
+
 def test_a_heap_costs_its_depth_and_keeps_no_sequence() -> None:
     heap: SequenceHeap[Sequence] = SequenceHeap()
     numbers = random.Random(3)

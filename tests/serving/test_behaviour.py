@@ -15,6 +15,7 @@ import pytest
 from served import Served, serving
 
 import jackfield
+from jackfield.bridge.tokenizer import Text
 from jackfield.engine import closing
 from jackfield.errors import RanksError, UsageError
 from jackfield.serving import pool
@@ -394,6 +395,29 @@ def test_a_deadline_ends_a_request_in_the_queue_and_one_that_runs() -> None:
         told = [events(stream)[-1]["error"] for stream in streams]
         assert [error["code"] for error in told] == ["deadline"] * 2
         assert ask(served).status_code == 504
+        nothing_left(served)
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0, "echo": True}])
+def test_a_deadline_passes_between_prompts(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is made of them: no further prompt is read."""
+    with serving(deadline=0.3) as served:
+        read: list[Any] = []
+        own = Text.encode
+
+        def slowly(text: Text, prompt: Any, *given: Any) -> Any:
+            read.append(prompt)
+            time.sleep(0.4)
+            return own(text, prompt, *given)
+
+        monkeypatch.setattr(Text, "encode", slowly)
+        answer = ask(served, prompt=["One", "two", "three"], **asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (504, "deadline")
+        assert error["message"] == "its deadline of 0.3 s passed while it was read"
+        assert read == ["One"]
         nothing_left(served)
 
 

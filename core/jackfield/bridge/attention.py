@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from jackfield.bridge.encoders import has_encoder, part_configs
 from jackfield.bridge.model_attention import model_attention, narrow_eager_mask
-from jackfield.bridge.model_layers import attention_modules
+from jackfield.bridge.model_layers import attention_modules, looks_up
 from jackfield.bridge.native_attention import NativeAttention
 from jackfield.bridge.probe import FEATURE_KWARGS, PLAIN_KWARGS, stray
 from jackfield.bridge.tally import Tally
@@ -147,7 +147,8 @@ class AttentionBinding:
         the model reads the very name.
         """
         self.by_lookup = False
-        if type(model)._can_set_attn_implementation():
+        classes: set[Any] = {type(module) for _, module in attention_modules(model)}
+        if any(map(looks_up, classes)) or type(model)._can_set_attn_implementation():
             self.key = implementation
             return
         self.key = f"{KEY}{next(_serial)}"

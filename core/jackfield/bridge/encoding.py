@@ -70,7 +70,8 @@ def encode(
         reads = partial(read, add_special_tokens=False)
         if marks is not None:
             reads = partial(marks.encode, read=read)
-        ids = _read(text, reads, vocab_size, most)
+        of_images = 0 if images is None else images.num_tokens
+        ids = _read(text, reads, vocab_size, most, of_images)
         if not ids:
             raise PromptError("the chat template makes no token of these messages; give plain text")
         return ids
@@ -117,9 +118,13 @@ def _chat(
 
 
 def _read(
-    text: str, read: Callable[[str], list[int]], vocab_size: int, most: int | None
+    text: str,
+    read: Callable[[str], list[int]],
+    vocab_size: int,
+    most: int | None,
+    of_images: int = 0,
 ) -> list[int]:
-    """The tokens of a text. Raises PromptError."""
+    """The tokens of a text, of which `of_images` stand for images. Raises PromptError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,9 +133,14 @@ def _read(
     while most is not None and end < len(text):
         count = len(read(text[:end]))
         if count > _SURE * most:
+            begins = f"the first {end} of the prompt's {len(text)} characters are {count} tokens"
+            if of_images:  # which nobody has written
+                begins = (
+                    f"the prompt has more than {most} tokens ({of_images} of them of its images)"
+                )
             raise PromptError(
-                f"the first {end} of the prompt's {len(text)} characters are {count} tokens, the "
-                f"model's context is {most}: shorten the prompt to at most {most - 1} tokens"
+                f"{begins}, the model's context is {most}: shorten the prompt to at most "
+                f"{most - 1} tokens"
             )
         end *= 4
     return _check_tokenizer(read(text), vocab_size)

@@ -20,11 +20,12 @@ _Message = dict[str, Any]
 @dataclass(frozen=True)
 class Places:
     """What stands for images in a text: `token` once for each in what a chat template makes, and
-    `instead` of it, in order, what the model reads.
+    `instead` of it, in order, what the model reads, which has `num_tokens` of images.
     """
 
     token: str
     instead: Sequence[str]
+    num_tokens: int = 0
 
     def filled(self, text: str, mark: str | None = None) -> str:
         """`text` with every place filled; a token behind `mark` is text. Raises PromptError."""

@@ -46,6 +46,16 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _KEYS
 
 
+def has_images(prompt: Any) -> bool:
+    """Whether a prompt is a chat with an image in it."""
+    if not isinstance(prompt, list | tuple) or not prompt or not isinstance(prompt[0], Mapping):
+        return False
+    contents = [m.get("content") for m in prompt if isinstance(m, Mapping)]
+    return any(
+        isinstance(content, list | tuple) and any(map(is_image, content)) for content in contents
+    )
+
+
 def taken_out(messages: Sequence[Any]) -> tuple[list[Any], list[tuple[str, Any]]]:
     """The messages with `{"type": "image"}` for each image, and what each was, with its place.
 

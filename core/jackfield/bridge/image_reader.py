@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import transformers
 from transformers import AutoProcessor, ProcessorMixin
@@ -57,19 +58,26 @@ class ImageReader:
         self.processor, self.alone = processor, alone
         self.token: str = processor.image_token
         self._lock = threading.Lock()  # a processor's tokenizer is for one thread
+        self._read: WeakValueDictionary[bytes, ReadImage] = WeakValueDictionary()
 
     def read(self, where: str, picture: Picture) -> ReadImage:
-        """What the processor makes of an image. Raises PromptError."""
+        """What the processor makes of an image, once while anybody has it. Raises PromptError."""
+        with self._lock:
+            found = self._read.get(picture.digest)
+            if found is None:
+                found = self._read[picture.digest] = self._processed(where, picture)
+        return found
+
+    def _processed(self, where: str, picture: Picture) -> ReadImage:
         try:
-            with self._lock:
-                found = self.processor(
-                    text=[self.token],
-                    images=[picture.image],
-                    add_special_tokens=False,
-                    padding=False,  # which would stay on in a tokenizer that others use
-                    return_text_replacement_offsets=True,
-                    images_kwargs={"return_tensors": "pt"},
-                )
+            found = self.processor(
+                text=[self.token],
+                images=[picture.image],
+                add_special_tokens=False,
+                padding=False,  # which would stay on in a tokenizer that others use
+                return_text_replacement_offsets=True,
+                images_kwargs={"return_tensors": "pt"},
+            )
             ((place,),) = found["text_replacement_offsets"]
         except Exception as error:
             raise PromptError(

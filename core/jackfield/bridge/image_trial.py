@@ -21,7 +21,7 @@ from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.image_chats import Places
 from jackfield.bridge.image_encoder import ImageEncoder, joined
-from jackfield.bridge.image_parts import Picture
+from jackfield.bridge.image_parts import Picture, opened
 from jackfield.bridge.image_reader import ImageReader, ReadImage, stacked
 from jackfield.bridge.image_steps import Row, Shown, fed
 from jackfield.bridge.quiet import quiet
@@ -189,4 +189,4 @@ def _noise(width: int, height: int) -> Picture:
     from PIL import Image
 
     data = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8)
-    return Picture(Image.fromarray(data.numpy()), bytes([width]))
+    return opened("a trial", Image.fromarray(data.numpy()))

@@ -70,10 +70,9 @@ def windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 def replaceable(model: PreTrainedModel) -> bool:
     """Whether the model calls its attention through AttentionInterface, whatever its name is.
 
-    Where a text model has a vision model beside it, only one of them may use the interface (GIT).
+    Where a text model has a vision model beside it, only one of them may use the interface (GIT,
+    GOT-OCR2): those that attend to its text are looked at.
     """
-    if not type(model)._can_set_attn_implementation():
-        return False
     kinds = dict(enumerate(layer_types(model.config)))
     attending = (m for i, m in attention_modules(model) if kinds.get(i) != "linear_attention")
     classes: set[Any] = {type(module) for module in attending}

@@ -67,12 +67,26 @@ class Text:
         """
         if settings.skip_special_tokens:
             return self.decode
-        ends = {token for token in settings.eos_token_ids if not self.decode([token])}
+        ends = self._ends(settings)
         return lambda ids: self.spell([token for token in ids if token not in ends])
+
+    def _ends(self, settings: Settings) -> frozenset[int]:
+        return frozenset(token for token in settings.eos_token_ids if not self.decode([token]))
 
     def detokenizer(self, settings: Settings) -> Detokenizer:
         """What makes the text of one request as its tokens come."""
-        return Detokenizer(self.decoder(settings), settings.stop_strings, self._opening)
+        skipped = self._special if settings.skip_special_tokens else self._ends(settings)
+        return Detokenizer(self.decoder(settings), settings.stop_strings, self._opening, skipped)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out."""
+        if getattr(self.tokenizer, "is_fast", False):
+            added = self.tokenizer.added_tokens_decoder.items()  # type: ignore[union-attr]
+            found = {token for token, made in added if made.special}
+        else:
+            found = set(getattr(self.tokenizer, "all_special_ids", ()))
+        return frozenset(token for token in found if not self.decode([token]))
 
     @cached_property
     def _opening(self) -> tuple[int, ...]:

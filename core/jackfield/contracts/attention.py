@@ -108,7 +108,10 @@ class BoundAttention:
     `dropout` (0.0; anything else is refused before the call), and, for the features that the
     backend declares, `sliding_window` (int | None, tokens), `softcap` (float | None), `s_aux`
     (sinks, `[heads]`) and `position_bias` (added to the scores). Others, such as `position_ids`,
-    can be ignored: accept `**kwargs`.
+    say nothing that tensors and mask do not say, and can be ignored: accept `**kwargs`. A model
+    that hands over any other one, neither None nor False, needs `own_attention`, as nobody but its
+    own code knows what that asks for: the plan passes this backend over, and where the plan's call
+    on empty tensors did not show it, a step is an ExecutionError.
 
     `mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
     dtype, device, **kwargs)` is called with keywords, by transformers, once a forward call for

@@ -21,7 +21,8 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "bidirectional_prefix": "a prompt whose tokens see one another in both directions",
         "cross_attention": "an encoder's tokens see one another, and a decoder's see all of them",
         "own_mask": "a mask that the model makes from the one it asked for",
-        "own_attention": "attention that is part of the model's code and cannot be replaced",
+        "own_attention": "attention that is part of the model's code and cannot be replaced, or is "
+        "handed keyword arguments that nobody but that code knows",
     }
 )
 

@@ -97,7 +97,7 @@ class Settings(NamedTuple):
             each token whether it was the last.
         num_return_sequences: How many texts it gets.
         priority: A higher one goes first.
-        deadline: In seconds from submission; None: it may take any time.
+        deadline: In seconds from the call, before the prompt is read; None: it may take any time.
         cache_salt: Only requests with an equal one share cached prefixes.
         adapter: The one of the engine's adapters that computes it; None: the weights alone. What it
             caches has a `cache_salt` of its own.

@@ -112,6 +112,8 @@ def assemble(
         all_of([*restore, *held])
         raise
     restore.append(structures.close)
+    if loop.images is not None:
+        restore.append(loop.images.kept.clear)
     return Assembly(bound, text, intake, structures, loop, observer, worker, restore)
 
 

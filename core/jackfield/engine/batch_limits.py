@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jackfield.engine.token_budget import GRAIN, TARGET_STEP_SECONDS
+from jackfield.engine.token_budget import LEAST, TARGET_STEP_SECONDS
 from jackfield.errors import UsageError
 from jackfield.planning.memory import STEP_TOKENS
 from jackfield.planning.planning import Plan
@@ -45,7 +45,7 @@ class BatchLimits:
         """
         if self.target_step_seconds is None or self.max_batch_tokens is None:
             return None
-        return self.target_step_seconds, self.max_batch_tokens, self.prefill_chunk_size or GRAIN
+        return self.target_step_seconds, self.max_batch_tokens, self.prefill_chunk_size or LEAST
 
 
 def check_sizes(**sizes: int | None) -> None:

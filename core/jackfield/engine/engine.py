@@ -197,6 +197,7 @@ class Engine:
         standard error. A `streamer` of transformers is put the prompt and each token, for one text.
         Raises SettingsError or PromptError before anything is computed.
         """
+        called = time.perf_counter()
         found: Any = taken(prompts, common)
         batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):
@@ -213,6 +214,8 @@ class Engine:
                 prompt, {**common, **mapping(mine)}, number, streams=streams
             )
         ]
+        for sequence in sequences:
+            sequence.called = called
         if streams:
             check_streamer(streamer, len(sequences))
         pairs = [(s, Request(s.id, self._worker.cancel, streams=streams)) for s in sequences]
@@ -235,22 +238,41 @@ class Engine:
 
         Raises SettingsError or PromptError, QueueFullError where `max_waiting` requests wait.
         """
+        called = time.perf_counter()
         prompt = _one(
             taken(prompt, settings), "submit takes one prompt; call it once for each prompt"
         )
-        return self._start(self._sequence(prompt, settings))
+        return self._start(self._sequence(prompt, settings, self._worker.check_room), called)
 
-    def submit_samples(self, prompt: Prompt | None = None, **settings: Any) -> list[Request]:
+    def submit_samples(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        before_image: Callable[[], None] | None = None,
+        since: float | None = None,
+        **settings: Any,
+    ) -> list[Request]:
         """`submit` for `num_return_sequences` texts of one prompt, a request for each.
 
-        The first one reads the prompt for all, where a cache finds prompts. Raises what `submit`
-        raises; all start, or none.
+        The first one reads the prompt for all, where a cache finds prompts. `before_image` is
+        called before each image of a chat is opened, and may raise where nobody waits any more.
+        Their `deadline` counts from `since`, of `time.perf_counter`; None: from now. Raises what
+        `before_image` and `submit` raise; all start, or none.
         """
+        called = time.perf_counter() if since is None else since
+
+        def look() -> None:
+            self._worker.check_room()
+            if before_image is not None:
+                before_image()
+
         prompt = _one(
             taken(prompt, settings), "submit_samples takes one prompt; call it once for each prompt"
         )
         self._check_open()
-        return self._start_all(self._intake.sequences(prompt, settings, streams=True))
+        return self._start_all(
+            self._intake.sequences(prompt, settings, streams=True, before_image=look), called
+        )
 
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Iterator[Delta]:
         """Complete one prompt; yields a `Delta` per step, the last one with the completion.
@@ -264,7 +286,7 @@ class Engine:
         return self._stream(self._sequence(prompt, settings))
 
     def _stream(self, sequence: RunningSequence) -> Iterator[Delta]:
-        request = self._start(sequence)
+        request = self._start(sequence, time.perf_counter())
         try:
             yield from request
         finally:
@@ -272,13 +294,15 @@ class Engine:
 
     async def asubmit(self, prompt: Prompt | None = None, **settings: Any) -> Request:
         """`submit` for an event loop, which goes on while the prompt is read in another thread."""
-        return self._start(await self._aside(prompt, settings))
+        called = time.perf_counter()
+        return self._start(await self._aside(prompt, settings), called)
 
     async def astream(self, prompt: Prompt | None = None, **settings: Any) -> AsyncIterator[Delta]:
         """`stream` for an event loop, to be read with ``async for``, which begins by reading the
         prompt in another thread: what `stream` raises is raised there.
         """
-        request = self._start(await self._aside(prompt, settings))
+        called = time.perf_counter()
+        request = self._start(await self._aside(prompt, settings), called)
         reader = Reader(request)  # where the loop is closed, nobody runs this function to its end
         try:
             async for delta in request:
@@ -289,28 +313,42 @@ class Engine:
     async def _aside(self, prompt: Any, settings: dict[str, Any]) -> RunningSequence:
         """The sequence of a request, made in another thread than the one that awaits it."""
         self._intake.check_surroundings()  # of this thread
+        left = threading.Event()
+
+        def look() -> None:
+            self._worker.check_room()
+            if left.is_set():
+                raise UsageError("nobody waits for this request any more")
 
         def read() -> RunningSequence:
             one = _one(taken(prompt, settings), "this takes one prompt; call it once for each")
-            return self._sequence(one, settings)
+            return self._sequence(one, settings, look)
 
-        return await asyncio.to_thread(read)
+        try:
+            return await asyncio.to_thread(read)
+        finally:
+            left.set()
 
     def cancel(self, request: Request) -> None:
         """End a request; its completion has what there was. Nothing happens to one that ended."""
         request.cancel()
 
-    def _sequence(self, prompt: Any, settings: Mapping[str, Any]) -> RunningSequence:
+    def _sequence(
+        self,
+        prompt: Any,
+        settings: Mapping[str, Any],
+        before_image: Callable[[], None] | None = None,
+    ) -> RunningSequence:
         self._check_open()
-        return self._intake.sequence(prompt, settings)
+        return self._intake.sequence(prompt, settings, before_image=before_image)
 
-    def _start(self, sequence: RunningSequence) -> Request:
-        return self._start_all([sequence])[0]
+    def _start(self, sequence: RunningSequence, called: float) -> Request:
+        return self._start_all([sequence], called)[0]
 
-    def _start_all(self, sequences: Sequence[RunningSequence]) -> list[Request]:
+    def _start_all(self, sequences: Sequence[RunningSequence], called: float) -> list[Request]:
         pairs = []
         for sequence in sequences:
-            sequence.started = time.perf_counter()
+            sequence.called, sequence.started = called, time.perf_counter()
             request = Request(sequence.id, self._worker.cancel, streams=True, engine=self)
             pairs.append((sequence, request))
         self._worker.submit(pairs, wait=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jackfield.bridge.encoders import decoder_start, has_encoder
@@ -57,6 +58,7 @@ class Intake:
         encodes = has_encoder(self._model.config)
         self._start = decoder_start(self._model, self._text.vocab_size) if encodes else None
         self._images = assembly.images
+        self._check_open = assembly.worker.check_open
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise SettingsError for settings that are wrong whatever the prompt."""
@@ -68,10 +70,15 @@ class Intake:
         refuse_autocast(input_device(self._model).type)
 
     def sequence(
-        self, prompt: Any, asked: Mapping[str, Any], *, streams: bool = True
+        self,
+        prompt: Any,
+        asked: Mapping[str, Any],
+        *,
+        streams: bool = True,
+        before_image: Callable[[], None] | None = None,
     ) -> RunningSequence:
         """The one sequence of a request that has its own reader."""
-        sequences = self.sequences(prompt, asked, streams=streams)
+        sequences = self.sequences(prompt, asked, streams=streams, before_image=before_image)
         if len(sequences) > 1:
             raise SettingsError(
                 f"num_return_sequences={len(sequences)} has no single reader; use generate, or "
@@ -80,16 +87,27 @@ class Intake:
         return sequences[0]
 
     def sequences(
-        self, prompt: Any, asked: Mapping[str, Any], number: int = 0, *, streams: bool
+        self,
+        prompt: Any,
+        asked: Mapping[str, Any],
+        number: int = 0,
+        *,
+        streams: bool,
+        before_image: Callable[[], None] | None = None,
     ) -> list[RunningSequence]:
-        """The sequences of a request, checked; the first one reads the prompt for all."""
+        """The sequences of a request, checked; the first one reads the prompt for all.
+
+        What `before_image` raises before one of its images is opened is raised.
+        """
         self._bound.check_unchanged()
         self.check_surroundings()
         chat, wished, decoding, limits = self._wished(asked)
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
-        read = self._read(prompt, chat, wished)
+        read = self._read(prompt, chat, wished, before_image or self._check_open)
         ids, encoder_ids, images = read
+        if images is not None:
+            limits = replace(limits, image_tokens=images.num_tokens)
         settings = resolve(wished, len(ids), limits, number, encoder_ids)
         if "decoding" in wished.given and (
             reason := self._loop.decoding.strategies[decoding].refuse(len(ids))
@@ -107,7 +125,9 @@ class Intake:
             self._pair(made, negative)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs
 
-    def _read(self, prompt: Any, chat: ChatSettings, wished: Wishes) -> _Read:
+    def _read(
+        self, prompt: Any, chat: ChatSettings, wished: Wishes, before_image: Callable[[], None]
+    ) -> _Read:
         """What a sequence begins with, and what else is read.
 
         Raises PromptError, and SettingsError for a beginning that is no token.
@@ -116,7 +136,7 @@ class Intake:
         if self._start is None:
             if self._images is None:
                 return _Read(self._text.encode(prompt, needs.context_length, chat))
-            prompt, images = self._images.taken(prompt)
+            prompt, images = self._images.taken(prompt, needs.context_length, before_image)
             places = None if images is None else self._images.places(images)
             ids = self._text.encode(prompt, needs.context_length, chat, places)
             if images is not None:

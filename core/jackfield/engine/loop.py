@@ -101,10 +101,10 @@ class Loop:
     def step(self) -> list[Event]:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
         self.turns += 1
-        begin = self.clock()
         late = self._expire()
         late += self._admit()
         late += self._starved()
+        begin = self.clock()  # images that were read are none of what tokens cost
         if not self.running:  # whatever waited came too late
             return late
         drafts = self.decoding.propose(self.running)
@@ -149,28 +149,33 @@ class Loop:
     def _admit(self) -> list[Event]:
         """Let in who is next, while there are places; who does not fit yet holds up the rest.
 
-        Returns what requests say whose images cannot be read, and which end.
+        Who has images enters once the model has read them all, and holds up nobody until then.
+        Where there is no place, those of who is next are read all the same. Returns what requests
+        say whose images cannot be read, and which end.
         """
         self._rank()
-        free = self.limits.max_batch_size - len(self.running)
-        closed = self._full or (self.running and not self.cache.continuous)
         events: list[Event] = []
-        if free < 1 or not self.waiting or closed:
+        if not self.waiting:
             return events
-        groups = {s.group for s in self.running if s.group is not None}
-        free -= sum(group.width - len(group.beams) for group in groups)  # beams to come
-        now = self.clock()
+        if self.images is not None:
+            self.images.begin(alone=not self.running)
+        closed = self._full or (self.running and not self.cache.continuous)
+        free, now = 0 if closed else self._places(), self.clock()
         while (sequence := self.waiting.first(now)) is not None:
             if self._waits_for_its_leader(sequence):
                 self.waiting.put_aside(sequence)
                 continue
+            if self.images is not None and (why := self._unread(self.images, sequence)):
+                events += self._failed(sequence, why)
+                continue
+            if sequence.images is not None and sequence.images.unread:
+                self.waiting.pass_over(sequence)
+                if free < 1:
+                    break
+                continue
             free -= len(sequence.members)
             if free < 0:
                 break
-            if self.images is not None and (why := self._unread(self.images, sequence)):
-                free += len(sequence.members)
-                events += self._failed(sequence, why)
-                continue
             if not self._enters(sequence):
                 if not self.running:
                     raise fault(self.cache, "admits nobody although nothing runs in it")
@@ -179,11 +184,17 @@ class Loop:
             self.waiting.discard(sequence)
         return events
 
+    def _places(self) -> int:
+        """How many may enter beside those that run, and beams of theirs that are to come."""
+        groups = {s.group for s in self.running if s.group is not None}
+        coming = sum(group.width - len(group.beams) for group in groups)
+        return self.limits.max_batch_size - len(self.running) - coming
+
     def _unread(self, images: StepImages, sequence: RunningSequence) -> str | None:
-        """Why the images of a sequence cannot be read, alone of all; None: they were."""
+        """Why the images of a sequence cannot be read, alone of all; None: they can be."""
         self.doing = "reading images"
         try:
-            images.read(sequence, alone=not self.running)
+            images.read(sequence)
         except OwnFailure as failure:
             return str(failure)
         finally:
@@ -271,7 +282,10 @@ class Loop:
         """How many tokens all may feed together; without a reader no stream waits for a step."""
         if self._pace is None or not any(sequence.streams for sequence in self.running):
             return self.limits.max_batch_tokens or UNLIMITED
-        return self._pace.tokens(sum(count == 1 for count in uncached))
+        decoding = sum(count == 1 for count in uncached)
+        full = self._full or self._places() < 1
+        crowded = full and bool(self.waiting) and 4 * decoding >= 3 * len(uncached)
+        return self._pace.tokens(decoding, crowded=crowded)
 
     def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""

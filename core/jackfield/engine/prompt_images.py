@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.image_chats import Places
-from jackfield.bridge.image_parts import MOST_OF_A_CHAT, opened, taken_out
+from jackfield.bridge.image_parts import MOST_OF_A_CHAT, has_images, opened, taken_out
 from jackfield.bridge.image_steps import Shown
 from jackfield.errors import PromptError
 
 if TYPE_CHECKING:
+    from jackfield.bridge.image_encoder import Features
     from jackfield.bridge.image_reader import ImageReader, ReadImage
 
 _OWN = f"images {secrets.token_hex(8)}"  # so that no caller's salt is that of images
@@ -23,10 +24,21 @@ _OWN = f"images {secrets.token_hex(8)}"  # so that no caller's salt is that of i
 
 @dataclass(eq=False)
 class PromptImages:
-    """The images of a request's prompt, which its samples share; `shown` says where they stand."""
+    """The images of a request's prompt, which its samples share; `shown` says where they stand.
+
+    `num_tokens` of the prompt stand for them. `said` is what the model says of the first of them,
+    until it was asked of all.
+    """
 
     images: Seq[ReadImage]
+    num_tokens: int = 0
     shown: Shown = field(default_factory=lambda: Shown(()))
+    said: list[Features] = field(default_factory=list)
+
+    @property
+    def unread(self) -> bool:
+        """Whether the model is still to be asked of some."""
+        return self.shown.features is None
 
     @property
     def salt(self) -> str:
@@ -43,31 +55,43 @@ class ImageIntake:
     def __init__(self, reader: ImageReader | str, token: int) -> None:
         self._reader, self._token = reader, token
 
-    def taken(self, prompt: Any) -> tuple[Any, PromptImages | None]:
-        """A prompt without its images, and these. Raises PromptError."""
-        chat = isinstance(prompt, list | tuple) and len(prompt) > 0
-        if not chat or not isinstance(prompt[0], Mapping):
+    def taken(
+        self, prompt: Any, most: int | None, before_image: Callable[[], None]
+    ) -> tuple[Any, PromptImages | None]:
+        """A prompt without its images, and these, which have less than `most` tokens together.
+
+        Raises PromptError, and what `before_image` raises, which is called before each is opened.
+        """
+        if not has_images(prompt):
             return prompt, None
         messages, found = taken_out(prompt)
-        if not found:
-            return prompt, None
         if isinstance(self._reader, str):
             raise PromptError(f"{found[0][0]}: images are not read here: {self._reader}")
         if len(found) > 1 and self._reader.alone is not None:
             raise PromptError(
                 f"{found[1][0]}: a chat may have one image here: {self._reader.alone}"
             )
-        read, left = [], MOST_OF_A_CHAT
-        for where, value in found:
+        word = self._reader.processor.tokenizer.convert_ids_to_tokens(self._token)
+        read, tokens, left = [], 0, MOST_OF_A_CHAT
+        for number, (where, value) in enumerate(found, 1):
+            before_image()
             picture = opened(where, value, left)
             left -= math.prod(picture.image.size)
             read.append(self._reader.read(where, picture))
-        return messages, PromptImages(read)
+            tokens += read[-1].text.count(word)
+            if most is not None and tokens >= most:
+                raise PromptError(
+                    f"{where}: the first {number} of the chat's {len(found)} images have {tokens} "
+                    f"tokens, the model's context is {most}: give fewer images, or smaller ones"
+                )
+        return messages, PromptImages(read, tokens)
 
     def places(self, images: PromptImages) -> Places:
         """What stands for each in a text."""
         assert not isinstance(self._reader, str)
-        return Places(self._reader.token, [image.text for image in images.images])
+        return Places(
+            self._reader.token, [image.text for image in images.images], images.num_tokens
+        )
 
     def settle(self, images: PromptImages, ids: Seq[int]) -> None:
         """Say which tokens of their prompt stand for them."""

@@ -45,14 +45,15 @@ class RunningSequence(Sequence):
     that others got. `report_before` is what had run when the request came. `streams`: somebody
     reads along. `adapter` is computed beside the model's layers. `heard` is what its tokens say,
     where it is an answer in a chat. `encoder_ids` is what an encoder reads, where there is one; the
-    prompt is what the decoder begins with then. `images` are those of its prompt. Times
-    are in seconds of `time.perf_counter`.
+    prompt is what the decoder begins with then. `images` are those of its prompt. It was asked for
+    at `called` and, when its prompt was read, handed to the loop at `started`. Times are in seconds
+    of `time.perf_counter`.
     """
 
     __slots__ = (
-        "adapter", "constraint", "detokenizer", "drafted", "encoder_ids", "error", "finish_reason",
-        "first_token_at", "heard", "images", "logits", "logprobs", "num_found", "pair",
-        "passed_over", "report_before", "score", "scores", "started", "streams",
+        "adapter", "called", "constraint", "detokenizer", "drafted", "encoder_ids", "error",
+        "finish_reason", "first_token_at", "heard", "images", "logits", "logprobs", "num_found",
+        "pair", "passed_over", "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
 
     leader: RunningSequence | None
@@ -91,7 +92,7 @@ class RunningSequence(Sequence):
         self.score: float | None = None
         self.num_found: int | None = None
         self.passed_over = 0
-        self.started = time.perf_counter()
+        self.called = self.started = time.perf_counter()
         self.first_token_at: float | None = None
         self.report_before: Report | None = None
 
@@ -129,7 +130,7 @@ class RunningSequence(Sequence):
     def deadline(self) -> float | None:
         """When the request must have ended; None: whenever."""
         wanted = self.settings.deadline
-        return None if wanted is None else self.started + wanted
+        return None if wanted is None else self.called + wanted
 
     @property
     def text_tokens(self) -> list[int]:

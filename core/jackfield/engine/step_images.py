@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from jackfield.engine.steps import RunningStep
 
 KEPT_BYTES = 256 * 2**20  # of what the model said of images, for requests to come
+#: Seconds of reading images, where nobody runs, before the loop looks at what came meanwhile.
+ALONE_SECONDS = 0.2
 
 
 class KeptFeatures:
@@ -51,7 +54,9 @@ class KeptFeatures:
 class StepImages:
     """What a loop asks of images. `aside` is entered while the model reads one.
 
-    One that `forgets` keeps nothing once the last sequence has left: its weights may change then.
+    Where sequences run, the model reads one image before each step, so that no stream waits for
+    all of a chat. One that `forgets` keeps nothing once the last sequence has left: its weights may
+    change then.
     """
 
     def __init__(
@@ -63,25 +68,35 @@ class StepImages:
     ) -> None:
         self._encoder, self._aside, self._forgets = encoder, aside, forgets
         self.kept = KeptFeatures()
+        self._ends = 0.0  # when no further image is begun before the next step
+        self._begun = False  # whether one was
 
-    def read(self, sequence: RunningSequence, *, alone: bool) -> None:
-        """Have the model read the images of a sequence that enters; `alone`: nobody else runs.
+    def begin(self, *, alone: bool) -> None:
+        """Sequences are about to enter; `alone`: nobody runs whom this holds up."""
+        if alone and self._forgets:
+            self.kept.clear()
+        self._ends = time.perf_counter() + ALONE_SECONDS if alone else 0.0
+        self._begun = False
+
+    def read(self, sequence: RunningSequence) -> None:
+        """Have the model read the images of a sequence that enters, or the next of them.
 
         Raises OwnFailure.
         """
-        if alone and self._forgets:
-            self.kept.clear()
         images = sequence.images
-        if images is not None and images.shown.features is None:
+        if images is not None and images.unread:
             prompt = sequence.tokens[: sequence.prompt_length]
             fenced("image", sequence.id, partial(self._read, images, prompt))
 
     def _read(self, images: PromptImages, prompt: list[int]) -> None:
-        found, shown = [], images.shown
+        found, shown = images.said, images.shown
         with self._aside():
-            for image in images.images:
+            for image in images.images[len(found) :]:
                 features = self.kept.find(image.digest)
                 if features is None:
+                    if self._begun and time.perf_counter() >= self._ends:
+                        return
+                    self._begun = True
                     features = self._encoder.read(image.fields)
                     self.kept.keep(image.digest, features)
                 found.append(features)
@@ -90,7 +105,7 @@ class StepImages:
             raise ValueError(f"the model says {rows} rows of images that have {tokens} tokens")
         fields = [image.fields for image in images.images]
         shown.settle(joined(found), self._encoder.positions(prompt, fields))
-        images.images = ()  # what the processor made of them is large
+        images.images, images.said = (), []  # what the processor made of them is large
 
     def put_into(self, step: RunningStep, inputs: ModelInputs) -> ModelInputs:
         """The inputs of a step, with what the model said of images whose tokens it feeds."""

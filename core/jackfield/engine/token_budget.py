@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 from jackfield.engine.steps import ScheduledRunning
 
 TARGET_STEP_SECONDS = 0.05
-GRAIN = 32  # prompt tokens beside some that decode: the least of a step, and its units
+LEAST = 24  # prompt tokens of a step beside some that decode
+GRAIN = 32  # what is more comes in units of so many
 ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs more than computing
 FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
@@ -28,7 +29,7 @@ class TokenBudget:
     step as far as `most` lets them. Not thread-safe.
     """
 
-    def __init__(self, target_seconds: float, most: int, least: int = GRAIN) -> None:
+    def __init__(self, target_seconds: float, most: int, least: int = LEAST) -> None:
         self._target = target_seconds
         self._most = most
         self._least = least
@@ -38,18 +39,23 @@ class TokenBudget:
         self._last = 0  # prompt tokens of the last step that was measured
         self._unmeasured = (0, 0.0)  # prompt tokens and seconds of steps that nobody waited for
 
-    def tokens(self, decoding: int) -> int:
-        """How many tokens the next step may feed, `decoding` of them by sequences that decode."""
-        return min(self._most, decoding + max(self._least, self._fitting(decoding > 0)))
+    def tokens(self, decoding: int, *, crowded: bool = False) -> int:
+        """How many tokens the next step may feed, `decoding` of them by sequences that decode.
 
-    def _fitting(self, decodes: bool) -> int:
+        `crowded`: others wait until one of these ends, so prompts take no longer than decoding.
+        """
+        fitting = self._fitting(decoding > 0, crowded)
+        return min(self._most, decoding + max(self._least, fitting))
+
+    def _fitting(self, decodes: bool, crowded: bool) -> int:
         """How many prompt tokens fit; no more than twice those of the last step that was measured.
 
         Where decoding alone takes longer than half of the target, prompts get as long as it takes.
         """
         base = (self._decode_seconds or 0.0) if decodes else 0.0
-        seconds = max(self._target - base, base) if decodes else PATIENT * self._target
-        least = GRAIN if decodes else ALONE
+        left = base if crowded and base else max(self._target - base, base)
+        seconds = left if decodes else PATIENT * self._target
+        least = LEAST if decodes else ALONE
         if not self._prompt_tokens:
             return max(FIRST, least)
         each = self._prompt_seconds / self._prompt_tokens
@@ -71,7 +77,7 @@ class TokenBudget:
         self._unmeasured = (0, 0.0)
         if not prompts:
             self._decode_seconds = self._smooth(self._decode_seconds, seconds)
-        elif prompts >= min(GRAIN, self._least):
+        elif prompts >= min(LEAST, self._least):
             decodes = any(item.num_tokens == 1 for item in scheduled)
             base = (self._decode_seconds or 0.0) if decodes else 0.0
             self._learn(prompts, max(0.0, seconds - base))

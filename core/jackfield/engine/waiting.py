@@ -70,7 +70,7 @@ class WaitingQueue(Generic[S]):
     """Those that wait, in the order of `schedule`; its `key` is asked once for each that comes.
 
     Who has waited for its `patience` goes before all others, by when it came. One may be put aside
-    until another, its leader, is further.
+    until another, its leader, is further, and passed over until the next `rank`.
     """
 
     def __init__(self, schedule: Order) -> None:
@@ -79,7 +79,8 @@ class WaitingQueue(Generic[S]):
 
     def clear(self) -> None:
         self._all: dict[int, S] = {}
-        self._coming: dict[int, S] = {}  # whose keys are not known yet
+        self._coming: dict[int, S] = {}  # who get a place at the next `rank`
+        self._keys: dict[int, tuple[float, ...]] = {}
         self._aside: dict[int, dict[int, S]] = {}  # by their leader's id
         self._by_key: SequenceHeap[S] = SequenceHeap()
         self._by_time: SequenceHeap[S] = SequenceHeap()
@@ -102,16 +103,18 @@ class WaitingQueue(Generic[S]):
         if self._all.pop(sequence.id, None) is None:
             return
         self._coming.pop(sequence.id, None)
+        self._keys.pop(sequence.id, None)
         if sequence.leader is not None:
             self._aside.get(sequence.leader.id, {}).pop(sequence.id, None)
-        self._by_key.discard(sequence)
-        self._by_time.discard(sequence)
+        self._displace(sequence)
 
     def rank(self) -> None:
         """Give those that have come since the last call their places. Raises what `key` raises."""
         coming, self._coming = self._coming, {}
         for sequence in coming.values():
-            self._by_key.push(sequence, self._schedule.key(sequence))
+            if sequence.id not in self._keys:
+                self._keys[sequence.id] = self._schedule.key(sequence)
+            self._by_key.push(sequence, self._keys[sequence.id])
             self._by_time.push(sequence, sequence.arrival)
 
     def first(self, now: float) -> S | None:
@@ -124,9 +127,17 @@ class WaitingQueue(Generic[S]):
     def put_aside(self, sequence: S) -> None:
         """It is not `first` before `call_back` is called with its leader."""
         assert sequence.leader is not None
+        self._displace(sequence)
+        self._aside.setdefault(sequence.leader.id, {})[sequence.id] = sequence
+
+    def pass_over(self, sequence: S) -> None:
+        """It is not `first` before the next `rank`."""
+        self._displace(sequence)
+        self._coming[sequence.id] = sequence
+
+    def _displace(self, sequence: S) -> None:
         self._by_key.discard(sequence)
         self._by_time.discard(sequence)
-        self._aside.setdefault(sequence.leader.id, {})[sequence.id] = sequence
 
     @property
     def leaders(self) -> bool:

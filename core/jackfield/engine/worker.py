@@ -78,15 +78,11 @@ class Worker:
         """
         self._check_caller("a request cannot be made")
         with self._changed:
-            self.check_open()
-            if not self._has_room(len(pairs)):
-                if not wait:
-                    raise QueueFullError(
-                        f"{self._waiting} requests wait already, and max_waiting="
-                        f"{self._max_waiting}; try again later, or load with a larger max_waiting"
-                    )
+            if wait:
                 self._changed.wait_for(lambda: self.closed or self._has_room(len(pairs)))
                 self.check_open()
+            else:
+                self.check_room(len(pairs))
             self._wake()
             self._commands.append(partial(_compute_with, torch.get_num_threads()))
             self._open |= {sequence.id: (sequence, request) for sequence, request in pairs}
@@ -329,6 +325,15 @@ class Worker:
         if thread is None:
             return None
         return request_code_of(thread.ident) or plugin_call_of(thread.ident) or self._loop.doing
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise QueueFullError where too many wait for `count` more; else as `check_open`."""
+        self.check_open()
+        if not self._has_room(count):
+            raise QueueFullError(
+                f"{self._waiting} requests wait already, and max_waiting={self._max_waiting}; try "
+                "again later, or load with a larger max_waiting"
+            )
 
     def check_open(self) -> None:
         if self._lost is not None:

@@ -30,6 +30,7 @@ class Limits:
     """What settings are checked against: the model's vocabulary and context, and the strategy.
 
     `elsewhere` says for a setting that the strategy does not honour which one does ("": none).
+    Of the prompt `image_tokens` stand for its images.
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class Limits:
     decoding: str
     has_tokenizer: bool
     elsewhere: Callable[[str], str] = lambda _: ""
+    image_tokens: int = 0
 
 
 def refuse_unhonoured(wishes: Wishes, limits: Limits) -> None:

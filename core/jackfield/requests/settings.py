@@ -157,11 +157,12 @@ def _draws(wishes: Wishes, honoured: frozenset[str]) -> bool:
 
 def _max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:
     """What a caller asked must fit into the context; any default is cut to what is left of it."""
-    context = limits.context_length
+    context, shown = limits.context_length, limits.image_tokens
+    told = f"{prompt_length} tokens" + (f" ({shown} of them of its images)" if shown else "")
     room = math.inf if context is None else context - prompt_length
     if room < 1:
         raise PromptError(
-            f"the prompt has {prompt_length} tokens, the model's context is {context}: shorten the "
+            f"the prompt has {told}, the model's context is {context}: shorten the "
             f"prompt to at most {(context or 1) - 1} tokens"
         )
     for layer in (wishes.keywords, wishes.config):
@@ -170,7 +171,7 @@ def _max_new_tokens(wishes: Wishes, prompt_length: int, limits: Limits) -> int:
             if wanted > room and not wishes.of_the_model(name):
                 most = room if name == "max_new_tokens" else context
                 raise PromptError(
-                    f"a prompt of {prompt_length} tokens and {name}={quoted(layer[name])} do not "
+                    f"a prompt of {told} and {name}={quoted(layer[name])} do not "
                     f"fit into the model's context of {context}; lower {name} to {most}"
                 )
             return int(min(wanted, room))

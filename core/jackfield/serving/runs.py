@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jackfield.bridge.image_parts import has_images
 from jackfield.engine.completions import Completion, Delta
 from jackfield.engine.engine import Engine
 from jackfield.engine.requests import Request
@@ -23,6 +25,8 @@ logger = logging.getLogger("jackfield.serving")
 
 #: Prompts are encoded, templates rendered and schemas compiled in these, beside the event loop.
 READERS = ThreadPoolExecutor(4, thread_name_prefix="jackfield-read")
+#: Chats with images are read in these, for seconds each, so that no text is behind them.
+IMAGE_READERS = ThreadPoolExecutor(2, thread_name_prefix="jackfield-see")
 
 
 class Run:
@@ -74,22 +78,35 @@ class Run:
             field = "prompt" if len(prompts) > 1 else "n"
             raise refused(f"{count} texts are asked for; at most {limit} run for a request", field)
         at = 0  # which of the prompts is read
+        began = time.perf_counter()
+        ends = began + (asked.get("deadline") or math.inf)
+
+        def look() -> None:
+            if self._closed:
+                raise ApiError(503, "nobody waits for it any more")
+            if time.perf_counter() > ends:
+                why = f"its deadline of {asked['deadline']:g} s passed while it was read"
+                raise ApiError(504, why, code="deadline")
 
         def submit() -> None:
             nonlocal at
             for at in range(len(prompts)):
-                if self._closed:
-                    return
+                look()
                 if asked.get("max_new_tokens") == 0:  # the prompts alone are asked for
                     one = {**asked, "max_new_tokens": 1, "num_return_sequences": 1}
                     self._read += engine.count_tokens(prompts[at], **one)
                 else:
-                    self._requests += engine.submit_samples(prompts[at], **asked)
+                    self._requests += engine.submit_samples(
+                        prompts[at], before_image=look, since=began, **asked
+                    )
             if self._closed:  # while this thread was busy with what nobody waits for any more
                 self._cancel()
 
+        threads = IMAGE_READERS if any(map(has_images, prompts)) else READERS
         try:
-            await asyncio.get_running_loop().run_in_executor(READERS, submit)
+            await asyncio.get_running_loop().run_in_executor(threads, submit)
+        except ApiError:
+            raise
         except Exception as error:
             model, names = self._served.name, self._names
             found = as_api_error(self._cause(error), model, names, self._prompt)
