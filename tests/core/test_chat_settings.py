@@ -77,6 +77,17 @@ def test_variables_arrive_as_transformers_says_them(template: str, variables: An
         assert asked(template, chat_template_kwargs=variables) == expected
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_the_switch_of_thoughts_is_a_setting_by_itself(thinks: bool) -> None:
+    told = {"enable_thinking": thinks}
+    expected = asked(HERMES, chat_template_kwargs=told)
+    assert asked(HERMES, **told) == asked(HERMES, **told, chat_template_kwargs=told) == expected
+    found, rest = chat_settings_of({**told, "seed": 1})
+    assert rest == {"seed": 1}
+    with pytest.raises(PromptError, match="enable_thinking or chat_template_kwargs is about chat"):
+        found.refuse_without_chat()
+
+
 def test_documents_arrive() -> None:
     documents = [{"title": "a", "text": "b"}, {"title": "c", "text": "d"}]
     assert asked(DOCUMENTS, documents=documents).endswith("[a: b][c: d]")
@@ -98,6 +109,7 @@ DROPPED: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"documents": [{"text": "a"}]}, r"documents\[0\]"),
     (PLAIN + "{{ documents[0].text }}", {"documents": [{"text": "a"}, {"text": "a"}]}, r"ts\[1\]"),
     (PLAIN, {"chat_template_kwargs": {"enable_thinking": True}}, "reads no 'enable_thinking'"),
+    (PLAIN, {"enable_thinking": False}, "reads no 'enable_thinking'"),
     (HERMES, {"chat_template_kwargs": {"enable_thinkin": True}}, "reads no 'enable_thinkin'"),
     (PLAIN + "{% set x = 1 %}{{ x }}", {"chat_template_kwargs": {"x": 2}}, "reads no 'x'"),
     (PLAIN + "{{ m.x }}{{ 'y' }}", {"chat_template_kwargs": {"x": 2}}, "reads no 'x'"),
@@ -133,6 +145,11 @@ def test_a_template_may_look_into_what_it_is_told() -> None:
         ({"tools": [3]}, r"tools\[0\] must be an object of JSON, not 3"),
         ({"tools": [lambda x: x]}, r"tools\[0\]: transformers makes no schema of '<lambda>'"),
         ({"tools": [{"a": {1, 2}}]}, r"tools\[0\] is not JSON"),
+        ({"enable_thinking": "yes"}, "enable_thinking must be True or False, not 'yes'"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "contradict each other",
+        ),
         ({"documents": ["text"]}, r"documents\[0\] must be an object"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
         ({"chat_template_kwargs": {"a": torch}}, "chat_template_kwargs is not JSON"),

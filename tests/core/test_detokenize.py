@@ -118,7 +118,8 @@ def joined_by_spaces() -> Tokenizer:
 
 
 def opened(make, stops: list[str] | tuple[str, ...] = ()) -> Detokenizer:
-    return Detokenizer(make().decode, stops, opening(make().decode, make().token_to_id))
+    skipped = {make().token_to_id(SPECIAL)}
+    return Detokenizer(make().decode, stops, opening(make().decode, make().token_to_id), skipped)
 
 
 EVERY = pytest.mark.parametrize(
@@ -365,3 +366,39 @@ def test_held_back_text_comes_with_the_end_token() -> None:
     assert sequence.extend(Accepted([ord("E")]))[1] == ""
     assert sequence.extend(Accepted([0]))[1].startswith("E")
     assert sequence.finish_reason == "stop"
+
+
+@EVERY
+@given(data=st.data())
+def test_runs_of_tokens_without_text_change_nothing(make, data: st.DataObject) -> None:
+    """Also where they are longer than what is decoded again."""
+    special = make().token_to_id(SPECIAL)
+    known = [token for token in any_tokens(make, data) if token != special]
+    ids: list[int] = []
+    for token in known:
+        ids += [special] * data.draw(st.sampled_from((0, 0, 1, 31, 32, 70)))
+        ids.append(token)
+    plain, silent = opened(make), opened(make)
+    for token in known:
+        plain.push([token])
+    said = "".join(silent.push([token]) for token in ids)
+    assert said == silent.text == plain.text
+
+
+def test_tokens_without_text_cost_no_more_as_they_become_many() -> None:
+    decoded = 0
+    tokenizer = byte_level()
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return str(tokenizer.decode(ids))
+
+    special = tokenizer.token_to_id(SPECIAL)
+    made = Detokenizer(decode, skipped={special})
+    assert made.push(tokenizer.encode("the").ids) == "the"
+    for _ in range(2000):
+        assert made.push([special]) == ""
+    assert decoded < 50 * 2000
+    assert made.push(tokenizer.encode(" cat").ids) == " cat"
+    assert made.finish() == ""

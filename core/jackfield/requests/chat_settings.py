@@ -36,7 +36,8 @@ class ChatSettings:
         add_generation_prompt: Whether a turn of the assistant's begins after it.
         tools: The functions that the model may call, as JSON schemas of transformers and OpenAI.
         documents: What it may look things up in: objects of JSON.
-        chat_template_kwargs: Variables that its template reads.
+        chat_template_kwargs: Variables that its template reads; `enable_thinking`, as most call the
+            switch of thoughts, is a setting of a request by itself, too.
         sanitize_control_tokens: Whether names of control tokens in all of these, and in messages,
             are read as text. The tokens that the template itself writes are none of them.
     """
@@ -64,15 +65,19 @@ class ChatSettings:
 
     def refuse_without_chat(self) -> None:
         """Raise PromptError where something is asked for that only a chat has."""
-        for name in OF_A_CHAT:
+        for name in _FIELDS:
             if value := getattr(self, name):
                 what = f"{name}=True" if value is True else name
+                if name == _TOLD and THINKING in value:
+                    what = f"{THINKING} or {name}"
                 raise PromptError(
                     f"{what} is about chat messages, and this prompt is none; drop it"
                 )
 
 
-OF_A_CHAT = tuple(field.name for field in fields(ChatSettings))
+THINKING, _TOLD = "enable_thinking", "chat_template_kwargs"
+_FIELDS = tuple(field.name for field in fields(ChatSettings))
+OF_A_CHAT = (*_FIELDS, THINKING)
 UNSAID = ChatSettings()
 
 
@@ -83,13 +88,26 @@ def _is_assistants(message: Any) -> bool:
 def chat_settings_of(asked: Mapping[str, Any]) -> tuple[ChatSettings, dict[str, Any]]:
     """What a request says of its chat, and its other settings. Raises SettingsError."""
     said = {name: asked[name] for name in OF_A_CHAT if asked.get(name) is not None}
+    thinks = said.pop(THINKING, None)
     found = ChatSettings(**{name: _READ[name](name, value) for name, value in said.items()})
+    if thinks is not None:
+        found = replace(found, chat_template_kwargs=_with_thinking(found, _flag(THINKING, thinks)))
     if found.continue_final_message and found.add_generation_prompt:
         raise SettingsError(
             "continue_final_message=True and add_generation_prompt=True contradict each other: "
             "the last message goes on, or a new one begins; give one of them"
         )
     return found, {k: v for k, v in asked.items() if k not in OF_A_CHAT}
+
+
+def _with_thinking(chat: ChatSettings, thinks: bool) -> dict[str, Any]:
+    told = dict(chat.chat_template_kwargs or {})
+    if told.setdefault(THINKING, thinks) is not thinks:
+        raise SettingsError(
+            f"{THINKING}={thinks} and {_TOLD}={{{THINKING!r}: {quoted(told[THINKING])}}} "
+            "contradict each other; give one of them"
+        )
+    return told
 
 
 def _flag(name: str, value: Any) -> bool:

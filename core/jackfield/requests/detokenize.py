@@ -8,7 +8,7 @@ new text is the difference of two decodings that share their beginning.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -18,9 +18,10 @@ class Detokenizer:
 
     `decode` maps token ids to text (special tokens left out). `opening`: tokens that make another
     text of what stands before them, where it is not certain yet; in a tokenizer with byte fallback
-    a byte of no character, since a run of bytes is text only where all of it is. `stopped` becomes
-    True when one of `stop_strings` appears; the text ends before it. The text is what `decode`
-    makes of all tokens, and what was shown is its beginning.
+    a byte of no character, since a run of bytes is text only where all of it is. `skipped`: tokens
+    that `decode` takes out before it looks at the others, so that many of them cost nothing.
+    `stopped` becomes True when one of `stop_strings` appears; the text ends before it. The text is
+    what `decode` makes of all tokens, and what was shown is its beginning.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Detokenizer:
         decode: Callable[[list[int]], str],
         stop_strings: Sequence[str] = (),
         opening: Sequence[int] = (),
+        skipped: Container[int] = (),
     ) -> None:
         self._decode = decode
+        self._skipped = skipped
         self._stops = tuple(stop_strings)
         self._opening = list(opening)
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # that are not skipped
         self._prefix = 0  # where the window begins
         self._read = 0  # tokens before this one are in `_text`
         self._prefix_text = ""
@@ -59,7 +62,7 @@ class Detokenizer:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that is certain now."""
-        self._ids.extend(tokens)
+        self._ids.extend(token for token in tokens if token not in self._skipped)
         window = self._decode(self._ids[self._prefix :])
         if len(window) > len(self._prefix_text) and self._is_certain(window):
             self._text += window[len(self._prefix_text) :]

@@ -157,10 +157,7 @@ KEYWORDS: Mapping[str, Habit] = {
     "tools": Habit(f"{_PROMPT}: engine.generate(…, tools=[…])"),
     "documents": Habit(f"{_PROMPT}: engine.generate(…, documents=[…])"),
     "chat_template_kwargs": Habit(f"{_PROMPT}: engine.generate(…, chat_template_kwargs={{…}})"),
-    "enable_thinking": Habit(
-        "a call has what its template reads: "
-        "engine.generate(…, chat_template_kwargs={'enable_thinking': …})"
-    ),
+    "enable_thinking": Habit(f"{_PROMPT}: engine.generate(…, enable_thinking=…)"),
     "chat_template": Habit(
         "give a tokenizer with it; or render the chat and give its token ids: engine.generate("
         "engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
