@@ -65,7 +65,7 @@ def fresh(folder: Path, wheel: Path) -> Fresh:
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     made = Fresh(folder / "venv")
     python = made.folder / "bin/python"
-    links = folder / "libraries"
+    links = folder / "site-packages"  # a name by which tools know what is not the user's own
     links.mkdir()
     for there in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
         for part in there.iterdir():

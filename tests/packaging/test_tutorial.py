@@ -91,11 +91,11 @@ KINDS = [(kind,) for kind in sorted(HOOKS)]
 VARIANTS = [("attention", "--triton"), ("kernel", "--triton"), ("cache", "--layout padded")]
 
 
-def held(found: dict[str, Any]) -> None:
+def held(found: dict[str, Any], limit: float = LIMIT) -> None:
     failed = [v for v in found["verdicts"] if v["outcome"] == "failed"]
     assert failed == []
     assert found["passed"], found["counts"]
-    assert found["machine_seconds"] < LIMIT, found["machine_seconds"]
+    assert found["machine_seconds"] < limit, found["machine_seconds"]
 
 
 @pytest.mark.long
@@ -108,6 +108,8 @@ def test_a_scheduler_is_written_and_proven(environment: Fresh, tmp_path: Path) -
 def test_every_kind_is_written_and_proven(
     environment: Fresh, tmp_path: Path, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "--triton" in asked:
+    limit = LIMIT
+    if "--triton" in asked:  # Python in the place of a GPU
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    held(new_to_checked(environment, tmp_path, *asked))
+        limit *= 2
+    held(new_to_checked(environment, tmp_path, *asked), limit)

@@ -15,6 +15,7 @@ from jackfield_plugins.scheduler.short_first import ShortFirst
 SAMPLE = (
     "priorities upside down", "length before priority", "no deadline as NaN",
     "patience without an end", "one more than the budget", "keeps who it has seen",
+    "keeps a record of each in blocks",
     "the newest prompt first", "writes into requests",
 )  # fmt: skip
 

@@ -36,7 +36,8 @@ def attend(
     if s_aux is not None:
         sinks = s_aux.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], 3)
-    weights = scores.softmax(3, dtype=torch.float32).to(query.dtype)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(3, dtype=exact).to(query.dtype)
     return weights[..., : key.shape[2]] @ value
 
 

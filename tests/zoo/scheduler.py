@@ -154,6 +154,19 @@ class Counts(Right):
         return super().schedule(running, uncached, budget, now)
 
 
+class Blocks(Right):
+    """Keeps a record of each request for ever, in blocks of 256."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytearray] = {}
+
+    def schedule(self, running: Any, uncached: Any, budget: int, now: float) -> Any:
+        for s in running:
+            if s.id // 256 not in self.blocks:
+                self.blocks[s.id // 256] = bytearray(256 * 100)
+        return super().schedule(running, uncached, budget, now)
+
+
 class Shared(Right):
     """What is kept is kept for all engines."""
 
@@ -284,6 +297,7 @@ BY_HAND = (
           "starves"),
     Wrong("keeps who it has seen", of(Remembers), "keeps"),
     Wrong("keeps a number for each", of(Counts), "keeps|memory"),
+    Wrong("keeps a record of each in blocks", of(Blocks), "memory grows"),
     Wrong("keeps it for all engines", of(Shared),
           "another engine|two schedules|another order|keeps"),
     Wrong("writes into requests", of(Marks), "changed request"),

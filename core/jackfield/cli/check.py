@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from jackfield.testing.checks import Verdict
     from jackfield.testing.report import Report
+    from jackfield.testing.subject import Subject
 
 COLORS = {"passed": "green", "failed": "bold red", "refused": "dim", "not tried": "yellow"}
 
@@ -49,24 +50,23 @@ def check(
 
     Example: jackfield check plugin:sdpa --kind attention
     """
-    from jackfield.testing.process import Job, chosen, run
+    from jackfield.testing.process import Job, run
     from jackfield.testing.report import report_of
     from jackfield.testing.subject import subject_of
-    from jackfield.testing.suites import checks_of
 
     _usable(device, limit, html)
     patterns = tuple(only or ())
     subject = subject_of(backend, kind, seed=seed, device=device)
-    checks = chosen(checks_of(subject), patterns)
-    if not checks:
-        raise _nothing(patterns)
     if list_:
-        for one in checks:
-            print(f"{one.name}  ({one.capability})")
+        _list(subject, patterns)
         return
     out = console()
+    # The checks, and torch, are imported where they run: here that would be seconds of waiting.
     job = Job(subject.selection, subject.kind, patterns, seed, device, limit)
-    report = report_of(subject, run(job, (lambda _: None) if json else lambda v: _tell(out, v)))
+    verdicts = run(job, (lambda _: None) if json else lambda v: _tell(out, v))
+    if not verdicts:
+        raise _nothing(patterns)
+    report = report_of(subject, verdicts)
     if html is not None:
         html.write_text(report.html(), encoding="utf-8")
     if json:
@@ -79,19 +79,31 @@ def check(
 
 def _usable(device: str, limit: float, html: Path | None) -> None:
     """Raise UsageError for what cannot be, before anything is checked."""
-    import torch
-
     from jackfield.errors import UsageError, quoted
     from jackfield.paths import why_no_file
 
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device takes cpu or cuda, not {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA GPU here; leave it out for the CPU")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no CUDA GPU here; leave it out for the CPU")
     if not 0 < limit < float("inf"):
         raise UsageError(f"--limit takes a factor above 0, not {limit:g}")
     if html is not None and (why := why_no_file(html)) is not None:
         raise UsageError(f"--html {quoted(str(html))} cannot be written: {why}")
+
+
+def _list(subject: Subject, patterns: tuple[str, ...]) -> None:
+    from jackfield.testing.process import chosen
+    from jackfield.testing.suites import checks_of
+
+    checks = chosen(checks_of(subject), patterns)
+    if not checks:
+        raise _nothing(patterns)
+    for one in checks:
+        print(f"{one.name}  ({one.capability})")
 
 
 def _nothing(patterns: tuple[str, ...]) -> Exception:

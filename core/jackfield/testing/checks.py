@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jackfield.errors import JackfieldError, error_text, shown
-from jackfield.testing.torch_settings import TorchSettings
 
 Outcome = Literal["passed", "failed", "refused", "not tried"]
 
@@ -36,6 +35,7 @@ class Check:
         cases: From the smallest up; the first that fails is told. Their `str` is shown.
         refusal: The backend does not declare the capability, and `run` expects that it is refused.
         limit: Seconds that all cases may take.
+        large: So much is computed that Triton's interpreter would take minutes.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Check:
     cases: Sequence[Any] = ("",)
     refusal: bool = False
     limit: float = 60.0
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Verdict:
 
 def verdict(check: Check) -> Verdict:
     """Run a check in this thread. What it leaves changed of torch is a failure, and put back."""
+    # Imports torch, which a report does not need.
+    from jackfield.testing.torch_settings import TorchSettings
+
     settings = TorchSettings()
     found = _verdict(check)
     changed = settings.put_back()

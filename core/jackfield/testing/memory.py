@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
+import math
 import tracemalloc
 from collections.abc import Callable, Iterator
 
+CALLS = 15
+WINDOW = 5
 
-def growth(act: Callable[[], None]) -> float:
+
+def growth(act: Callable[[], None], most: float) -> float:
     """Bytes of Python's memory that stay from each call of `act`, once it has been warmed up.
 
-    The least of three calls: what is filled once, such as a table that doubles, does not count.
+    The least mean of `WINDOW` calls, of up to `CALLS`, which end when one is no more than `most`:
+    what is kept in blocks counts where every window has a block. What is filled once does not, such
+    as a table that doubles, and objects that Python keeps for the next: it leaves the window.
     """
     traced = tracemalloc.is_tracing()
     act()
@@ -21,14 +26,18 @@ def growth(act: Callable[[], None]) -> float:
             tracemalloc.start()
         try:
             act()
-            kept = [_held()]
-            for _ in range(3):
+            held, least = [_held()], math.inf
+            for _ in range(CALLS):
                 act()
-                kept.append(_held())
+                held.append(_held())
+                if len(held) > WINDOW:
+                    least = min(least, (held[-1] - held[-1 - WINDOW]) / WINDOW)
+                if least <= most:
+                    break
         finally:
             if not traced:
                 tracemalloc.stop()
-    return min(now - before for before, now in itertools.pairwise(kept))
+    return least
 
 
 @contextlib.contextmanager

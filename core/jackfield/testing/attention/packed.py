@@ -54,6 +54,7 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
                 + (f"; features: {shape.feature}" if shape.feature else ""),
                 Situation(subject, jobs, shape),
                 cases=list(_cases(shape, situation, declared)),
+                large=situation in steps.LARGE,
             )
     yield from _numbers(subject, jobs)
 

@@ -49,6 +49,7 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
                 + (f"; features: {shape.feature}" if shape.feature else ""),
                 _Situation(subject, jobs, shape),
                 cases=list(_cases(shape, situation, declared)),
+                large=situation == "long",
             )
     yield from _numbers(subject, jobs)
     yield Check(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from jackfield.errors import JackfieldError
 from jackfield.testing.cache.bench import Bench
@@ -35,7 +37,8 @@ def storm(bench: Bench, name: str, examples: int, **needs: Any) -> str:
     )
     seeded: Any = hypothesis.seed(bench.subject.seed)(machine)
     try:
-        with contextlib.redirect_stdout(None):  # hypothesis tells its steps
+        # hypothesis tells its steps
+        with contextlib.redirect_stdout(None), _no_constants_of_modules():
             stateful.run_state_machine_as_test(seeded, settings=settings)
     except Exception as error:
         last = machine.last
@@ -44,3 +47,20 @@ def storm(bench: Bench, name: str, examples: int, **needs: Any) -> str:
         why = str(error) if isinstance(error, WrongError | JackfieldError) else repr(error)
         raise WrongError(f"{why}; after: {'; '.join(last.done)}") from error
     return f"{machine.count} sequences in {examples} runs of up to {STEPS} acts"
+
+
+@contextlib.contextmanager
+def _no_constants_of_modules() -> Iterator[None]:
+    """Keep hypothesis from drawing numbers that it finds in the source of imported modules.
+
+    It reads every module outside `site-packages`: half a minute where libraries lie elsewhere. And
+    one seed would make other runs on another machine.
+    """
+    from hypothesis.internal.conjecture import providers
+
+    if not hasattr(providers, "_get_local_constants"):  # before 6.131
+        yield
+        return
+    none_of_them = type(providers._local_constants)
+    with mock.patch.object(providers, "_get_local_constants", none_of_them):
+        yield

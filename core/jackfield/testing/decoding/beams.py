@@ -312,7 +312,7 @@ def _forgets(subject: Subject, _: object) -> str:
             run(strategy, [group], Language(5, 1))
             strategy.release(tuple(group.members))
 
-    each = growth(requests) / 40
+    each = growth(requests, 100 * 40) / 40
     if each > 100:
         raise WrongError(f"keeps {each:.0f} bytes of each request after release: memory grows")
     return f"{max(0.0, each):.0f} bytes a request stay"

@@ -243,7 +243,7 @@ def _forgets(subject: Subject, _: object) -> str:
                 grow(sequence, truth(sequence, 1))
             rehearsal.release([sequence])
 
-    each = growth(requests) / 30
+    each = growth(requests, 40 * 30) / 30
     if each > 40:
         raise WrongError(f"keeps {each:.0f} bytes of each request after release: memory grows")
     return f"{max(0.0, each):.0f} bytes a request stay"

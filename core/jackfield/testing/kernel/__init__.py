@@ -99,7 +99,7 @@ def _of_a_class(subject: Subject, title: str, model: str) -> Iterator[Check]:
     yield Check(f"{title}.rows", f"{title}: rows", calls(), cases=flat)
     yield Check(f"{title}.batches", f"{title}: rows of a batch", calls(), cases=deep)
     many = calls(hidden_size=8)
-    yield Check(f"{title}.many_rows", f"{title}: rows", many, cases=numbers.MANY)
+    yield Check(f"{title}.many_rows", f"{title}: rows", many, cases=numbers.MANY, large=True)
     yield Check(f"{title}.config", f"{title}: the config", _Configs(subject, title, model))
     for size in (8, 48, 260):
         own = calls(hidden_size=size)

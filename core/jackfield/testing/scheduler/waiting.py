@@ -180,7 +180,7 @@ def _forgets(subject: Subject, _: object) -> str:
         loop.ended.clear()
         loop.entered.clear()
 
-    each = growth(requests) / 100
+    each = growth(requests, 40 * 100) / 100
     if each > 40:
         raise WrongError(f"keeps {each:.0f} bytes of each request that has ended: memory grows")
     return f"{max(0.0, each):.0f} bytes a request stay"
