@@ -131,7 +131,11 @@ def planned(model: Any, arguments: Mapping[str, Any], device_memory: int | None 
     words = in_our_words(arguments, OF_A_PLAN, "jackfield.plan")
     _check_given(model, "jackfield.plan")
     spec = PlanSpec(**taken(words, OF_A_PLAN), device_memory=device_memory)
-    return _decided(model, spec)[1]
+    _, plan, _ = _decided(model, spec)
+    if spec.profile is not None:  # whose sizes this call does not take, and `load` will
+        with of_profile(spec.profile.with_sizes):
+            limits_for(plan, LoadSpec(**spec.profile.sizes))
+    return plan
 
 
 def prepare(model: Any, **arguments: Any) -> Prepared:
@@ -144,7 +148,8 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
     check_limits(spec)
     steps_of(spec.verify)
     job, plan, helper = _decided(model, spec)
-    limits = limits_for(plan, spec)
+    with of_profile(spec.profile):
+        limits = limits_for(plan, spec)
     if spec.verify:
         check_verifiable(plan)
     plan = plan.limited(limits.max_batch_tokens, limits.max_batch_size)

@@ -62,9 +62,16 @@ def test_what_rounds_on_purpose_must_choose_among_the_best() -> None:
         assert "on average" in str(reason_against([regret(3.0, mean)], lossy=True))
 
 
-def row(label: str, attention: str, distribution: str, cache: str = "paged", **more: Any) -> Row:
+def row(
+    label: str,
+    attention: str,
+    distribution: str,
+    cache: str = "paged",
+    how: str = "named",
+    **more: Any,
+) -> Row:
     chosen = {
-        "attention": {"name": attention, "distribution": distribution, "how": "named"},
+        "attention": {"name": attention, "distribution": distribution, "how": how},
         "cache": {"name": cache, "distribution": "jackfield", "how": "auto"},
     }
     plan = {"chosen": chosen, "dtype": "float32", "device": "cpu", "kernels": []}
@@ -82,6 +89,8 @@ def test_the_same_operators_are_the_same_attention() -> None:
     [
         row("sdpa", "sdpa", "jackfield", cache="dynamic"),
         row("the same again", "mine", "my-package"),
+        row("what auto chose", "mine", "my-package", how="auto"),
+        row("p.toml", "mine", "my-package", how="from profile p.toml"),
         row("sdpa", "sdpa", "jackfield", reasons=("it failed",)),
         Row("generate", "generate", {}),
         Row("other", OURS, {}, plan=row("", "", "").plan, operators={"aten::mm": 5}),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +12,9 @@ import pytest
 from jackfield.benchmarking.contenders import Contender, product
 from jackfield.benchmarking.nursery import Nursery, usable
 from jackfield.benchmarking.preparing import reader
-from jackfield.benchmarking.running import bench
+from jackfield.benchmarking.running import Running, bench
 from jackfield.benchmarking.worker import Worker
-from jackfield.benchmarking.workload import Shape, preset
+from jackfield.benchmarking.workload import Request, Shape, Workload, preset
 from jackfield.errors import CheckpointError, ExecutionError, UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +55,25 @@ def test_what_is_forked_computes(nursery: Nursery) -> None:
         assert worker.ask("finish")["report"]["attention"]["name"] == "sdpa"
 
 
+def test_what_is_forked_has_as_many_threads_as_what_begins_from_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also before the thread that loads has computed in parallel: by how many there are OpenMP's
+    threads sleep or spin, and a step takes twice as long or half.
+    """
+    if not usable():
+        pytest.skip("nothing is forked here")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with Nursery() as made, Worker(made) as worker:
+        asked = {"program": "jackfield", "arguments": {"model": "demo"}, "requests": [((5,), 9, 0)]}
+        worker.ask("load", **asked)
+        worker.ask("round", number=0)
+        tasks = Path(f"/proc/{worker._process.pid}/task")
+        before = {*tasks.iterdir()}
+        worker.ask("quality", text=[*range(5, 300)], answers=[])
+        assert {*tasks.iterdir()} <= before  # those of the engine end when it has been idle
+
+
 def test_a_nursery_that_has_ended_is_an_error() -> None:
     if not usable():
         pytest.skip("nothing is forked here")
@@ -60,6 +81,30 @@ def test_a_nursery_that_has_ended_is_an_error() -> None:
         made._process.kill()
         with pytest.raises(ExecutionError, match="that others are forked from has ended"):
             Worker(made)
+
+
+@pytest.mark.parametrize("error", [ExecutionError("it has ended"), OSError(11, "no more of them")])
+def test_a_process_that_cannot_be_begun_is_a_row(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(nursery: Nursery | None) -> Worker:
+        raise error
+
+    monkeypatch.setattr("jackfield.benchmarking.running.begun", failing)
+    work = Workload("one", (Request((5, 6), 2),), 1)
+    one = Running(Contender("demo", {"model": "demo"}), work, 5.0)
+    with contextlib.ExitStack() as open_ones:
+        one.start(open_ones)
+        one.warm_up()
+        one.round(0)
+    assert one.error is not None
+    assert one.row.rounds == ()
+    assert one.row.reasons == (f"failed: {one.error}",)
+
+
+def test_who_waits_for_a_nursery_waits_no_longer_than_he_says() -> None:
+    with Nursery() as made, pytest.raises(TimeoutError):
+        made.ready(0.001)
 
 
 def test_a_process_raises_here_what_it_raised_there() -> None:

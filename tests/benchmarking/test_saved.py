@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,73 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     again = saved.read(tmp_path / "run.json")
     assert again == found
     assert again.to_dict() == found.to_dict()
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file has room for more than some bytes."""
+    resource = pytest.importorskip("resource", reason="needs POSIX: this system limits no files")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("what was there")
+    old.chmod(0o640)
+    for path in (old, new):
+        with full_disk(), pytest.raises(UsageError, match=f"cannot write {path}: "):
+            saved.write(path, "x" * 5000)
+    assert old.read_text() == "what was there"
+    assert list(tmp_path.iterdir()) == [old]
+    saved.write(old, "y" * 5000)
+    assert old.read_text() == "y" * 5000
+    assert old.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("why", [errno.EBUSY, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("what", ["open", "replace"])
+def test_a_file_in_a_folder_that_takes_no_other_is_written_in_its_place(
+    what: str, why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that is mounted into a container."""
+    (file := tmp_path / "file").write_text("old")
+    own = getattr(Path, what)
+
+    def refused(path: Path, *given: Any, **more: Any) -> Any:
+        if path.name.startswith(".jackfield"):
+            raise OSError(why, "no")
+        return own(path, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, what, refused)
+        saved.write(file, "new")
+    assert file.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_link_points_at_is_written_and_a_pipe_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    link, file = tmp_path / "link", tmp_path / "to" / "file"
+    link.symlink_to(file)
+    saved.write(link, "x")
+    assert link.is_symlink()
+    assert file.read_text() == "x"
+    saved.write(Path(os.devnull), "x")
+    assert not Path(os.devnull).is_file()
+
+
+def test_two_flags_name_two_files(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    saved.check_apart({"--a": file, "--b": tmp_path / "other", "--c": None, "--d": None})
+    for other in (file, link, tmp_path / "x" / ".." / "file"):
+        with pytest.raises(UsageError, match="--a and --b name one file"):
+            saved.check_apart({"--a": file, "--b": other})
 
 
 def verdicts(before: Any, after: Any) -> dict[str, str | None]:

@@ -111,6 +111,7 @@ BAD = [
     ('{"prompt": "a", "max_new_tokens": 0}', "line 1: max_new_tokens must be"),
     ('{"prompt": "a", "max_new_tokens": true}', "line 1: max_new_tokens must be"),
     ('{"prompt": "a", "arrival": -1}', "line 1: arrival must be seconds"),
+    (f'{{"prompt": "a", "arrival": {10**400}}}', "line 1: arrival must be seconds"),
     ('{"prompt": "a", "arrival": NaN}', "line 1: arrival must be seconds"),
     ('{"prompt": "a", "max_new_tokens": 600}', "request 1 .*context is 512"),
     ("\n \n", "has no requests"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,9 @@ import jackfield
 from jackfield.bridge.source import find
 from jackfield.cli import run
 from jackfield.errors import UsageError
-from jackfield.planning.profiles import FORMAT, SELECTABLE, read_profile, surroundings
+from jackfield.planning.profile_files import FORMAT, SELECTABLE, read_profile
+from jackfield.planning.profile_options import same
+from jackfield.planning.profiles import surroundings, taken
 from jackfield.planning.toml_text import toml
 from jackfield.requests.arguments import OF_LOADING
 
@@ -84,7 +87,7 @@ def test_what_is_not_as_it_was_measured_is_one_line(
     with caplog.at_level(logging.WARNING, "jackfield"):
         jackfield.plan("demo", profile=written(tmp_path, made=others))
     (line,) = [record.getMessage() for record in caplog.records]
-    for said in ("a pocket calculator", "torch 0.0.1", "another config", "stopped before"):
+    for said in ("a pocket calculator", "torch 0.0.1", "another config", "did not come to its end"):
         assert said in line
     assert "\n" not in line
 
@@ -120,6 +123,8 @@ def test_what_cannot_run_here_says_whose_it_is(
 WRONG = {
     "no TOML": ("format = ", "is not TOML"),
     "no format": ("[selections]\n", "has no format, and this jackfield reads format = 1"),
+    "a truth value as format": ("format = true\n[selections]\n", "is of format True"),
+    "a fraction as format": ("format = 1.0\n[selections]\n", "is of format 1.0"),
     "another format": ("format = 2\n[selections]\n", "is of format 2"),
     "no selections": ("format = 1\n", r"needs a table \[selections\]"),
     "selections are none": ("format = 1\nselections = 3\n", r"needs a table \[selections\]"),
@@ -134,6 +139,26 @@ WRONG = {
     "no names": ("format = 1\n[selections]\nkernels = []\n", r"must be a text.*not \[\]"),
     "made": ("format = 1\nmade = 3\n[selections]\n", "made must be a table"),
     "versions": ("format = 1\n[selections]\n[made]\nversions = 3\n", "made.versions"),
+    "a version": (
+        "format = 1\n[selections]\n[made.versions]\ntorch = {a = 1}\n",
+        "made.versions.torch must be a text",
+    ),
+    "an architecture": (
+        'format = 1\n[selections]\n[made]\narchitecture = ["x"]\n',
+        "made.architecture must be a text",
+    ),
+    "hardware": ("format = 1\n[selections]\n[made]\nhardware = 3\n", "made.hardware must be a"),
+    "a config": ("format = 1\n[selections]\n[made]\nconfig = 3\n", "made.config must be a text"),
+    "finished": ("format = 1\n[selections]\n[made]\nfinished = 0\n", "made.finished must be true"),
+    "named": ("format = 1\n[selections]\n[made]\nnamed = 3\n", "made.named must be a table"),
+    "a name": (
+        "format = 1\n[selections]\n[made.named]\nadapter = [3]\n", "made.named.adapter must be",
+    ),
+    "a size of nobody": (
+        f"format = 1\n[selections]\nmax_batch_size = {10**20}\n", "at most 2147483648, not 100",
+    ),
+    "a device of lists": ('format = 1\n[selections]\ndevice_map = {a = ["b"]}\n', "must be a text"),
+    "a decoding of numbers": ("format = 1\n[selections]\ndecoding = {a = 3}\n", "must be a text"),
     "evidence": ("format = 1\nevidence = [3]\n[selections]\n", "evidence must be tables"),
     "no text": (b"\xff\xfe", "is not TOML"),
     "deep": ("format = " + "[" * 100_000, "is not TOML"),
@@ -234,6 +259,87 @@ def test_what_a_profile_cannot_name_is_missed(
         caplog.clear()
         jackfield.plan("demo", profile=file, quantization="none")
         assert "which you have to name yourself" not in caplog.text
+
+
+NAMED = {
+    "adapter": ("a", "b"),
+    "deterministic": (True, True),
+    "max_memory": ('{"cpu": "4GB"}', {"cpu": "5GB"}),
+    "revision": ("main", "x"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_was_named_when_it_was_measured_is_missed(name: str, tmp_path: Path) -> None:
+    was, other = NAMED[name]
+    file = written(tmp_path, made={"named": {name: was}})
+    again = {"max_memory": {"cpu": "4GB"}}.get(name, was)
+    says = f"it was measured with {name}={was!r}, which you have to name yourself"
+    assert taken({"profile": file}, OF_LOADING)["profile"].apart == (says,)
+    assert taken({"profile": file, name: again}, OF_LOADING)["profile"].apart == ()
+    if other != was:
+        (said,) = taken({"profile": file, name: other}, OF_LOADING)["profile"].apart
+        assert said.startswith(f"it was measured with {name}={was!r}, and this is ")
+    without = written(tmp_path, made={"named": {}})
+    (said,) = taken({"profile": without, name: again}, OF_LOADING)["profile"].apart
+    assert said.startswith(f"it was measured without {name}, and this is {name}=")
+    nobody_says = written(tmp_path)
+    assert taken({"profile": nobody_says, name: again}, OF_LOADING)["profile"].apart == ()
+
+
+SAME: list[tuple[str, Any, Any]] = [
+    ("compile", False, "none"),
+    ("compile", True, "inductor"),
+    ("compile", "plugin:none", "none"),
+    ("device_map", torch.device("cpu"), "cpu"),
+    ("device_map", "cpu:0", "cpu"),
+    ("device_map", {"": torch.device("cpu")}, {"": "cpu"}),
+    ("attn_implementation", "plugin:sdpa", "sdpa"),
+    ("attn_implementation", "plugin:jackfield/sdpa", "sdpa"),
+    ("attn_implementation", ["sdpa"], "sdpa"),
+    ("attn_implementation", "paged|sdpa", "paged|sdpa"),
+    ("cache_implementation", "paged?page_size=none", "paged"),
+    ("cache_implementation", "paged?swap=no&page_size=8", "paged?page_size=8&swap=false"),
+    ("cache_implementation", "hybrid", "static"),
+    ("dtype", torch.bfloat16, "bfloat16"),
+    ("decoding", {"fast": "plugin:prompt_lookup"}, {"fast": "prompt_lookup"}),
+]
+APART: list[tuple[str, Any, Any]] = [
+    ("compile", True, "none"),
+    ("device_map", "cpu", "cuda:0"),
+    ("attn_implementation", "eager", "sdpa"),
+    ("attn_implementation", "no such", "sdpa"),
+    ("attn_implementation", ["sdpa", "eager"], "sdpa"),
+    ("cache_implementation", "paged?page_size=32", "paged"),
+    ("dtype", torch.float16, "bfloat16"),
+    ("max_batch_size", 3, 4),
+    ("max_batch_size", 1, True),
+]
+
+
+def test_what_means_the_same_is_no_news() -> None:
+    for name, one, other in SAME:
+        assert same(name, one, other), (name, one, other)
+        assert same(name, other, one), (name, one, other)
+    for name, one, other in APART:
+        assert not same(name, one, other), (name, one, other)
+
+
+SIZES_APART: list[dict[str, Any]] = [
+    {"max_batch_size": 64, "max_batch_tokens": 8},
+    {"cache_implementation": "dynamic", "max_batch_tokens": 300},
+]
+
+
+@pytest.mark.parametrize("selections", SIZES_APART)
+def test_sizes_that_contradict_each_other_are_of_the_profile(
+    selections: dict[str, Any], tmp_path: Path
+) -> None:
+    file = written(tmp_path, selections)
+    for call in (jackfield.plan, jackfield.load):
+        with pytest.raises(UsageError, match="max_batch_tokens=") as caught:
+            call("demo", profile=file)
+        assert f"(from profile {file}: {', '.join(selections)}; " in str(caught.value)
 
 
 NAMES = st.text(max_size=8)

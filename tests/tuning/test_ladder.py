@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,12 @@ import jackfield
 from jackfield.api import prepare
 from jackfield.benchmarking.verdicts import Change
 from jackfield.benchmarking.workload import Request, Workload
-from jackfield.planning.profiles import read_profile
+from jackfield.planning.profile_files import read_profile
 from jackfield.planning.toml_text import toml
 from jackfield.planning.verdicts import PlanSpec, explain
 from jackfield.tuning import registered
 from jackfield.tuning.candidates import RUNGS, Candidate, Quality
-from jackfield.tuning.climbing import Outcome, Tried
+from jackfield.tuning.outcome import Outcome, Tried
 from jackfield.tuning.page import html
 from jackfield.tuning.registered import RegisteredLadder
 from jackfield.tuning.writing import HEAD, pinned, profile_of
@@ -190,10 +192,60 @@ def test_the_page_has_every_row_and_runs_nothing(tmp_path: Path) -> None:
     assert "{%" not in text
 
 
+def test_a_perplexity_without_end_is_on_no_plot() -> None:
+    content = profile_of("demo", outcome(), WORK, 60.0)
+    for one in content["evidence"]:
+        one["perplexity"] = math.inf if one["perplexity"] else one["perplexity"]
+    assert "Speed against perplexity" not in html(content)
+    assert "Speed against peak" in html(content)
+
+
+def test_a_profile_with_bounds_on_memory_names_no_device() -> None:
+    bounds = {"max_memory": {"cpu": "4GB", "disk": "10GB"}}
+    found = pinned(prepare("demo", **bounds).plan, bounds)
+    assert "device_map" not in found
+    named = {name: value for name, value in found.items() if name not in bounds}
+    assert prepare("demo", **named, **bounds).plan.device == "cpu"
+
+
 def test_the_rungs_are_the_ladder() -> None:
     one = ladder()
     for rung in RUNGS:
         assert one.rung(rung, {}).now
+
+
+def test_the_last_race_is_in_the_profile_and_on_the_page() -> None:
+    content = profile_of("demo", outcome(), WORK, 60.0)
+    assert content["made"]["beside_auto"] == {
+        "ratio": 0.5, "low": 0.4, "high": 0.6, "rounds": 6, "verdict": "faster for certain",
+    }  # fmt: skip
+    said = "the best takes 0.50 times as long (0.40 to 0.60), in 6 rounds: faster for certain."
+    assert said in html(content)
+    few = replace(outcome(), change=Change(0.9, 0.0, math.inf, 3), unreached=("cache", "batch"))
+    content = profile_of("demo", few, WORK, 60.0)
+    assert content["made"]["beside_auto"]["low"] is None
+    assert content["made"]["beside_auto"]["verdict"] == "not faster for certain"
+    assert content["made"]["unreached"] == ["cache", "batch"]
+    assert "There was no time for cache, batch." in html(content)
+    assert "beside_auto" not in toml(profile_of("demo", replace(few, change=None), WORK, 60.0))
+
+
+@pytest.mark.parametrize(
+    "given", [{"decoding": "assisted", "assistant_model": "demo-draft"}, {"deterministic": True}]
+)
+def test_what_was_measured_and_cannot_be_selected_is_said(
+    given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = profile_of("demo", Outcome(given, [], None, True), WORK, 1.0)
+    assert content["made"]["named"] == given
+    assert "decoding" not in content["selections"]
+    (file := tmp_path / "p.toml").write_text(toml(content, HEAD))
+    jackfield.plan("demo", profile=file)
+    for name, value in given.items():
+        assert f"measured with {name}={value!r}, which you have to name yourself" in caplog.text
+    caplog.clear()
+    jackfield.plan("demo", profile=file, **given)
+    assert caplog.records == []
 
 
 @pytest.mark.skipif(find_spec("gptqmodel") is None, reason="needs jackfield[gptq]")

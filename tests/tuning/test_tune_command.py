@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jackfield.benchmarking.contenders import Contender
+from jackfield.benchmarking.preparing import reader
 from jackfield.errors import UsageError
-from jackfield.planning.profiles import read_profile
+from jackfield.planning.profile_files import read_profile
 from jackfield.tuning.expected import read_answers
 
 if TYPE_CHECKING:
@@ -36,12 +39,15 @@ MISTAKES = {
     "another bound": (("--max-drop", "nan"), "--max-drop must be at least 0"),
     "a folder": (("--output", "no/such/profile.toml"), "no/such"),
     "a page": (("--html", "no/such/page.html"), "no/such"),
+    "one file": (("--html", "profile.toml"), "--output and --html name one file, profile.toml"),
     "no text": (("--text", "no.txt"), "no.txt"),
     "no answers": (("--quality", "no.jsonl"), "cannot read no.jsonl"),
     "no backend": (("--attention", "sdpb"), "there is no attention 'sdpb'"),
     "a profile": (("--profile", "p.toml"), "tune takes no --profile"),
     "a lock": (("--locked", "l.json"), "tune takes no --locked"),
     "no device": (("--device", "tpu"), "tpu"),
+    "a search": (("--decoding", "beam"), "a search chooses other texts than greedy decoding"),
+    "a long name": (("--workload", "x" * 300), "there is no workload 'xxx"),
     "no room": (("--max-memory", "cpu=1MB", "--device", "cpu"), "1"),
 }
 
@@ -84,15 +90,36 @@ ANSWERS = {
 def test_answers_with_an_error_are_refused(content: str, tmp_path: Path) -> None:
     (file := tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UsageError, match=ANSWERS[content]) as caught:
-        read_answers(file)
+        read_answers(file, *reader(Contender("demo", {"model": "demo"})))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"messages": [{"role": "nobody", "content": "Hi"}]}, "nobody"),
+        ({"prompt": "x " * 600}, r"the model's context is 512"),
+        ({"prompt": "Hi", "max_new_tokens": 100_000}, r"100000 more, and the model's context is 5"),
+    ],
+)
+def test_a_question_that_the_model_cannot_be_asked_is_named_before_anything_is_loaded(
+    line: dict[str, Any], says: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jackfield.benchmarking.running.Worker", None)
+    lines = [{"prompt": "Hi", "answer": "Ho"}, {**line, "answer": "Ho"}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = cli("tune", "demo", "--quality", "a.jsonl")
+    done.assert_failed(2, "a.jsonl, line 2: ")
+    assert re.search(says, done.err)
 
 
 def test_answers_are_read(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "2 and 2?"}]
     lines = [{"prompt": "a", "answer": "b"}, {"messages": chat, "answer": "4", "max_new_tokens": 3}]
     (file := tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
-    assert read_answers(file) == [("a", "b", 64), (chat, "4", 3)]
+    found = read_answers(file, *reader(Contender("demo", {"model": "demo"})))
+    assert found == [("a", "b", 64), (chat, "4", 3)]
 
 
 @pytest.mark.long
@@ -126,6 +153,7 @@ def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
             pass
         time.sleep(1)
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # as people do who wait
         said = process.stderr.read()
     assert process.returncode == 130
     assert "stopped: " in said

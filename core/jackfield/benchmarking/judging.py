@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from jackfield.benchmarking.operators import alike
 from jackfield.benchmarking.results import Row
 from jackfield.benchmarking.worker import LOADING, Worker
 from jackfield.benchmarking.workload import Workload
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, PluginError
 from jackfield.requests.arguments import OF_A_PLAN
 
 Texts = Sequence[Mapping[tuple[int, ...], int]]
@@ -27,6 +28,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 #: What says which model it is, among the arguments of `jackfield.load`.
 OF_THE_MODEL = ("model", "revision", "device_map", "adapter", "merge_adapter", "max_memory")
 
+UNJUDGED = "its tokens could not be judged"
 #: How many different texts of a request are judged; in one dtype there are few.
 MOST = 3
 
@@ -36,8 +38,12 @@ def judged(
     texts: Sequence[Texts],
     workload: Workload,
     nursery: Nursery | None = None,
+    seconds: Callable[[], float] = lambda: LOADING,
 ) -> list[Row]:
-    """The rows with the reasons against them, by processes that may be forked in a nursery."""
+    """The rows with the reasons against them, by processes that may be forked in a nursery.
+
+    Whatever one is asked may take as many `seconds` as there are then.
+    """
     nurseries = () if nursery is None else (nursery,)
     found = [_observed(_shape(row, own, workload)) for row, own in zip(rows, texts, strict=True)]
     same = alike(found)
@@ -52,14 +58,15 @@ def judged(
     try:
         with Worker(*nurseries) as reference:
             known = {
-                key: dict(zip(own, _ask(reference, key, own), strict=True))
+                key: dict(zip(own, _ask(reference, key, own, seconds), strict=True))
                 for key, own in groups.items()
             }
     except JackfieldError as error:
-        why = (f"its tokens could not be judged: {error}",)
+        why = (f"{UNJUDGED}: {error}",)
         return [replace(row, reasons=why) if row.valid else row for row in found]
+    rounding = functools.partial(_lossy, workload=workload, nurseries=nurseries, seconds=seconds)
     return [
-        _with_parity(row, [known[_reference(row)][pair] for pair in own], workload, nurseries)
+        _with_parity(row, [known[_reference(row)][pair] for pair in own], rounding)
         if row.valid
         else row
         for row, own in zip(found, pairs, strict=True)
@@ -100,25 +107,26 @@ def _reference(row: Row) -> str:
     return json.dumps({"model": model, "dtype": dtype}, sort_keys=True, default=str)
 
 
-def _ask(reference: Worker, key: str, pairs: Mapping[Pair, None]) -> list[dict[str, float]]:
+def _ask(
+    reference: Worker, key: str, pairs: Mapping[Pair, None], seconds: Callable[[], float]
+) -> list[dict[str, float]]:
     found: list[dict[str, float]] = reference.ask(
-        "judge", LOADING, texts=list(pairs), **json.loads(key)
+        "judge", seconds(), texts=list(pairs), **json.loads(key)
     )
     return found
 
 
 def _with_parity(
-    row: Row,
-    found: Sequence[Mapping[str, float]],
-    workload: Workload,
-    nurseries: Sequence[Nursery],
+    row: Row, found: Sequence[Mapping[str, float]], rounding: Callable[[Row], bool]
 ) -> Row:
     lossy = False
     try:
         if parity.reason_against(found, lossy=False):
-            lossy = _lossy(row, workload, nurseries)
-    except JackfieldError as error:  # what `verify` says names the backend, and the layer
+            lossy = rounding(row)
+    except PluginError as error:  # what `verify` says names the backend, and the layer
         return replace(row, reasons=(f"wrong tokens: {error}",))
+    except JackfieldError as error:
+        return replace(row, reasons=(f"{UNJUDGED}: {error}",))
     why = parity.reason_against(found, lossy=lossy)
     told = {
         "worst": max(one["worst"] for one in found),
@@ -130,7 +138,9 @@ def _with_parity(
     return replace(row, parity=told, reasons=(why,) if why else ())
 
 
-def _lossy(row: Row, workload: Workload, nurseries: Sequence[Nursery]) -> bool:
+def _lossy(
+    row: Row, workload: Workload, nurseries: Sequence[Nursery], seconds: Callable[[], float]
+) -> bool:
     """Whether the row rounds on purpose: a rival as it says, a quantizer by what it declares, a
     cache by what `verify` finds in it. Raises what `verify` raises.
     """
@@ -147,8 +157,8 @@ def _lossy(row: Row, workload: Workload, nurseries: Sequence[Nursery]) -> bool:
     requests = [(one.prompt, one.new_tokens, 0.0) for one in workload.requests[:2]]
     with Worker(*nurseries) as again:
         asked = {**row.arguments, "verify": True}
-        again.ask("load", LOADING, program=OURS, arguments=asked, requests=requests)
-        again.ask("settled")
-        again.ask("round", LOADING, number=0)
-        report: Mapping[str, Any] = again.ask("finish")["report"]
+        again.ask("load", seconds(), program=OURS, arguments=asked, requests=requests)
+        again.ask("settled", seconds())
+        again.ask("round", seconds(), number=0)
+        report: Mapping[str, Any] = again.ask("finish", seconds())["report"]
     return bool((report.get("verified") or {}).get("rounded"))

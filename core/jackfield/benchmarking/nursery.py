@@ -56,9 +56,11 @@ class Nursery:
                 env={**os.environ, "JACKFIELD_BENCHMARK_PATH": json.dumps(sys.path)},
             )
 
-    def ready(self) -> None:
-        """Wait until everything is imported."""
+    def ready(self, seconds: float | None = None) -> None:
+        """Wait until everything is imported. Raises TimeoutError where that takes longer."""
+        self._socket.settimeout(seconds)
         self.ask(_ANY)
+        self._socket.settimeout(None)
 
     def fork(self, wire: int, output: int) -> Forked:
         """A process that serves the socket with the file number `wire`, and writes to `output`."""
@@ -70,6 +72,9 @@ class Nursery:
             with self._lock:
                 socket.send_fds(self._socket, [_NUMBER.pack(pid)], files)
                 answer = self._socket.recv(_NUMBER.size)
+        except TimeoutError:
+            self._socket.close()
+            raise
         except OSError:
             answer = b""
         except BaseException:  # interrupted: its answer would be that of the next question
@@ -145,6 +150,9 @@ def serve(number: int) -> None:
                 told.close()
                 break
     torch.set_num_threads(threads)
+    # As in a process that has imported all by itself, this thread has threads of its own that wait.
+    # OpenMP's then sleep where they would spin otherwise, which halves or doubles what steps take.
+    torch.zeros(1 << 20).add_(1)
     _be(*files)
 
 

@@ -67,7 +67,8 @@ def _told(row: Row) -> bool:
 
 
 def _attention(row: Row) -> Any:
-    return (row.plan or {})["chosen"]["attention"]
+    """Which it is, whoever chose it: a caller, a profile or the plan."""
+    return {**(row.plan or {})["chosen"]["attention"], "how": ""}
 
 
 def _but_attention(row: Row) -> str:

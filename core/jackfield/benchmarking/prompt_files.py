@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.benchmarking.json_lines import new_tokens, prompt_of, read_objects
 from jackfield.benchmarking.workload import Request, Shape, Workload, finished
-from jackfield.errors import PromptError, UsageError, first_line, quoted, shown
-from jackfield.spelling import nearest
+from jackfield.errors import UsageError, quoted, shown
 
 if TYPE_CHECKING:
     from jackfield.bridge.tokenizer import Text
 
 #: New tokens of a request where neither its line nor the caller says.
 NEW_TOKENS = 64
+LATEST = 1_000_000  # seconds
 
 _FIELDS = ("prompt", "messages", "max_new_tokens", "arrival")
+EXAMPLE = '{"prompt": "…"}'
 
 
 def of_file(path: Path, shape: Shape, text: Text, context: int | None) -> Workload:
@@ -31,21 +31,9 @@ def of_file(path: Path, shape: Shape, text: Text, context: int | None) -> Worklo
     for name in ("prompt_tokens", "requests"):
         if getattr(shape, name) is not None:
             raise UsageError(f"{shown(path)} has prompts of its own; drop --{_flag(name)}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise UsageError(f"cannot read {shown(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{shown(path)} is not UTF-8 text; convert it") from None
-    requests = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                requests.append(_request(_object(line), shape, text))
-            except (UsageError, PromptError) as error:
-                raise UsageError(f"{shown(path)}, line {number}: {error}") from None
+    requests = read_objects(path, _FIELDS, EXAMPLE, lambda line: _request(line, shape, text))
     if not requests:
-        raise UsageError(f'{shown(path)} has no requests; write {{"prompt": "…"}} a line')
+        raise UsageError(f"{shown(path)} has no requests; write {EXAMPLE} a line")
     if shape.rate is not None and any(one.arrival for one in requests):
         raise UsageError(f"{shown(path)} says when its requests arrive; drop --rate")
     return finished(path.name, requests, shape, context)
@@ -55,30 +43,10 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is not JSON: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise UsageError('it is no JSON object; write {"prompt": "…"}')
-    for name in found:
-        if name not in _FIELDS:
-            raise UsageError(
-                f"there is no field {shown(name)!r} (fields: {', '.join(_FIELDS)})"
-                f"{nearest(name, _FIELDS)}"
-            )
-    return found
-
-
 def _request(line: dict[str, Any], shape: Shape, text: Text) -> Request:
-    if ("prompt" in line) == ("messages" in line):
-        raise UsageError("it needs a prompt or messages, and not both")
-    new = line.get("max_new_tokens", NEW_TOKENS) if shape.new_tokens is None else shape.new_tokens
-    if type(new) is not int or new < 1:
-        raise UsageError(f"max_new_tokens must be a whole number, at least 1, not {quoted(new)}")
+    prompt = prompt_of(line)
+    new = new_tokens(line, NEW_TOKENS) if shape.new_tokens is None else shape.new_tokens
     arrival = line.get("arrival", 0.0)
-    if type(arrival) not in (int, float) or not 0 <= arrival < math.inf:
-        raise UsageError(f"arrival must be seconds, at least 0, not {quoted(arrival)}")
-    ids = text.encode(line["prompt"] if "prompt" in line else line["messages"])
-    return Request(tuple(ids), new, float(arrival))
+    if type(arrival) not in (int, float) or not 0 <= arrival <= LATEST:
+        raise UsageError(f"arrival must be seconds, from 0 to {LATEST}, not {quoted(arrival)}")
+    return Request(tuple(text.encode(prompt)), new, float(arrival))

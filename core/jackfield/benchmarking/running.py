@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from jackfield.benchmarking.verdicts import CONFIDENCE, MARGIN
 from jackfield.benchmarking.worker import LOADING, ROUND, Worker
 from jackfield.benchmarking.workload import Workload
 from jackfield.devices import free_bytes
-from jackfield.errors import JackfieldError, PlanError, UsageError
+from jackfield.errors import ExecutionError, JackfieldError, PlanError, UsageError
 from jackfield.units import in_units
 
 #: How many rounds there are where nobody says, and of the warm-up at least and at most.
@@ -63,7 +64,7 @@ def bench(
         progress(done, steps)
 
     with contextlib.ExitStack() as open_ones:
-        _check_plans(contenders)
+        check_plans(contenders)
         step(0)
         for one in running:
             one.start(open_ones)
@@ -97,7 +98,7 @@ def _check(contenders: Sequence[Contender], base: str | None, rounds: int, margi
         raise UsageError(f"there is no row {base!r} to compare with (rows: {', '.join(labels)})")
 
 
-def _check_plans(contenders: Sequence[Contender]) -> None:
+def check_plans(contenders: Sequence[Contender]) -> None:
     """Raise UsageError where the models do not fit beside one another, since all stay loaded.
 
     Also what `jackfield.load` would raise, but for a plan that cannot be: that is a row.
@@ -146,8 +147,9 @@ def begun(nursery: Nursery | None) -> Worker:
 class Running:
     """A contender while it is measured. `texts` has every text that each request got.
 
-    A round may take `seconds`, and to load it `loading`; it has failed where it takes longer. Its
-    process is forked in the `nursery`; None: it begins from nothing.
+    A round may take `seconds`, and to load it `loading`, neither more than is `left` then; it has
+    failed where it takes longer. Its process is forked in the `nursery`; None: it begins from
+    nothing.
     """
 
     contender: Contender
@@ -155,6 +157,7 @@ class Running:
     seconds: float
     loading: float = LOADING
     nursery: Nursery | None = None
+    left: Callable[[], float] = lambda: math.inf
     worker: Worker | None = None
     error: JackfieldError | None = None
     texts: list[dict[tuple[int, ...], int]] = field(default_factory=list)
@@ -166,7 +169,12 @@ class Running:
 
     def start(self, open_ones: contextlib.ExitStack) -> None:
         requests = [(one.prompt, one.new_tokens, one.arrival) for one in self.workload.requests]
-        self.worker = open_ones.enter_context(begun(self.nursery))
+        try:
+            self.worker = open_ones.enter_context(begun(self.nursery))
+        except OSError as error:
+            self._failed(ExecutionError(f"no process can be begun: {error.strerror}"))
+        except JackfieldError as error:
+            self._failed(error)
         arguments = dict(self.contender.arguments)
         if self.contender.ours:
             arguments.setdefault("max_batch_size", self.workload.batch)
@@ -177,12 +185,17 @@ class Running:
         found = self.ask("load", self.loading, **given)
         self._with(**(found or {}))
 
-    def warm_up(self, most: int = WARM_UP[1]) -> None:
-        """Run until a round is no faster than the best before, and count from there."""
+    def warm_up(
+        self, most: int = WARM_UP[1], hopeless: Callable[[Round], bool] = lambda one: False
+    ) -> None:
+        """Run until a round is no faster than the best before, and count from there.
+
+        It is left before its end with a round that is `hopeless`, but for the first.
+        """
         times: list[float] = []
         while len(times) < most:
             found = self._run(-1 - len(times))
-            if found is None:
+            if found is None or (times and hopeless(found)):
                 return
             settled = len(times) >= WARM_UP[0] - 1 and found.seconds > SETTLED * min(times)
             times.append(found.seconds)
@@ -236,13 +249,17 @@ class Running:
         """What the process answers; None where it has failed, now or before."""
         if self.error is not None or self.worker is None:
             return None
+        most = min(self.seconds if seconds is None else seconds, self.left())
         try:
-            return self.worker.ask(what, self.seconds if seconds is None else seconds, **given)
+            return self.worker.ask(what, most, **given)
         except JackfieldError as error:
-            self.error = error
-            said = f"refused: {error}" if isinstance(error, UsageError) else f"failed: {error}"
-            self._with(reasons=(said,))
+            self._failed(error)
             return None
+
+    def _failed(self, error: JackfieldError) -> None:
+        self.error = error
+        said = f"refused: {error}" if isinstance(error, UsageError) else f"failed: {error}"
+        self._with(reasons=(said,))
 
     def _with(self, **more: Any) -> None:
         self.row = replace(self.row, **more)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,9 @@ from jackfield.errors import UsageError, quoted, shown
 from jackfield.paths import why_no_file
 
 FORMAT = "jackfield benchmark 1"
+
+#: Why a folder takes no other file, or gives none of its own away: a file may be mounted there.
+_OF_THE_FOLDER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 @dataclass(frozen=True)
@@ -63,17 +69,61 @@ def check_file(path: Path, flag: str) -> None:
         raise UsageError(f"{flag} {quoted(str(path))} cannot be written: {why}")
 
 
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Raise UsageError where two flags name one file."""
+    seen: dict[str, str] = {}
+    for flag, path in files.items():
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), flag)) != flag:
+            raise UsageError(f"{other} and {flag} name one file, {shown(path)}; name two")
+
+
 def save(found: Benchmark, path: Path) -> None:
     """Write a run with every round, as JSON."""
     write(path, json.dumps({"format": FORMAT, **found.to_dict()}, indent=1, default=str) + "\n")
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file. Raises UsageError where that fails."""
+    """Write a file, whole or not at all where its folder takes another one beside it.
+
+    Raises UsageError where that fails.
+    """
+    whole = Path(os.path.realpath(path))
     try:
-        path.write_text(text, encoding="utf-8")
+        special = whole.exists() and not whole.is_file()  # a pipe, or a terminal
+        locked = whole.exists() and not os.access(whole, os.W_OK)
+        if special or locked or not _replaced(whole, text):
+            whole.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {shown(path)}: {error.strerror}") from None
+
+
+def _replaced(path: Path, text: str) -> bool:
+    """Write a file beside it, and put that in its place; whether the folder lets do so.
+
+    What was there stays until all is written, also where the disk is full.
+    """
+    try:
+        _replace(path, text)
+    except OSError as error:
+        if error.errno not in _OF_THE_FOLDER:
+            raise
+        return False
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".jackfield-{os.getpid()}")
+    try:
+        with fresh.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, fresh)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def read(path: Path) -> Benchmark:

@@ -66,7 +66,7 @@ class Worker:
             raise UsageError(f"a process of its own can be given names only: {error}") from None
         except TimeoutError:
             self.close()
-            raise ExecutionError(f"it did not end within {seconds:g} s") from None
+            raise ExecutionError(f"it did not end within {round(seconds, 2):g} s") from None
         except (OSError, EOFError, ValueError):
             raise ExecutionError(self._ended()) from None
         except BaseException:  # interrupted: its answer would be that of the next question

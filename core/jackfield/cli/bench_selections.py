@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,7 +145,7 @@ class Asked:
             self.requests, self.prompt_tokens, self.new_tokens, self.batch, self.rate, self.seed
         )
         text, context = reader(contender)
-        if self.workload not in PRESETS and Path(self.workload).exists():
+        if self.workload not in PRESETS and os.path.exists(self.workload):
             return prompt_files.of_file(Path(self.workload), shape, text, context)
         return preset(self.workload, shape, text, context)
 
@@ -172,13 +173,14 @@ class Measuring:
 
     def check(self) -> None:
         """Raise UsageError for what cannot be, before anything is measured."""
-        from jackfield.benchmarking.saved import check_file
+        from jackfield.benchmarking.saved import check_apart, check_file
 
         if not 0 < self.timeout < float("inf"):
             raise UsageError(f"--timeout must be above 0 seconds, not {self.timeout:g}")
         for name in ("save", "html"):
             if (path := getattr(self, name)) is not None:
                 check_file(path, f"--{name}")
+        check_apart({"--save": self.save, "--html": self.html})
 
 
 def run(

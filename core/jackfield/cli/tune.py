@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +14,12 @@ import typer
 from jackfield.cli.bench_selections import Asked
 from jackfield.cli.files import decoded, read_file
 from jackfield.cli.options import Backends, JsonOption, ModelArgument, flag
-from jackfield.cli.output import console, note, print_json, table
+from jackfield.cli.output import UNKNOWN, console, note, print_json, table
 from jackfield.errors import UsageError, shown
 from jackfield.units import in_units
 
 if TYPE_CHECKING:
+    from jackfield.bridge.tokenizer import Text
     from jackfield.tuning.tuning import Terms
 
 #: The exit code after Ctrl-C, as a shell has it.
@@ -52,18 +55,24 @@ class Bounded:
         Path | None, flag("--html", "FILE", "Write one page with a table and plots.")
     ] = None
 
-    def terms(self) -> Terms:
-        """What quality is held by. Raises UsageError, before anything is measured."""
-        from jackfield.benchmarking.saved import check_file
+    def check(self) -> None:
+        """Raise UsageError where nothing can be written, before anything is measured."""
+        from jackfield.benchmarking.saved import check_apart, check_file
+
+        files = {"--output": self.output, "--html": self.html}
+        for name, path in files.items():
+            if path is not None:
+                check_file(path, name)
+        check_apart(files)
+
+    def terms(self, reader: Text, context: int | None) -> Terms:
+        """What quality is held by. Raises UsageError for what the model cannot be asked."""
         from jackfield.tuning.bounds import Bounds
         from jackfield.tuning.expected import read_answers
         from jackfield.tuning.tuning import Terms
 
-        check_file(self.output, "--output")
-        if self.html is not None:
-            check_file(self.html, "--html")
         text = None if self.text is None else decoded(read_file(self.text), str(self.text))
-        answers = () if self.quality is None else read_answers(self.quality)
+        answers = () if self.quality is None else read_answers(self.quality, reader, context)
         return Terms(Bounds(self.max_rise, self.max_drop), text, answers, self.quantize)
 
 
@@ -82,32 +91,60 @@ def tune(
 
     Example: jackfield tune demo --workload chat --output profile.toml
     """
+    from jackfield.tuning.bounds import Budget, parse_seconds
+
+    budget = Budget(parse_seconds(bounded.budget))  # of which imports are a part
     from jackfield.benchmarking.contenders import Contender
     from jackfield.benchmarking.preparing import reader
+    from jackfield.benchmarking.saved import write
     from jackfield.planning.toml_text import toml
-    from jackfield.tuning.bounds import Budget, parse_seconds
     from jackfield.tuning.tuning import tune as climb
     from jackfield.tuning.writing import HEAD, profile_of
 
-    terms, budget = bounded.terms(), Budget(parse_seconds(bounded.budget))
+    bounded.check()
     fixed = _fixed(backends, asked)
     contender = Contender(model, {"model": model, **fixed})
     workload = asked.made(contender)
-    text, _ = reader(contender)
-    outcome = climb(model, fixed, workload, terms, budget, text, note)
-    found = profile_of(model, outcome, workload, budget.seconds)
-    bounded.output.write_text(toml(found, HEAD), encoding="utf-8")
-    if bounded.html is not None:
-        from jackfield.tuning.page import html
-
-        bounded.html.write_text(html(found), encoding="utf-8")
-    if json:
-        print_json(found)
-    else:
-        _print(found)
+    read, context = reader(contender)
+    terms = bounded.terms(read, context)
+    with _stopped_once():
+        outcome = climb(model, fixed, workload, terms, budget, read, note)
+        found = profile_of(model, outcome, workload, budget.seconds)
+        if json:
+            print_json(found)
+        else:
+            _print(found)
+        text = toml(found, HEAD)
+        try:
+            write(bounded.output, text)
+        except UsageError:
+            if not json:
+                print(text)  # it took its time to be found
+            raise
         note(f"{bounded.output}: {_selected(found['selections'])}")
-    if not outcome.finished:
+        if bounded.html is not None:
+            from jackfield.tuning.page import html
+
+            write(bounded.html, html(found))
+    if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Ctrl-C ends a climb, whose result is then written; a second one would lose it."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _fixed(backends: Backends, asked: Asked) -> dict[str, Any]:
@@ -132,7 +169,10 @@ def _selected(selections: Mapping[str, Any]) -> str:
 def _print(found: Mapping[str, Any]) -> None:
     """What was tried; what was refused before it was measured is in the profile alone."""
     rows = table("tried")
-    for heading in ("tokens/s", "round", "time", "peak", "perplexity"):
+    if console().width >= UNKNOWN:
+        rows.columns[0].min_width = 18  # so that verdicts are folded, and not labels
+    unit = "request" if found["made"]["workload"]["arrivals"] else "round"
+    for heading in ("tokens/s", unit, "time", "peak", "perplexity"):
         rows.add_column(heading, justify="right")
     rows.add_column("")
     for one in found["evidence"]:
@@ -144,6 +184,10 @@ def _print(found: Mapping[str, Any]) -> None:
                 "-" if one["peak_bytes"] is None else in_units(one["peak_bytes"]),
                 _number(one["perplexity"]), one["verdict"],
             )  # fmt: skip
+    if (last := found["made"]["beside_auto"]) is not None:
+        sure = "" if last["low"] is None else f"{last['low']:.2f} to {last['high']:.2f} in "
+        said = f"{sure}{last['rounds']} rounds: {last['verdict']}"
+        rows.add_row("the best beside auto", "", "", _number(last["ratio"]), "", "", said)
     console().print(rows)
 
 

@@ -1,8 +1,6 @@
-"""A profile: selections that were measured, as TOML, with what was measured, where and when.
+"""What a caller leaves open comes from the profile that he names, and what differs is said.
 
-Read only where a caller names one. What he leaves open is taken from it; what he names himself
-wins. Nothing of a profile names a file or a model: it selects installed backends, of their options
-those that are numbers, truth values and words of a closed set, and sizes.
+Nothing reads a profile (`profile_files.py`) that nobody named, and what he names himself wins.
 """
 
 from __future__ import annotations
@@ -12,18 +10,17 @@ import hashlib
 import json
 import logging
 import os
-import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.devices import name_of
 from jackfield.errors import CheckpointError, UsageError, quoted, shown
-from jackfield.planning.profile_options import free_option
+from jackfield.planning.profile_files import SIZES, Profile, read_profile
+from jackfield.planning.profile_options import as_told, same
 from jackfield.planning.solving import ARGUMENTS
-from jackfield.spelling import AUTO, nearest
+from jackfield.spelling import AUTO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,108 +30,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jackfield")
 
-FORMAT = 1
-LARGEST = 1_000_000  # bytes of a profile
-ANEW = "`jackfield tune` writes one"
-
-#: What of a batch a profile may say.
-SIZES = ("max_batch_size", "max_batch_tokens", "prefill_chunk_size")
-#: Every argument of `jackfield.load` that one may have.
-SELECTABLE = (*ARGUMENTS.values(), "dtype", "device_map", *SIZES)
-
+#: What figures depend on and no profile selects: it only says how it was when it was made.
+NAMED = (
+    "adapter", "adapters", "assistant", "assistant_model", "deterministic", "max_memory",
+    "merge_adapter", "revision", "target_step_seconds", "tp_plan", "tp_size",
+)  # fmt: skip
 #: What figures depend on, beside the distributions of the backends.
 _LIBRARIES = ("jackfield", "torch", "transformers")
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What a profile says.
-
-    Attributes:
-        file: Its name, for messages.
-        selections: Arguments of `jackfield.load`, some of `SELECTABLE`.
-        made: How it came to be, as `surroundings` has it, and more; empty: nobody says.
-        evidence: What was measured, a row each.
-    """
-
-    file: str
-    selections: Mapping[str, Any]
-    made: Mapping[str, Any] = field(default_factory=dict)
-    evidence: Sequence[Mapping[str, Any]] = ()
-
-
-def read_profile(file: str | Path) -> Profile:
-    """Read a profile. Raises UsageError where there is none, or where it has an error."""
-    path = Path(file)
-    try:
-        if not path.is_file():
-            raise UsageError(f"there is no profile {shown(path)}; {ANEW}")
-        text = path.read_bytes()[: LARGEST + 1]
-    except OSError as error:
-        raise UsageError(f"the profile {shown(path)} cannot be read: {error.strerror}") from None
-    if len(text) > LARGEST:
-        raise UsageError(f"{shown(path)} is no profile: it has more than {LARGEST} bytes; {ANEW}")
-    try:
-        found = tomllib.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the profile {shown(path)} is not TOML: {shown(error)}") from None
-    _check(found, f"the profile {shown(path)}")
-    made, evidence = found.get("made", {}), found.get("evidence", [])
-    return Profile(str(path), found["selections"], made, evidence)
-
-
-def _check(found: Mapping[str, Any], what: str) -> None:
-    if found.get("format") != FORMAT:
-        said = f"is of format {quoted(found['format'])}" if "format" in found else "has no format"
-        raise UsageError(f"{what} {said}, and this jackfield reads format = {FORMAT}; {ANEW}")
-    for name in found:
-        if name not in (known := ("format", "selections", "made", "evidence")):
-            raise UsageError(
-                f"{what} has no table {shown(name)!r} (it has {', '.join(known)})"
-                f"{nearest(name, known)}"
-            )
-    selections, made = found.get("selections"), found.get("made", {})
-    evidence = found.get("evidence", [])
-    if not isinstance(selections, dict):
-        raise UsageError(f'{what} needs a table [selections], such as attn_implementation = "sdpa"')
-    if not isinstance(made, dict) or not isinstance(made.get("versions", {}), dict):
-        raise UsageError(f"{what}: made must be a table, and made.versions one in it")
-    if not isinstance(made.get("named", {}), dict):
-        raise UsageError(f"{what}: made.named must be a table")
-    if not isinstance(evidence, list) or not all(isinstance(one, dict) for one in evidence):
-        raise UsageError(f"{what}: evidence must be tables, each below [[evidence]]")
-    for name, value in selections.items():
-        _check_selection(name, value, what)
-
-
-def _check_selection(name: str, value: Any, what: str) -> None:
-    if name not in SELECTABLE:
-        raise UsageError(
-            f"{what} selects no {shown(name)!r} (it may have {', '.join(SELECTABLE)})"
-            f"{nearest(name, SELECTABLE)}"
-        )
-    if name in SIZES:
-        if type(value) is not int or value < 1:
-            raise UsageError(
-                f"{what}: {name} must be a whole number, at least 1, not {quoted(value)}"
-            )
-        return
-    texts = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-    named = name in ("decoding", "device_map") and isinstance(value, dict)
-    truth = name == "compile" and isinstance(value, bool)
-    if not (isinstance(value, str) or truth or named or (texts and name in ARGUMENTS.values())):
-        raise UsageError(f'{what}: {name} must be a text such as "auto", not {quoted(value)}')
-    if (free := free_text(name, value)) is not None:
-        raise UsageError(
-            f"{what}: {name}={quoted(value)} has the option {free!r}, which is any text and may "
-            f"name a file or a model; drop it, and name {name} yourself"
-        )
-
-
-def free_text(name: str, value: Any) -> str | None:
-    """The option of a selection that no profile may set; None: it has none."""
-    kind = next((kind for kind, argument in ARGUMENTS.items() if argument == name), None)
-    return None if kind is None else free_option(kind, value)
 
 
 @dataclass(frozen=True)
@@ -142,13 +44,22 @@ class Taken:
     """A profile that a caller named: what he left open comes from it.
 
     `names` are the arguments that do, `overruled` those that he named himself, with what the
-    profile has of them; `missing` what it was measured with, cannot name, and he did not.
+    profile has of them; `apart` says what else he named otherwise than it was when it was made.
     """
 
     profile: Profile
     names: tuple[str, ...]
     overruled: Mapping[str, Any]
-    missing: Mapping[str, Any] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {n: v for n, v in self.profile.selections.items() if n in SIZES}
+
+    @property
+    def with_sizes(self) -> Taken:
+        """The same, of a call that takes no sizes."""
+        return replace(self, names=tuple(dict.fromkeys((*self.names, *self.sizes))))
 
     @property
     def origin(self) -> str:
@@ -192,12 +103,9 @@ def compared(profile: Taken | None, plan: Plan, config: PreTrainedConfig) -> Pla
         for name, value in profile.overruled.items()
     ]
     apart += _apart(made, surroundings(plan, config))
-    apart += [
-        f"it was measured with {shown(name)}={quoted(value)}, which you have to name yourself"
-        for name, value in profile.missing.items()
-    ]
+    apart += profile.apart
     if made.get("finished") is False:
-        apart.append("tuning was stopped before its end")
+        apart.append("tuning did not come to its end, so it was not compared with auto")
     if apart:
         file, said = shown(profile.profile.file), "; ".join(apart)
         logger.warning("the profile %s: %s; its figures may not hold", file, said)
@@ -231,21 +139,33 @@ def taken(words: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     offered = {name: v for name, v in profile.selections.items() if name in known}
     named = {name: v for name, v in found.items() if not _is_open(v)}
     left_open = {name: value for name, value in offered.items() if name not in named}
-    overruled = {n: v for n, v in offered.items() if n in named and not _same(n, named[n], v)}
-    missing = {
-        n: v for n, v in profile.made.get("named", {}).items() if n in known and n not in named
-    }
-    return {**found, **left_open, "profile": Taken(profile, tuple(left_open), overruled, missing)}
+    overruled = {n: v for n, v in offered.items() if n in named and not same(n, named[n], v)}
+    apart = tuple(_named_apart(profile.made.get("named"), named, known))
+    return {**found, **left_open, "profile": Taken(profile, tuple(left_open), overruled, apart)}
 
 
 def _is_open(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == AUTO)
 
 
-def _same(name: str, one: Any, other: Any) -> bool:
-    if name == "dtype":
-        one = str(one).removeprefix("torch.")
-    return type(one) is type(other) and one == other
+def _named_apart(
+    was: Mapping[str, Any] | None, named: Mapping[str, Any], known: Collection[str]
+) -> Iterator[str]:
+    """What a caller names otherwise than it was named when the profile was made; of one that does
+    not say (None), nothing.
+    """
+    if was is None:
+        return
+    for name in sorted({*NAMED, *was} & {*known}):
+        old, new = was.get(name), as_told(named.get(name))
+        if name == "tp_size" and new == 1:  # what a call has anyway
+            new = None
+        if old is None and new is not None:
+            yield f"it was measured without {name}, and this is {name}={quoted(new)}"
+        elif old is not None and new is None:
+            yield f"it was measured with {name}={quoted(old)}, which you have to name yourself"
+        elif old != new and not same(name, named[name], old):
+            yield f"it was measured with {name}={quoted(old)}, and this is {quoted(new)}"
 
 
 def surroundings(plan: Plan, config: PreTrainedConfig) -> dict[str, Any]:
@@ -253,7 +173,8 @@ def surroundings(plan: Plan, config: PreTrainedConfig) -> dict[str, Any]:
     device = plan.device or "cpu"
     cores = f", {os.cpu_count()} cores" if device == "cpu" else ""
     versions = {name: version(name) for name in _LIBRARIES}
-    versions |= {c.registered.distribution: c.registered.version for c in plan.choices.values()}
+    chosen = [*plan.choices.values(), *plan.decodings.values(), *plan.kernels]
+    versions |= {c.registered.distribution: c.registered.version for c in chosen}
     return {
         "architecture": plan.requirements.architecture,
         "config": _digest(config),

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 #: The ladder, from below: what each decides is kept for the next.
 RUNGS = ("placement", "precision", "attention", "cache", "compile", "quantize", "batch")
 
+#: Rounds of a warm-up, at most.
+WARM_UP = 3
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -53,8 +56,18 @@ class Runner(Protocol):
     def error(self) -> str | None:
         """Why it cannot go on; None: it can."""
 
+    @property
+    def behind(self) -> float | None:
+        """Seconds of a round of its warm-up that took more than it may; None: none did."""
+
+    @property
+    def took(self) -> float:
+        """Seconds of its last round by the clock."""
+
     def round(self) -> float | None:
-        """Seconds that the workload took; None where it failed."""
+        """What counts of a round, in seconds: all of it, or where requests come one by one, what
+        a request takes. None where it failed.
+        """
 
     def flaws(self) -> Sequence[str]:
         """Why what it did is no result: other tokens than the model's, other backends."""
@@ -85,6 +98,12 @@ class Ladder(Protocol):
 
 
 class Starter(Protocol):
-    """Loads selections, each in a process of its own, and warms them up."""
+    """Loads selections, each in a process of its own, and warms them up.
 
-    def __call__(self, candidates: Sequence[Candidate]) -> Sequence[Runner]: ...
+    A warm-up ends with a round of more than `most` seconds, but for its first. Each may take
+    `least` seconds to load whatever time is left.
+    """
+
+    def __call__(
+        self, candidates: Sequence[Candidate], most: float, least: float
+    ) -> Sequence[Runner]: ...

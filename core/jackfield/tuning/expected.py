@@ -2,64 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jackfield.errors import UsageError, first_line, quoted, shown
-from jackfield.spelling import nearest
+from jackfield.benchmarking.json_lines import new_tokens, prompt_of, read_objects
+from jackfield.errors import UsageError, quoted, shown
+
+if TYPE_CHECKING:
+    from jackfield.bridge.tokenizer import Text
 
 #: New tokens of an answer where its line does not say.
 NEW_TOKENS = 64
 _FIELDS = ("prompt", "messages", "answer", "max_new_tokens")
+EXAMPLE = '{"prompt": "…", "answer": "…"}'
 
 
-def read_answers(path: Path) -> list[tuple[Any, str, int]]:
+def read_answers(path: Path, text: Text, context: int | None) -> list[tuple[Any, str, int]]:
     """(prompt or messages, the right answer, new tokens at most) of each line.
 
-    Raises UsageError, which names the line.
+    Raises UsageError, which names the line, also of a prompt that the model of `text` cannot be
+    given, or that is longer than its `context` with what is asked for.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise UsageError(f"cannot read {shown(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{shown(path)} is not UTF-8 text; convert it") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(_answer(line))
-            except UsageError as error:
-                raise UsageError(f"{shown(path)}, line {number}: {error}") from None
+    found = read_objects(path, _FIELDS, EXAMPLE, lambda line: _answer(line, text, context))
     if not found:
-        raise UsageError(
-            f'{shown(path)} has no answers; write {{"prompt": "…", "answer": "…"}} a line'
-        )
+        raise UsageError(f"{shown(path)} has no answers; write {EXAMPLE} a line")
     return found
 
 
-def _answer(line: str) -> tuple[Any, str, int]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is not JSON: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise UsageError('it is no JSON object; write {"prompt": "…", "answer": "…"}')
-    for name in found:
-        if name not in _FIELDS:
-            raise UsageError(
-                f"there is no field {shown(name)!r} (fields: {', '.join(_FIELDS)})"
-                f"{nearest(name, _FIELDS)}"
-            )
-    if ("prompt" in found) == ("messages" in found):
-        raise UsageError("it needs a prompt or messages, and not both")
-    if not isinstance(answer := found.get("answer"), str) or not answer.strip():
+def _answer(line: dict[str, Any], text: Text, context: int | None) -> tuple[Any, str, int]:
+    prompt = prompt_of(line)
+    if not isinstance(answer := line.get("answer"), str) or not answer.strip():
         raise UsageError(f"answer must be a text, not {quoted(answer)}")
-    most = found.get("max_new_tokens", NEW_TOKENS)
-    if type(most) is not int or most < 1:
-        raise UsageError(f"max_new_tokens must be a whole number, at least 1, not {quoted(most)}")
-    prompt = found.get("prompt", found.get("messages"))
-    if not isinstance(prompt, str if "prompt" in found else list) or not prompt:
+    most = new_tokens(line, NEW_TOKENS)
+    if not isinstance(prompt, str if "prompt" in line else list) or not prompt:
         raise UsageError(f"a prompt is a text, and messages are a list, not {quoted(prompt)}")
+    length = len(text.encode(prompt))
+    if context is not None and length + most > context:
+        raise UsageError(
+            f"it has {length} tokens and asks for {most} more, and the model's context is "
+            f"{context}; ask for less with max_new_tokens"
+        )
     return prompt, answer, most

@@ -11,18 +11,22 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jackfield.api import prepare
+from jackfield.benchmarking.verdicts import Verdict
 from jackfield.contracts import GivenConfig
 from jackfield.errors import JackfieldError
-from jackfield.planning.profiles import FORMAT, SELECTABLE, free_text, surroundings
+from jackfield.planning.profile_files import FORMAT, SELECTABLE, free_text
+from jackfield.planning.profile_options import as_told
+from jackfield.planning.profiles import NAMED, surroundings
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.registry.discovery import registry
 from jackfield.spelling import AUTO, Selection
 
 if TYPE_CHECKING:
+    from jackfield.benchmarking.verdicts import Change
     from jackfield.benchmarking.workload import Workload
     from jackfield.planning.planning import Plan
     from jackfield.registry.backends import Choice
-    from jackfield.tuning.climbing import Outcome, Tried
+    from jackfield.tuning.outcome import Outcome, Tried
 
 HEAD = "Written by `jackfield tune`; take it with --profile, or jackfield.load(…, profile=…)."
 #: The kinds that rungs decide; others are in a profile where the caller named them.
@@ -31,21 +35,23 @@ TUNED = ("attention", "cache", "compiler", "quantizer")
 
 def profile_of(model: str, outcome: Outcome, workload: Workload, budget: float) -> dict[str, Any]:
     """The content of a profile file."""
-    found = prepare(model, **outcome.arguments)
+    found, change = prepare(model, **outcome.arguments), outcome.change
+    selections = pinned(found.plan, outcome.arguments)
+    beside = named(outcome.arguments, selections)
     made = {
         "model": model,
         **surroundings(found.plan, found.job.source.config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "finished": outcome.finished,
+        "unreached": list(outcome.unreached),
         "budget_seconds": budget,
         "workload": workload.to_dict(),
+        "beside_auto": None if change is None else beside_auto(change),
+        "named": beside,
     }
     evidence = [row(one, workload) for one in outcome.tried]
-    selections = pinned(found.plan, outcome.arguments)
-    if named := {name: v for name, v in selections.items() if free_text(name, v) is not None}:
-        made["named"] = named
-        selections = {name: v for name, v in selections.items() if name not in named}
+    selections = {name: v for name, v in selections.items() if name not in beside}
     return {"format": FORMAT, "selections": selections, "made": made, "evidence": evidence}
 
 
@@ -53,11 +59,35 @@ def pinned(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What a plan chose, as arguments of `jackfield.load` that leave nothing of it open."""
     found = {ARGUMENTS[kind]: _text(plan[kind]) for kind in TUNED}
     found["dtype"] = plan.requirements.dtype
-    if plan.placement is None or not plan.placement.spread:
+    spread = plan.placement is not None and plan.placement.spread
+    if not spread and arguments.get("max_memory") is None:  # whose places one device has not
         found["device_map"] = plan.device or "cpu"
     sizes = {"max_batch_size": plan.limits.rows}
     named = {n: v for n, v in arguments.items() if n in SELECTABLE and v not in (None, AUTO)}
     return {**sizes, **named, **found}
+
+
+def named(arguments: Mapping[str, Any], selections: Mapping[str, Any]) -> dict[str, Any]:
+    """What a profile cannot select, and only says: models, files, and selections that need one."""
+    found = {name: arguments.get(name) for name in NAMED}
+    for name, value in selections.items():
+        needs_one = name == "decoding" and arguments.get("assistant_model") is not None
+        if needs_one or free_text(name, value) is not None:
+            found[name] = value
+    return {name: told for name, v in found.items() if (told := as_told(v)) is not None}
+
+
+def beside_auto(change: Change) -> dict[str, Any]:
+    """The last race as plain values; an interval that there is none of is None."""
+    known = change.low > 0
+    faster = change.verdict is Verdict.FASTER
+    return {
+        "ratio": change.ratio,
+        "low": change.low if known else None,
+        "high": change.high if known else None,
+        "rounds": change.rounds,
+        "verdict": "faster for certain" if faster else "not faster for certain",
+    }
 
 
 def _text(choice: Choice) -> str:
