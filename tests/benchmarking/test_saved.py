@@ -216,3 +216,9 @@ def test_two_saved_runs_are_compared_on_the_command_line(cli: Cli, tmp_path: Pat
     done = cli("bench", "compare", *map(str, files[::-1]), "--json")
     assert done.code == 0
     assert done.json["comparison"]["rows"][0]["change"]["verdict"] == "faster"
+
+
+def test_runs_without_a_common_row_are_no_comparison() -> None:
+    """Or a label that has changed would be green for ever."""
+    with pytest.raises(UsageError, match=r"no row in common \(before: a, b; after: c\); measure"):
+        saved.compare(run(row("a", FAST), row("b", FAST)), run(row("c", FAST)))

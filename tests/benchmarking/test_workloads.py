@@ -113,7 +113,10 @@ BAD = [
     ('{"prompt": "a", "arrival": -1}', "line 1: arrival must be seconds"),
     (f'{{"prompt": "a", "arrival": {10**400}}}', "line 1: arrival must be seconds"),
     ('{"prompt": "a", "arrival": NaN}', "line 1: arrival must be seconds"),
-    ('{"prompt": "a", "max_new_tokens": 600}', "request 1 .*context is 512"),
+    (
+        '\n{"prompt": "a", "max_new_tokens": 600}',
+        "line 2: it has 1 token .*context is 512",
+    ),
     ("\n \n", "has no requests"),
 ]
 

@@ -83,6 +83,13 @@ def test_what_ran_is_in_it_by_kind_backend_layer_and_request(model: Any, cache: 
     assert "attention by layer, ms on the host" in text
 
 
+def test_a_prompt_of_one_token_is_a_prompt(engine: jackfield.Engine) -> None:
+    with engine.trace() as trace:
+        engine.generate([[5]], max_new_tokens=4, eos_token_id=None)
+    assert "4 steps (1 with prompts)" in str(trace)
+    assert trace.to_dict()["decode_steps"] == 3
+
+
 def test_a_strangers_attention_is_named_with_its_distribution(model: Any, plug: Plug) -> None:
     class Mine(Sdpa):
         name = "mine"

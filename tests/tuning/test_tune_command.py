@@ -122,6 +122,28 @@ def test_answers_are_read(tmp_path: Path) -> None:
     assert found == [("a", "b", 64), (chat, "4", 3)]
 
 
+def test_the_table_loses_nothing_where_it_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jackfield.cli.tune import _print
+
+    monkeypatch.setenv("COLUMNS", "80")
+    verdict = "taken, then dropped: in the end not faster than auto for certain"
+    tried = {
+        "rung": "precision", "label": "bfloat16", "verdict": verdict, "rounds": 8,
+        "tokens_per_second": 522.5, "seconds": 0.683, "ratio": 1.005, "peak_bytes": 58_200_000,
+        "perplexity": 168.7,
+    }  # fmt: skip
+    last = {"ratio": 0.7, "low": 0.59, "high": 0.82, "rounds": 8, "verdict": "faster for certain"}
+    _print({"evidence": [tried], "made": {"workload": {"arrivals": False}, "beside_auto": last}})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    begin = next(line.index("taken") for line in lines if "taken" in line)
+    folded = " ".join(" ".join(line[begin:] for line in lines).split())
+    assert verdict in folded
+    assert "0.59 to 0.82 in 8 rounds: faster for certain" in folded
+
+
 @pytest.mark.long
 def test_a_profile_is_written_and_taken(cli: Cli, tmp_path: Path) -> None:
     file, page = tmp_path / "p.toml", tmp_path / "p.html"

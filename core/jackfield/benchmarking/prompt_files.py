@@ -31,7 +31,9 @@ def of_file(path: Path, shape: Shape, text: Text, context: int | None) -> Worklo
     for name in ("prompt_tokens", "requests"):
         if getattr(shape, name) is not None:
             raise UsageError(f"{shown(path)} has prompts of its own; drop --{_flag(name)}")
-    requests = read_objects(path, _FIELDS, EXAMPLE, lambda line: _request(line, shape, text))
+    requests = read_objects(
+        path, _FIELDS, EXAMPLE, lambda line: _request(line, shape, text, context)
+    )
     if not requests:
         raise UsageError(f"{shown(path)} has no requests; write {EXAMPLE} a line")
     if shape.rate is not None and any(one.arrival for one in requests):
@@ -43,10 +45,16 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _request(line: dict[str, Any], shape: Shape, text: Text) -> Request:
+def _request(line: dict[str, Any], shape: Shape, text: Text, context: int | None) -> Request:
     prompt = prompt_of(line)
     new = new_tokens(line, NEW_TOKENS) if shape.new_tokens is None else shape.new_tokens
     arrival = line.get("arrival", 0.0)
     if type(arrival) not in (int, float) or not 0 <= arrival <= LATEST:
         raise UsageError(f"arrival must be seconds, from 0 to {LATEST}, not {quoted(arrival)}")
-    return Request(tuple(text.encode(prompt)), new, float(arrival))
+    ids = text.encode(prompt)
+    if context is not None and len(ids) + new > context:
+        raise UsageError(
+            f"it has {len(ids)} token{'s'[: len(ids) != 1]} and asks for {new} more, and the "
+            f"model's context is {context}; ask for less with max_new_tokens or --new-tokens"
+        )
+    return Request(tuple(ids), new, float(arrival))

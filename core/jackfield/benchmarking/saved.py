@@ -185,13 +185,18 @@ def compare(before: Benchmark, after: Benchmark) -> Comparison:
     """
     check_workload(before, after.workload)
     yardstick = _yardstick(before, after)
-    old = {row.label: row for row in before.rows}
+    old, new = ({row.label: row for row in run.rows} for run in (before, after))
+    if not old.keys() & new.keys():
+        raise UsageError(
+            f"the runs have no row in common (before: {shown(', '.join(old))}; after: "
+            f"{shown(', '.join(new))}); measure the same selections in both"
+        )
     rows = [
         _compared(old.get(row.label), row, yardstick, before, after)
         for row in after.rows
         if row.label != yardstick
     ]
-    gone = [label for label in old if label not in {row.label for row in after.rows}]
+    gone = [label for label in old if label not in new]
     rows += [Compared(label, None, "it is not in this run") for label in gone]
     return Comparison(tuple(rows), yardstick, tuple(_notes(before, after)))
 

@@ -55,7 +55,7 @@ def _print(found: Explanation) -> None:
     for name, evidence in needs.features.items():
         out.print(f"  needs {name}: {evidence}")
     if found.profile is not None:
-        names = ", ".join(found.profile.names) or "nothing"
+        names = ", ".join(found.profile.with_sizes.names) or "nothing"
         out.print(f"  {found.profile.origin}: {names}", soft_wrap=True)  # a path stays whole
     if plan is not None and plan.placement:
         out.print(f"  weights: {plan.placement}")

@@ -14,7 +14,7 @@ import typer
 from jackfield.cli.bench_selections import Asked
 from jackfield.cli.files import decoded, read_file
 from jackfield.cli.options import Backends, JsonOption, ModelArgument, flag
-from jackfield.cli.output import UNKNOWN, console, note, print_json, table
+from jackfield.cli.output import console, note, print_json, table
 from jackfield.errors import UsageError, shown
 from jackfield.units import in_units
 
@@ -169,12 +169,10 @@ def _selected(selections: Mapping[str, Any]) -> str:
 def _print(found: Mapping[str, Any]) -> None:
     """What was tried; what was refused before it was measured is in the profile alone."""
     rows = table("tried")
-    if console().width >= UNKNOWN:
-        rows.columns[0].min_width = 18  # so that verdicts are folded, and not labels
     unit = "request" if found["made"]["workload"]["arrivals"] else "round"
     for heading in ("tokens/s", unit, "time", "peak", "perplexity"):
         rows.add_column(heading, justify="right")
-    rows.add_column("")
+    rows.add_column("", overflow="fold")
     for one in found["evidence"]:
         if one["rounds"]:
             rows.add_row(

@@ -142,7 +142,7 @@ class Lives:
 
     def fed(self, step: Step) -> Fed:
         """A step is prepared."""
-        fed, self._reached = [], []
+        fed, self._reached, prompts = [], [], False
         told: set[int] = set()  # a group or a pair takes part once
         for item in step.scheduled:
             one: Any = item.sequence
@@ -155,9 +155,10 @@ class Lives:
                     life.decode_steps += 1
                     continue
                 life.prefill_steps += 1
+                prompts = True  # also one whose last token alone is fed
                 if item.samples:
                     self._reached.append(life)
-        return Fed(tuple(fed), step.decode)
+        return Fed(tuple(fed), step.decode and not prompts)
 
     def stepped(self, now: int) -> None:
         """That step has ended: who reached the end of a prompt decodes from now on."""

@@ -27,7 +27,10 @@ class Work:
 
 
 class Fed(NamedTuple):
-    """What a step fed: (request, tokens) of each sequence; `decode`: each its last token only."""
+    """What a step fed: (request, tokens) of each sequence.
+
+    `decode`: each its last token only, and none that of a prompt.
+    """
 
     sequences: tuple[tuple[int, int], ...]
     decode: bool
