@@ -352,3 +352,27 @@ def test_a_target_that_cannot_be_is_refused(given: dict[str, Any], says: str) ->
 def test_without_being_asked_for_there_is_none_there(given: dict[str, Any]) -> None:
     with jackfield.load(model_of("engine"), **given) as engine:
         assert engine._loop.limits.pace is None
+
+
+def test_a_full_queue_loses_at_most_a_tenth_by_it(
+    clocked: Callable[..., Clocked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where prompts cost little beside a step, as on a GPU, more of them in a step are cheaper."""
+
+    def seconds() -> float:
+        cost = linear(0.012, 0.0, 2e-4)
+        run = clocked(cost, target_step_seconds=0.05, max_batch_size=8)
+        for _ in range(60):
+            run.submit(prompts((100,))[0], 8)
+        spent = sum(took for _, _, took in run.run(2000))
+        run.engine.close()
+        return spent
+
+    found = seconds()
+    own = TokenBudget.tokens
+
+    def uncrowded(self: TokenBudget, decoding: int, *, crowded: bool) -> int:
+        return own(self, decoding, crowded=False)
+
+    monkeypatch.setattr(TokenBudget, "tokens", uncrowded)
+    assert found <= 1.1 * seconds()

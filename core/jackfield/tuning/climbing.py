@@ -217,7 +217,7 @@ class Climb:
     def _lost(self, racers: Sequence[Racer]) -> None:
         for one in racers:
             if one.alive and one.to_the_end and self._has_time():
-                with contextlib.suppress(JackfieldError):
+                with contextlib.suppress(JackfieldError):  # it has failed then, as its row says
                     self._quality(one)
             failed = None if one.alive else f"failed: {one.runner.error}"
             self._note(one, failed or one.verdict or "not decided: the best before it failed")
