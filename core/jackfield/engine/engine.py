@@ -32,6 +32,7 @@ from jackfield.engine.requests import Reader, Request
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.streaming import check_streamer, tell
+from jackfield.engine.threads import give_back_threads
 from jackfield.engine.tracing import Tracing
 from jackfield.errors import (
     JackfieldError,
@@ -111,6 +112,7 @@ class Engine:
         self._finalizer = weakref.finalize(self, drop, made.worker, made.restore)
         self._intake = Intake(made)
         self._one_trace = threading.Lock()
+        give_back_threads()  # of what was computed to load
 
     @property
     def closed(self) -> bool:

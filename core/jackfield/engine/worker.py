@@ -20,6 +20,7 @@ from jackfield.engine.requests import FORKED, Request, Waker, wake
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.statistics import Statistics
 from jackfield.engine.steps import Event
+from jackfield.engine.threads import compute_with, give_back_threads
 from jackfield.errors import (
     ExecutionError,
     QueueFullError,
@@ -77,6 +78,7 @@ class Worker:
         Where too many wait already: QueueFullError, or, with `wait`, wait until fewer do.
         """
         self._check_caller("a request cannot be made")
+        give_back_threads()
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self.closed or self._has_room(len(pairs)))
@@ -84,7 +86,7 @@ class Worker:
             else:
                 self.check_room(len(pairs))
             self._wake()
-            self._commands.append(partial(_compute_with, torch.get_num_threads()))
+            self._commands.append(partial(compute_with, torch.get_num_threads()))
             self._open |= {sequence.id: (sequence, request) for sequence, request in pairs}
             self._commands.append(partial(self._enter, [sequence for sequence, _ in pairs]))
             self._coming += len(pairs)
@@ -349,12 +351,6 @@ def linger_on(device: str) -> float | None:
     slow at first. On the CPU an idle engine holds no thread.
     """
     return LINGER if device == "cpu" else None
-
-
-def _compute_with(threads: int) -> None:
-    """As many threads as the caller's has, which a thread that runs already would not hear of."""
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
 
 
 def _closed() -> UsageError:

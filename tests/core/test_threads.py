@@ -1,0 +1,76 @@
+"""No thread of a request's caller computes beside those of the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.engine.threads import give_back_threads
+
+# In a process of its own: it counts threads, and how many torch has is of the whole process.
+STORY = """
+import json, os, sys, threading, torch, jackfield
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def team():
+    before = threads()
+    torch.ones(600, 600)
+    return threads() - before
+
+torch.set_num_threads(3)
+told = {"an operation": team()}
+engine = jackfield.load("demo", attn_implementation="sdpa")
+told["after load"] = team()
+first = engine.generate("Once", max_new_tokens=8)
+told["after generate"] = team()
+told["setting"] = torch.get_num_threads()
+torch.set_num_threads(1)
+again = engine.generate("Once", max_new_tokens=8)
+told["one thread"] = again[0].text == first[0].text
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    if sys.platform != "linux":
+        pytest.skip("counts threads in /proc")
+    surroundings = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    ran = subprocess.run(
+        [sys.executable, "-c", STORY],
+        env=surroundings, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("after", ["load", "generate"])
+def test_a_caller_has_no_threads_left_that_would_compute_beside_the_engine(
+    told: Any, after: str
+) -> None:
+    assert told["an operation"] == 2  # three with its own
+    assert told[f"after {after}"] == 2  # made anew, so they had been given back
+
+
+def test_a_setting_of_torch_outlives_its_threads(told: Any) -> None:
+    assert told["setting"] == 3
+
+
+def test_the_number_of_threads_is_no_other_text(told: Any) -> None:
+    assert told["one thread"]
+
+
+def test_what_was_given_back_is_made_again() -> None:
+    a = torch.arange(360_000, dtype=torch.float64).reshape(600, 600)
+    product = a @ a
+    give_back_threads()
+    assert torch.equal(a @ a, product)
+    give_back_threads()
+    give_back_threads()
+    assert torch.equal(a @ a, product)
