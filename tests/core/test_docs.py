@@ -6,14 +6,17 @@ import ast
 import inspect
 import re
 import runpy
+import shlex
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import jackfield
 from jackfield import contracts, errors
+from jackfield.cli.app import app
 from jackfield.contracts import FEATURES, Backend, KVCache, Search, Strategy, TransformersCache
 from jackfield.demo import MODEL_PATH
 from jackfield.hookspecs import HOOKS
@@ -50,6 +53,46 @@ def test_python_in_docs_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None
             exec(compile(code, page, "exec"), names)  # noqa: S102 - our own pages
     finally:
         jackfield.uninstall()
+
+
+def told_commands() -> list[str]:
+    """Every `jackfield …` of the pages that can be typed, in a block or within a sentence."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found: set[str] = set()
+    for page in pages:
+        text = page.read_text()
+        found |= set(re.findall(r"`(jackfield [^`\n]+)`", text))
+        for block in re.findall(r"```(?:console|bash|sh|text|)\n(.*?)```", text, re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            found |= set(re.findall(r"^(?:\$ )?(jackfield .+)$", joined, re.MULTILINE))
+    return sorted(one for one in found if not re.search(r"[…\[{]|\.\.\.", one))
+
+
+@pytest.mark.parametrize("told", told_commands())
+def test_commands_of_the_docs_can_be_typed(told: str) -> None:
+    command: Any = typer.main.get_command(app)
+    typed = re.split(r" (?:[|&]{1,2}|2?>|<) ", told)[0]
+    words = shlex.split(typed, comments=True)[1:]
+    if "COMMAND" in words:
+        return
+    while words and (inner := getattr(command, "commands", {}).get(words[0])) is not None:
+        command, words = inner, words[1:]
+    if "run" in getattr(command, "commands", ()):
+        command = command.commands["run"]
+    allowed = {"Exit", "MissingParameter"}
+    allowed |= {"BadOptionUsage"} if len(words) == 1 else set()  # an option is only named
+    allowed |= {"BadParameter"} if re.search(r"\b[A-Z]+\b", typed) else set()  # to be replaced
+    complaint = complaint_of(command, words)
+    assert not complaint or complaint & allowed, told
+
+
+def complaint_of(command: Any, words: list[str]) -> set[str]:
+    """The kinds of the error of words that a command does not take; none: it takes them."""
+    try:
+        command.make_context("jackfield", words)
+    except Exception as error:  # noqa: BLE001 - click's kinds, which typer keeps to itself
+        return {kind.__name__ for kind in type(error).__mro__}
+    return set()
 
 
 def test_every_hook_and_contract_is_documented() -> None:

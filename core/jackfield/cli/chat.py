@@ -11,7 +11,7 @@ import typer
 
 from jackfield.cli.files import decoded
 from jackfield.cli.generate import show, summary
-from jackfield.cli.options import Backends, Batches, Settings, flag, load
+from jackfield.cli.options import Backends, Batches, OptionalModel, Settings, flag, load
 from jackfield.cli.output import note, say
 from jackfield.cli.remote_chat import START_AFRESH, conversation
 from jackfield.cli.speech import Remembered, Speech
@@ -54,16 +54,7 @@ def chat(
     settings: Settings,
     batches: Batches,
     elsewhere: Elsewhere,
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
-    ] = None,
-    model: Annotated[
-        str | None,
-        flag(
-            "--model", "MODEL", "A hub id, a folder, a GGUF file, or demo; one of --server's.", "-m"
-        ),
-    ] = None,
+    model: OptionalModel = None,
 ) -> None:
     """Talk with a chat model; it sees the whole conversation each time.
 
@@ -74,9 +65,7 @@ def chat(
 
     Example: jackfield chat demo --temperature 0.8
     """
-    if name is not None and model not in (None, name):
-        raise UsageError(f"{name} and --model {model} name two models; give one")
-    model, asked = name or model, settings.to_dict()
+    asked = settings.to_dict()
     if elsewhere.server is not None:
         _refuse_of_engines(backends, batches)
         with conversation(elsewhere.server, elsewhere.api_key, model, asked) as speaker:

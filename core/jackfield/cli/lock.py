@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, JsonOption, ModelOption
+from jackfield.cli.options import Backends, JsonOption, ModelArgument
 from jackfield.cli.output import print_json, say
 from jackfield.errors import UsageError, shown
 
@@ -17,7 +17,7 @@ DEFAULT = Path("jackfield.lock.json")
 
 def lock(
     backends: Backends,
-    model: ModelOption = "demo",
+    model: ModelArgument = "demo",
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
     ] = DEFAULT,

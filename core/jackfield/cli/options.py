@@ -18,17 +18,14 @@ from jackfield.errors import UsageError, first_line, shown
 if TYPE_CHECKING:
     from jackfield.engine.engine import Engine
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help="A hub id, a folder, a GGUF file, or demo."
-    ),
-]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A hub id, a folder, a GGUF file, or demo.", show_default=False
-    ),
+_MODEL = "A hub id, a folder, a GGUF file, or demo."
+ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
+#: --model names it as well, see `with_flags`.
+_BY_PLACE = typer.Argument(metavar="[MODEL]", help=_MODEL, show_default=False)
+ModelArgument = Annotated[str, _BY_PLACE]
+OptionalModel = Annotated[str | None, _BY_PLACE]
+_ModelNamed = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")
@@ -299,7 +296,8 @@ HelpOption = Annotated[
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Show typer the fields of a command's dataclass parameters as parameters of the command.
 
-    Adds --help, so the command is to be registered with `add_help_option=False`.
+    Adds --model where the model is an argument, and --help, so the command is to be registered with
+    `add_help_option=False`.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -311,10 +309,18 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     flags = [flag for group in groups.values() for flag in _flags(group)]
     keyword = inspect.Parameter.KEYWORD_ONLY
     flags.append(inspect.Parameter("usage", keyword, default=False, annotation=HelpOption))
+    default: str | None = None
+    if by_place := hints.get("model") in (ModelArgument, OptionalModel):
+        at = next(i for i, p in enumerate(own) if p.name == "model")
+        default = own[at].default
+        own[at] = own[at].replace(default=None, annotation=OptionalModel)
+        flags.insert(0, inspect.Parameter("named", keyword, default=None, annotation=_ModelNamed))
 
     @functools.wraps(command)
     def flat(**values: Any) -> None:
         del values["usage"]
+        if by_place:
+            values["model"] = _one_model(values["model"], values.pop("named")) or default
         made = {
             name: group(**{f.name: values.pop(f.name) for f in fields(group)})
             for name, group in groups.items()
@@ -325,6 +331,12 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     flat.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     flat.__annotations__ = {p.name: p.annotation for p in (*own, *flags)}
     return flat
+
+
+def _one_model(said: str | None, named: str | None) -> str | None:
+    if said is not None and named not in (None, said):
+        raise UsageError(f"{said} and --model {named} name two models; give one")
+    return said or named
 
 
 def _flags(group: Any) -> list[inspect.Parameter]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jackfield.cli.options import Backends, Batches, JsonOption, ModelOption, load
+from jackfield.cli.options import Backends, Batches, JsonOption, ModelArgument, load
 from jackfield.cli.output import print_json, say
 from jackfield.contracts import Compiler
 from jackfield.errors import UsageError
@@ -19,7 +19,7 @@ RowsOption = Annotated[
 
 def warm(
     backends: Backends,
-    model: ModelOption = "demo",
+    model: ModelArgument = "demo",
     rows: RowsOption = 8,
     json: JsonOption = False,
 ) -> None:
@@ -28,7 +28,7 @@ def warm(
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
     this model on this machine. Steps with drafts are traced when they first come.
 
-    Example: jackfield warm --dtype bfloat16 --rows 16
+    Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 16
     """
     named = replace(backends, compiler=backends.compiler or ["native"])
     sizes = [1 << at for at in range((rows - 1).bit_length() + 1)]
