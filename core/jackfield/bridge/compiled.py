@@ -133,7 +133,7 @@ class CompiledForward:
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
             return self._compare(inputs)
-        if not (inputs.decode or self.compilation.prefill) or TAKEN in kwargs:
+        if TAKEN in kwargs or not (inputs.decode or self._reads(kwargs)):
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
@@ -155,6 +155,12 @@ class CompiledForward:
         self._check(logits, ids, keep)
         logits = logits[:rows, columns].reshape(inputs.rows, -1, logits.shape[-1])
         return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)
+
+    def _reads(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a step that reads prompts is compiled."""
+        size = tuple(map(self._fill, kwargs["input_ids"].shape))
+        with self._guard:
+            return bool(self.compilation.reads(*size))
 
     def _loose(self, fixed: FixedStep) -> torch.Tensor:
         """A step that lies at a fixed place, not recorded whole."""

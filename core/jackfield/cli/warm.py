@@ -13,22 +13,29 @@ from jackfield.contracts import Compiler
 from jackfield.errors import UsageError
 
 RowsOption = Annotated[
-    int, typer.Option("--rows", metavar="N", min=1, help="For steps of up to so many sequences.")
+    int,
+    typer.Option(
+        "--rows",
+        metavar="N",
+        min=1,
+        help="For steps of up to so many sequences, or tokens of short prompts.",
+    ),
 ]
 
 
 def warm(
     backends: Backends,
     model: ModelArgument = "demo",
-    rows: RowsOption = 8,
+    rows: RowsOption = 32,
     json: JsonOption = False,
 ) -> None:
     """Trace the decode steps of a model, for 1, 2, 4, ... sequences, and keep them on disk.
 
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
-    this model on this machine. Steps with drafts are traced when they first come.
+    this model on this machine. Steps of at most 32 tokens that read prompts use the same graphs.
+    Steps with drafts are traced when they first come.
 
-    Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 16
+    Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 64
     """
     named = replace(backends, compiler=backends.compiler or ["native"])
     sizes = [1 << at for at in range((rows - 1).bit_length() + 1)]

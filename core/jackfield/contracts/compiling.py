@@ -79,8 +79,6 @@ class Compilation(ABC):
     less than it was given, or nothing is counted in `graphs`. Wrong numbers are not detected.
 
     Attributes:
-        prefill: Steps that read prompts are compiled as well; otherwise only those in which every
-            sequence decodes.
         source: By what it compiles; goes into reports.
         graphs: How many were compiled so far; the backend counts.
         seconds: The time that took, from the first call of a shape to its first computation.
@@ -99,7 +97,6 @@ class Compilation(ABC):
         native_attended: As above.
     """
 
-    prefill: bool = False
     source: str | None = None
     graphs: int = 0
     seconds: float = 0.0
@@ -126,6 +123,18 @@ class Compilation(ABC):
             `count` or more.
         """
         return count
+
+    def reads(self, rows: int, width: int) -> bool:
+        """Whether a step that reads prompts is compiled as well; by default none is.
+
+        Asked in each such step. Steps in which every sequence decodes always are.
+
+        Args:
+            rows: Of its ids, filled up.
+            width: Tokens of a row, filled up.
+        """
+        del rows, width
+        return False
 
     @abstractmethod
     def compile(self, step: ModelStep) -> ModelStep:

@@ -45,11 +45,15 @@ class TorchCompilation(Compilation):
 
     def __init__(self, model: str, source: str, *, bucketed: bool, prefill: bool = False) -> None:
         self.source = source
-        self.prefill = prefill
+        self._prefill = prefill
         self._bucketed = bucketed
         self._model = model
         self._began = 0.0
         self._collects = False
+
+    def reads(self, rows: int, width: int) -> bool:
+        """All prompts, where that was asked for."""
+        return self._prefill
 
     @abstractmethod
     def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:

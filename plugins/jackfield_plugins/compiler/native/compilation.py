@@ -13,7 +13,7 @@ from jackfield.errors import ExecutionError, first_line
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.holding import Held
 from jackfield_plugins.compiler.native.kept import KeptGraphs
-from jackfield_plugins.compiler.native.linears import KERNEL
+from jackfield_plugins.compiler.native.linears import FEW, KERNEL
 from jackfield_plugins.compiler.native.program import Program, StaleError
 from jackfield_plugins.compiler.native.tracing import trace
 
@@ -39,6 +39,7 @@ class NativeCompilation(Compilation):
         self._kept: KeptGraphs | None = None
         self._graphs: dict[Size, Graph] = {}
         self._programs: dict[Size, Program] = {}
+        self._absent: set[Size] = set()  # of which no graph is on disk
 
     @property
     def source(self) -> str:  # type: ignore[override]
@@ -59,13 +60,23 @@ class NativeCompilation(Compilation):
         step = power // 8 if power > 32 else power
         return -(-count // step) * step
 
+    def reads(self, rows: int, width: int) -> bool:
+        """Few tokens in one row, where a graph of as many is there: nobody waits for a trace."""
+        size = (rows, width)
+        if rows != 1 or width > FEW:
+            return False
+        if size not in self._graphs and size not in self._absent:
+            self._kept = self._kept or KeptGraphs(self._model)
+            if not self._kept.has(rows, width):
+                self._absent.add(size)
+        return size in self._graphs or size not in self._absent
+
     def compile(self, step: ModelStep) -> ModelStep:
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
             self._look()
             size = (ids.shape[0], ids.shape[1])
             program = self._programs.get(size) or self._made(step, size)
-            logits = program(ids, positions)
-            return logits if keep is None else logits[:, keep]
+            return program(ids, positions, keep)
 
         return run
 
@@ -91,18 +102,21 @@ class NativeCompilation(Compilation):
             if held.is_place():
                 return
         else:
-            self._graphs.clear()
-            self._kept = None
+            self._forget()
         self._programs.clear()
         self._held = Held(self._model)
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._absent.clear()
+        self._kept = None
 
     def _made(self, step: Callable[..., Any], size: Size) -> Program:
         began = time.perf_counter()
         try:
             program = Program(self._graph(step, size), self._weight, self)
         except StaleError:  # numbers of another shape or dtype lie in the place of the old ones
-            self._graphs.clear()
-            self._kept = None
+            self._forget()
             program = Program(self._graph(step, size), self._weight, self)
         self._programs[size] = program
         self.seconds += time.perf_counter() - began

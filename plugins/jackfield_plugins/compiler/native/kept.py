@@ -43,6 +43,10 @@ class KeptGraphs:
         except KeepingError as error:
             logger.warning("graphs of native steps are traced anew in each process: %s", error)
 
+    def has(self, rows: int, width: int) -> bool:
+        """Whether there is a file of the graph of a step of this size."""
+        return self._folder is not None and self._path(rows, width).is_file()
+
     def read(self, rows: int, width: int) -> Graph | None:
         """The graph of a step of this size, where one was kept for just this model."""
         if self._folder is None:

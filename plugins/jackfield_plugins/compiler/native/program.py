@@ -14,20 +14,22 @@ from jackfield_plugins.compiler.native.calls import (
     Call,
     Done,
     PythonCall,
+    Run,
     Sequential,
     Whole,
 )
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Node, Ref, meta_of
+from jackfield_plugins.compiler.native.head import Head
 from jackfield_plugins.compiler.native.joining import copies
-from jackfield_plugins.compiler.native.linears import KERNEL
+from jackfield_plugins.compiler.native.linears import KERNEL, linear
 from jackfield_plugins.compiler.native.memory import Places
 from jackfield_plugins.compiler.native.operators import cleared, native_calls
 from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
 from jackfield_plugins.compiler.native.views import CREATED, is_view
 
 if TYPE_CHECKING:
-    from jackfield.contracts import Compilation
+    from jackfield.contracts import Compilation, NativeCall
 
 #: The operator behind which the compiled part of a step ends; see `Compilation.compile`.
 ATTEND = "jackfield.attend.default"
@@ -65,8 +67,9 @@ class Program:
         self._logits = self._values[graph.output]
         run = KERNEL.library()["run"]
         run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]
+        self._head = self._end(graph, run)
         calls = joined(self._calls)
-        self.num_calls = len(calls)
+        self.num_calls = len(calls) + (self._head is not None)
         self._whole = Whole(calls, run, offered)
         self._parts = Sequential(calls, run)
 
@@ -75,14 +78,43 @@ class Program:
         """What the values between the weights and the logits take."""
         return self._places.num_bytes
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits `[rows, width, vocab]`, overwritten by the next call. Raises ExecutionError."""
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits `[rows, width, vocab]`, or of the columns `keep`, overwritten by the next call.
+
+        Raises ExecutionError.
+        """
         self._fed["ids"].copy_(ids)
         self._fed["positions"].copy_(positions)
         if not self._whole():
             self._parts()
             self.attends_in_python = True
-        return self._logits  # type: ignore[no-any-return]
+        if self._head is not None:
+            return self._head(keep)
+        logits: torch.Tensor = self._logits
+        return logits if keep is None else logits[:, keep]
+
+    def _end(self, graph: Graph, run: Run) -> Head | None:
+        """The product that makes the logits, which then is no more among the calls; None: another
+        operator does, or not for each token by itself."""
+        node, last = graph.nodes[-1], self._calls[-1]
+        value = len(graph.inputs) + len(graph.nodes) - 1
+        if value != graph.output or value in self._siblings or not isinstance(last, Done):
+            return None
+        made = linear if node.target == "aten.linear.default" else self._native.get(node.target)
+        hidden, *rest = self._argument(node.args) or [None]
+        if made is None or not isinstance(hidden, torch.Tensor) or last.name != node.target:
+            return None
+        if hidden.dim() != 3 or hidden.shape[:2] != (graph.rows, graph.width):
+            return None
+        self._calls.pop()
+        kwargs, product = self._argument(node.kwargs), made
+
+        def make(out: torch.Tensor, hidden: torch.Tensor) -> NativeCall | None:
+            return product(out, hidden, *rest, **kwargs)
+
+        return Head(make, hidden, self._logits, last.call, run)
 
     def _input(self, graph: Graph, at: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         kind, name, meta = graph.inputs[at]
