@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -18,6 +19,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What somebody warmed (`jackfield warm`) is chosen by `auto`.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -53,6 +53,7 @@ READERS = {
     "core/jackfield/registry/trial_child.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",
+    "core/jackfield/engine/threads.py": "hands over a number",
     "core/jackfield/engine/checked_packed.py": "compares addresses",
     "core/jackfield/sampling/structured.py": "hands over a tensor that it has just made",
 }

@@ -150,9 +150,6 @@ def serve(number: int) -> None:
                 told.close()
                 break
     torch.set_num_threads(threads)
-    # As in a process that has imported all by itself, this thread has threads of its own that wait.
-    # OpenMP's then sleep where they would spin otherwise, which halves or doubles what steps take.
-    torch.zeros(1 << 20).add_(1)
     _be(*files)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jackfield.cli.on_ray import WITHOUT_REPLICAS, RayAddressOption, ReplicasOption
-from jackfield.cli.options import Answers, Backends, Batches, OptionalModel, flag
+from jackfield.cli.options import Answers, Backends, Batches, flag
 from jackfield.cli.output import say
 from jackfield.errors import UsageError
 
@@ -72,7 +72,12 @@ def serve(
     batches: Batches,
     serving: Serving,
     answers: Answers,
-    model: OptionalModel = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A hub id, a folder, a GGUF file, or demo.", show_default=False
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Settings and models, as TOML.")
     ] = None,
