@@ -11,6 +11,7 @@ from driven import arrivals, compiled, drive, tokens
 from families import FAMILIES, build, prompts
 
 import jackfield
+from jackfield.bridge.opaque import tracing
 from jackfield_plugins.compiler.native import kept, warmed
 from jackfield_plugins.compiler.native.compilation import NativeCompilation
 from jackfield_plugins.compiler.native.linears import FEW
@@ -41,12 +42,16 @@ def load(model: Any, compiler: str = "native", **more: Any) -> jackfield.Engine:
     return jackfield.load(model, cache_implementation="paged", compile=compiler, **more)
 
 
-def ahead(engine: jackfield.Engine, most: int = FEW) -> None:
-    engine._bound.compile_ahead(most)
+def ahead(engine: jackfield.Engine, *sizes: int) -> None:
+    """Have graphs of these sizes, and of no others: to trace one is most of what a test takes."""
+    forward = engine._bound.compiled
+    assert forward is not None
+    with tracing():
+        forward.compilation.ahead(forward._step, [(1, size) for size in sizes])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon-alibi"}))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_logits_and_texts_are_those_of_steps_that_are_not_compiled(
     family: str, read: list[bool]
 ) -> None:
@@ -59,7 +64,7 @@ def test_logits_and_texts_are_those_of_steps_that_are_not_compiled(
     for compiler in ("none", "native"):
         with load(model, compiler) as engine:
             if compiler == "native":
-                ahead(engine)
+                ahead(engine, FEW)
             found[compiler] = engine.generate(texts, **asked)
     assert read == [True]
     for one, due in zip(found["native"], found["none"], strict=True):
@@ -75,9 +80,9 @@ def test_pieces_of_prompts_beside_rows_that_decode(family: str, read: list[bool]
     with load(model, "none", **limits) as engine:
         expected = tokens(drive(engine, coming))
     with load(model, **limits) as engine:
-        ahead(engine)
+        ahead(engine, 16, FEW)
         assert tokens(drive(engine, coming)) == expected
-    assert read.count(True) > 10
+    assert read.count(True) > 5
 
 
 def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
@@ -86,7 +91,7 @@ def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
         engine.generate(prompts((20,)), max_new_tokens=3)
         assert read == [False]
         assert compiled(engine).compiled.graphs == 1
-        ahead(engine)
+        ahead(engine, 2, FEW)
         graphs = compiled(engine).compiled.graphs
         engine.generate(prompts((20, FEW - 20)), max_new_tokens=3)
         engine.generate(prompts((FEW + 1,)), max_new_tokens=3)
@@ -115,7 +120,7 @@ def test_whatever_is_decoded_beside_prompts(
     for compiler in ("none", "native"):
         with load(model, compiler, decoding=decoding) as engine:
             if compiler == "native":
-                ahead(engine)
+                ahead(engine, FEW)
             made = engine.generate(texts, max_new_tokens=6, **asked)
             found.append([(c.token_ids, c.logprobs and len(c.logprobs)) for c in made])
     assert found[0] == found[1]
