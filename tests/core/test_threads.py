@@ -74,3 +74,24 @@ def test_what_was_given_back_is_made_again() -> None:
     give_back_threads()
     give_back_threads()
     assert torch.equal(a @ a, product)
+
+
+FORKED = """
+import os, signal, torch
+from jackfield.engine.threads import give_back_threads
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).add_(1)
+if os.fork() == 0:
+    signal.alarm(20)
+    torch.set_num_threads(1)
+    give_back_threads()
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_process_waits_for_no_threads_of_its_parent() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("nothing is forked here")
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=60, check=False).returncode == 0

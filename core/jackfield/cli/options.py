@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODEL = "A hub id, a folder, a GGUF file, or demo."
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
 #: --model names it as well, see `with_flags`.
-_BY_PLACE = typer.Argument(metavar="[MODEL]", help=_MODEL, show_default=False)
+_BY_PLACE = typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)
 ModelArgument = Annotated[str, _BY_PLACE]
 OptionalModel = Annotated[str | None, _BY_PLACE]
 _ModelNamed = Annotated[
@@ -320,7 +320,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     def flat(**values: Any) -> None:
         del values["usage"]
         if by_place:
-            values["model"] = _one_model(values["model"], values.pop("named")) or default
+            values["model"] = _one_model(values["model"], values.pop("named"), default)
         made = {
             name: group(**{f.name: values.pop(f.name) for f in fields(group)})
             for name, group in groups.items()
@@ -333,10 +333,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def _one_model(said: str | None, named: str | None) -> str | None:
+def _one_model(said: str | None, named: str | None, default: str | None) -> str | None:
     if said is not None and named not in (None, said):
         raise UsageError(f"{said} and --model {named} name two models; give one")
-    return said or named
+    return next((name for name in (said, named) if name is not None), default)
 
 
 def _flags(group: Any) -> list[inspect.Parameter]:

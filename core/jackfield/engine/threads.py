@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
+
+#: The thread that a forked process began with: those that waited for it are not there, and to end
+#: them would wait for them for ever.
+_forked: set[int] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _forked.add(threading.get_ident()))
 
 _SOFT = 1  # omp_pause_soft: threads are given back, settings are kept
 
@@ -28,7 +36,7 @@ def give_back_threads() -> None:
     text would slow down the one of the engine's (gomp_managed_threads in libgomp's
     config/linux/wait.h). Other OpenMP libraries have one team for all.
     """
-    if (pause := _pause()) is not None:
+    if threading.get_ident() not in _forked and (pause := _pause()) is not None:
         pause(_SOFT)
 
 
