@@ -410,3 +410,18 @@ def test_plugins_is_readable(
     for record in cli("plugins", "--json").json["plugins"]:
         assert {record["entry_point"], record["distribution"], *record["backends"]} <= set(words)
     assert " ".join(words).count("so many words that they take several lines") == 4
+
+
+@pytest.mark.parametrize("command", ["explain", "memory", "warm", "lock", "trace"])
+@pytest.mark.parametrize(
+    "named", [[""], ["--model", ""], ["-m", ""]], ids=["place", "long", "short"]
+)
+def test_an_empty_name_of_a_model_is_no_demo(cli: Cli, command: str, named: list[str]) -> None:
+    """Such as that of a variable that is not set."""
+    cli(command, *named).assert_failed(2, "the model's name is empty")
+
+
+@pytest.mark.parametrize("command", ["explain", "memory", "warm", "lock", "trace", "tune", "chat"])
+def test_two_names_of_a_model_are_refused(cli: Cli, command: str) -> None:
+    done = cli(command, "demo", "--model", "other")
+    done.assert_failed(2, "demo and --model other name two models; give one")

@@ -78,20 +78,30 @@ def test_what_was_given_back_is_made_again() -> None:
 
 FORKED = """
 import os, signal, torch
-from jackfield.engine.threads import give_back_threads
+BEFORE
 
 torch.set_num_threads(2)
 torch.ones(1 << 20).add_(1)
 if os.fork() == 0:
-    signal.alarm(20)
-    torch.set_num_threads(1)
+    signal.alarm(30)
+    torch.set_num_threads(THREADS)
+    from jackfield.engine.threads import give_back_threads
+    give_back_threads()
+    assert torch.ones(1 << 20).add_(1).sum() == 1 << 21
     give_back_threads()
     os._exit(0)
 raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_process_waits_for_no_threads_of_its_parent() -> None:
+@pytest.mark.parametrize(
+    ("before", "threads"),
+    [("import jackfield.engine.threads", 1), ("import jackfield.engine.threads", 2), ("", 1)],
+    ids=["one thread", "two threads", "imported by the child"],
+)
+def test_a_forked_process_waits_for_no_threads_of_its_parent(before: str, threads: int) -> None:
+    """Where it computes with several, torch itself would, had the parent not given them back."""
     if not hasattr(os, "fork"):
         pytest.skip("nothing is forked here")
-    assert subprocess.run([sys.executable, "-c", FORKED], timeout=60, check=False).returncode == 0
+    story = FORKED.replace("BEFORE", before).replace("THREADS", str(threads))
+    assert subprocess.run([sys.executable, "-c", story], timeout=90, check=False).returncode == 0

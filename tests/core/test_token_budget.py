@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jackfield
 from jackfield.contracts import Sequence, Step
-from jackfield.engine.token_budget import ALONE, FIRST, GRAIN, LEAST, PATIENT, TokenBudget
+from jackfield.engine.token_budget import ALONE, FIRST, GRAIN, LEAST, OUTLIER, PATIENT, TokenBudget
 from jackfield.errors import UsageError
 
 TARGET, MOST = 0.05, 2048
@@ -130,6 +130,17 @@ def test_one_slow_step_is_not_the_prompts_doing() -> None:
     assert got[-1] > 0.9 * usual
     budget.count(scheduled(8, 0), 30.0, waited=True)
     assert [taken(budget, 8, cost)[0] for _ in range(40)][-1] > 0.9 * usual
+
+
+@pytest.mark.parametrize("first", [0.4, 2.0, 20.0])
+def test_a_first_decode_step_that_makes_graphs_is_not_what_decoding_costs(first: float) -> None:
+    """Prompts may then come without a gap, and no step is without them."""
+    budget, cost = TokenBudget(TARGET, MOST), linear(0.01, 0.0, 1e-3)
+    taken(budget, 0, cost, 128)
+    taken(budget, 1, lambda *_: first, 0)
+    steps = [taken(budget, 1, cost, wanted)[1] for wanted in (MOST, MOST, MOST, 30) * 3]
+    assert max(steps) <= 2 * OUTLIER * TARGET
+    assert max(steps[4:]) <= 2 * TARGET
 
 
 def test_many_tiny_prompts_say_nothing_about_long_ones() -> None:

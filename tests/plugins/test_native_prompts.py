@@ -126,3 +126,14 @@ def test_whatever_is_decoded_beside_prompts(
     assert found[0] == found[1]
     assert read
     assert all(read)
+
+
+def test_a_prompt_of_a_model_that_was_changed_waits_for_no_trace(read: list[bool]) -> None:
+    model = build("llama", torch.float32)
+    with load(model) as engine:
+        ahead(engine, FEW)
+        engine.generate(prompts((20,)), max_new_tokens=2)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = torch.nn.Tanh()
+        engine.generate(prompts((20,)), max_new_tokens=2)
+    assert read == [True, False]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-#: The thread that a forked process began with: those that waited for it are not there, and to end
-#: them would wait for them for ever.
-_forked: set[int] = set()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _forked.add(threading.get_ident()))
-
 _SOFT = 1  # omp_pause_soft: threads are given back, settings are kept
+_FORKED = 0x40  # PF_FORKNOEXEC among the kernel's flags of a process
 
 
 def compute_with(threads: int) -> None:
@@ -36,17 +30,27 @@ def give_back_threads() -> None:
     text would slow down the one of the engine's (gomp_managed_threads in libgomp's
     config/linux/wait.h). Other OpenMP libraries have one team for all.
     """
-    if threading.get_ident() not in _forked and (pause := _pause()) is not None:
+    if (pause := _pause()) is not None:
         pause(_SOFT)
+
+
+if hasattr(os, "register_at_fork"):
+    # In the child they are not there, and whatever waits for them waits for ever.
+    os.register_at_fork(before=give_back_threads)
 
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """`omp_pause_resource_all` of the OpenMP that torch computes with, where that is GNU's."""
+    """`omp_pause_resource_all` of the OpenMP that torch computes with, where that is GNU's.
+
+    None as well in a process that was forked before this file was imported.
+    """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         torch_cpu = ctypes.CDLL(str(library))  # is loaded; the search goes through what it needs
         pause: Callable[[int], int] = torch_cpu.omp_pause_resource_all
+        flags = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6])
     except (OSError, AttributeError):  # another system, or an OpenMP before 5.0
         return None
-    return None if hasattr(torch_cpu, "__kmpc_fork_call") else pause  # LLVM's and Intel's
+    others = hasattr(torch_cpu, "__kmpc_fork_call")  # LLVM's and Intel's
+    return None if others or flags & _FORKED else pause

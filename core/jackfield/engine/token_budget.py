@@ -19,7 +19,7 @@ ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs
 FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
-OUTLIER = 4.0  # times what was expected: more than that is not the prompt's doing
+OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
 
 
 class TokenBudget:
@@ -79,6 +79,8 @@ class TokenBudget:
             self._decode_seconds = self._smooth(self._decode_seconds, seconds)
         elif prompts >= min(LEAST, self._least):
             decodes = any(item.num_tokens == 1 for item in scheduled)
+            if decodes and self._decode_seconds is not None:  # prompts take some of it
+                self._decode_seconds = min(self._decode_seconds, seconds)
             base = (self._decode_seconds or 0.0) if decodes else 0.0
             self._learn(prompts, max(0.0, seconds - base))
 
@@ -92,5 +94,5 @@ class TokenBudget:
 
     def _smooth(self, before: float | None, seconds: float) -> float:
         if before is None:
-            return seconds
+            return min(seconds, OUTLIER * self._target)  # graphs may have been made in it
         return before + (1 - LATELY) * (min(seconds, OUTLIER * before) - before)

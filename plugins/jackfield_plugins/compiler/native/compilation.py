@@ -39,7 +39,6 @@ class NativeCompilation(Compilation):
         self._kept: KeptGraphs | None = None
         self._graphs: dict[Size, Graph] = {}
         self._programs: dict[Size, Program] = {}
-        self._absent: set[Size] = set()  # of which no graph is on disk
 
     @property
     def source(self) -> str:  # type: ignore[override]
@@ -62,14 +61,13 @@ class NativeCompilation(Compilation):
 
     def reads(self, rows: int, width: int) -> bool:
         """Few tokens in one row, where a graph of as many is there: nobody waits for a trace."""
-        size = (rows, width)
         if rows != 1 or width > FEW:
             return False
-        if size not in self._graphs and size not in self._absent:
-            self._kept = self._kept or KeptGraphs(self._model)
-            if not self._kept.has(rows, width):
-                self._absent.add(size)
-        return size in self._graphs or size not in self._absent
+        self._look()
+        if (rows, width) in self._graphs:
+            return True
+        self._kept = self._kept or KeptGraphs(self._model)
+        return self._kept.has(rows, width)
 
     def compile(self, step: ModelStep) -> ModelStep:
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
@@ -102,21 +100,18 @@ class NativeCompilation(Compilation):
             if held.is_place():
                 return
         else:
-            self._forget()
+            self._graphs.clear()
+            self._kept = None
         self._programs.clear()
         self._held = Held(self._model)
-
-    def _forget(self) -> None:
-        self._graphs.clear()
-        self._absent.clear()
-        self._kept = None
 
     def _made(self, step: Callable[..., Any], size: Size) -> Program:
         began = time.perf_counter()
         try:
             program = Program(self._graph(step, size), self._weight, self)
         except StaleError:  # numbers of another shape or dtype lie in the place of the old ones
-            self._forget()
+            self._graphs.clear()
+            self._kept = None
             program = Program(self._graph(step, size), self._weight, self)
         self._programs[size] = program
         self.seconds += time.perf_counter() - began

@@ -46,7 +46,11 @@ class Head:
         return logits
 
     def _of(self, count: int) -> tuple[torch.Tensor, torch.Tensor, Stretch] | None:
-        hidden, logits = (t.new_empty(1, count, t.shape[2]) for t in (self._hidden, self._logits))
+        """The logits of some lie where those of all would; None: no call computes them alone."""
+        if len(self._logits) != 1 or count > self._logits.shape[1]:
+            return None
+        logits = self._logits[:, :count]
+        hidden = self._hidden.new_empty(1, count, self._hidden.shape[2])
         call = self._make(logits, hidden)
         return None if call is None else (hidden, logits, self._ready(call))
 
