@@ -385,3 +385,25 @@ try:
 except KeyboardInterrupt:
     print("stopped")
 """
+
+
+PRINTS_IN_C = "import ctypes; ctypes.CDLL(None).printf(b'noise')"
+HOST_THAT_PRINTS_IN_C = """
+import ctypes
+ctypes.CDLL(None).printf(b"of the host\\n")
+from jackfield.registry.discovery import registry
+registry()
+"""
+
+
+def test_what_c_code_of_the_host_printed_before_comes_out_and_a_plugins_does_not(
+    site: Site, tmp_path: Path
+) -> None:
+    """C keeps what it prints for later, when file descriptor 1 leads elsewhere."""
+    site.add("prints", f"{PRINTS_IN_C}\n{site.attention('prints')}")
+    environment = {
+        **os.environ, "PYTHONPATH": str(site.folder), "XDG_CACHE_HOME": str(tmp_path / "kept")
+    }  # fmt: skip
+    command = [sys.executable, "-c", HOST_THAT_PRINTS_IN_C]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "of the host\n", done

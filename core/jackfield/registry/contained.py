@@ -98,6 +98,7 @@ def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[
         seen.problems.append(
             "it wrote to file descriptor 1 while it loaded, which is not passed on"
         )
+        flush_c()  # what was printed before is not the plugin's
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
     during = {number: _identity(number) for number in saved}
@@ -109,11 +110,20 @@ def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[
                 problem = f"it closed or replaced file descriptor {number}: it was put back"
                 seen.add(DESCRIPTORS, str(number), problem)
             if moved or (writes and number == 1):
+                flush_c()
                 os.dup2(copy, number)
             os.close(copy)
         if timed and signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             seen.add(TIMER, "", "it set the timer of SIGALRM, which was taken off")
+
+
+def flush_c() -> None:
+    """What C code has printed is written now, not when the process or a fork of it ends."""
+    import ctypes  # where it is needed: few plugins write
+
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).fflush(None)
 
 
 def _identity(number: int) -> tuple[int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -12,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from jackfield.errors import PluginError
-from jackfield.registry.contained import contained
+from jackfield.registry.contained import contained, flush_c
 from jackfield.registry.loading import Source, within
 
 
@@ -26,13 +25,7 @@ def begin(name: str) -> None:
     faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
     with contained() as seen, contextlib.suppress(PluginError):
         within(threading.TIMEOUT_MAX, Source(entry_point, "", ""))
-    _flush()
+    flush_c()
     written = os.lseek(1, 0, os.SEEK_END)
     (folder / "answer").write_text(json.dumps([written, seen.changes]))
     faulthandler.dump_traceback_later(request["seconds"], exit=True, file=hung)
-
-
-def _flush() -> None:
-    """What C code has printed is written when the process ends, or now."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).fflush(None)
