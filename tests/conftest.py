@@ -11,8 +11,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
-# With the first C buffers nothing, which hides what is written too late; with the second each process
-# that a test starts compiles all of jackfield's files.
+# With the first C buffers nothing, which hides what is written too late; with the second each
+# process that a test starts compiles all of jackfield's files.
 os.environ.pop("PYTHONUNBUFFERED", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # torch asks the processor which vectors it has, and then compiles a trial of each and imports torch
