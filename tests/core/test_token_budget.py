@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,46 @@ def test_where_decoding_is_slow_prompts_get_as_long_as_it_takes() -> None:
     for _ in range(12):
         _, seconds = taken(budget, 4, cost)
     assert seconds == pytest.approx(2 * alone, rel=0.1)
+
+
+@given(
+    overhead=st.floats(0.0, 0.08), token=st.floats(5e-4, 2e-3), noise=st.sampled_from([0.0, 0.1])
+)
+def test_what_any_prompt_costs_leaves_its_tokens_as_long_as_decoding_takes(
+    overhead: float, token: float, noise: float
+) -> None:
+    """A mixed step may run uncompiled: that is no reason to take many of them, with few tokens."""
+    budget, random, base = TokenBudget(TARGET, MOST), Random(0), 0.06
+
+    def cost(decoding: int, prompt: int) -> float:
+        beside = base if decoding else 0.0
+        seconds = beside + (overhead if prompt else 0.0) + token * prompt
+        return seconds * (1 + noise * random.random())
+
+    decoded(budget, 8, cost)
+    for wanted in (MOST, 40, 90, 64, 33, MOST, MOST, MOST) * 5:
+        taken(budget, 8, cost, wanted)
+    got, seconds = taken(budget, 8, cost)
+    slack = 0.6 * base if noise else 0.02 * base
+    assert seconds <= max(2 * base + overhead, base + overhead + LEAST * token) + slack
+    assert got >= (base - slack - 0.1 * overhead) / token - GRAIN
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize(("base", "worst"), [(0.026, 4.8), (0.06, 3.2)])
+def test_beside_a_long_prompt_no_step_takes_many_times_as_long(
+    overhead: float, base: float, worst: float
+) -> None:
+    """Its tokens cost seven times as much at the end; `worst` times and the overhead."""
+    budget, read = TokenBudget(TARGET, MOST), 0
+    for _ in range(8):
+        taken(budget, 0, linear(0.02, 0.0, 6e-4), 40)
+    decoded(budget, 8, linear(base, 0.0, 0.0))
+    while read < 8192:
+        cost = linear(base + overhead, 0.0, 6e-4 + 3.4e-3 * read / 8192)
+        got, seconds = taken(budget, 8, cost, 8192 - read)
+        read += got
+        assert seconds <= worst * base + overhead
 
 
 def test_alone_prompts_get_a_few_times_the_target() -> None:

@@ -50,7 +50,7 @@ READERS = {
     "plugins/jackfield_plugins/quantizer/groupwise/files.py": "unmaps memory of files",
     "core/jackfield/registry/loading.py": "raises in a thread",
     "core/jackfield/testing/native.py": "runs the calls that others made",
-    "core/jackfield/registry/trial_child.py": "writes out what C code has printed",
+    "core/jackfield/registry/contained.py": "writes out what C code has printed",
     "core/jackfield/estimates/measuring.py": "gives memory back",
     "core/jackfield/bridge/footprint.py": "compares addresses",
     "core/jackfield/engine/threads.py": "hands over a number",

@@ -4,6 +4,10 @@ The length of a step is the time between two tokens of a stream. What prompt tok
 measured, as seconds per token over the last few steps (a secant through the cost of decoding). So
 steps converge to the target, also when a long context, another batch or other load on the machine
 changes the cost.
+
+Where decoding alone takes so long that the target says nothing, prompts get as much time as it
+takes. Of that no part is charged for what a step costs more as soon as it has any prompt (the
+overhead: it may run uncompiled): fewer tokens do not lessen it, and are more such steps.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from jackfield.engine.steps import ScheduledRunning
 
 TARGET_STEP_SECONDS = 0.05
 LEAST = 24  # prompt tokens of a step beside some that decode
-GRAIN = 32  # what is more comes in units of so many
+GRAIN = 8  # what is more comes in units of so many
 ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs more than computing
 FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
+MOST_OVERHEAD = 0.75  # of what prompts cost
+SURE_APART = 32  # tokens between two steps by which the overhead is known about as well as before
 OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
 
 
@@ -36,6 +42,9 @@ class TokenBudget:
         self._decode_seconds: float | None = None  # of a step without prompts
         self._prompt_seconds = 0.0  # of the last steps, each counting less than the one after it
         self._prompt_tokens = 0.0
+        self._steps = 0.0  # how many those count for
+        self._overhead = 0.0  # seconds that any prompt adds, however short
+        self._spread = 0.0  # how far apart the sizes of steps were by which it is known, squared
         self._last = 0  # prompt tokens of the last step that was measured
         self._unmeasured = (0, 0.0)  # prompt tokens and seconds of steps that nobody waited for
 
@@ -53,7 +62,8 @@ class TokenBudget:
         Where decoding alone takes longer than half of the target, prompts get as long as it takes.
         """
         base = (self._decode_seconds or 0.0) if decodes else 0.0
-        left = base if crowded and base else max(self._target - base, base)
+        equal = bool(base) and (crowded or 2 * base >= self._target)
+        left = base if equal else self._target - base
         seconds = left if decodes else PATIENT * self._target
         least = LEAST if decodes else ALONE
         if not self._prompt_tokens:
@@ -61,6 +71,9 @@ class TokenBudget:
         each = self._prompt_seconds / self._prompt_tokens
         trusted = max(2 * self._last, FIRST)
         fitting = trusted if each * trusted <= seconds else int(seconds / each)
+        if equal:
+            own = each - self._overhead * self._steps / self._prompt_tokens
+            fitting = max(fitting, min(2 * self._last, int(seconds / own)))
         return max(least, fitting // GRAIN * GRAIN)
 
     def count(self, scheduled: Seq[ScheduledRunning], seconds: float, *, waited: bool) -> None:
@@ -88,11 +101,28 @@ class TokenBudget:
         if self._prompt_tokens:
             expected = prompts * self._prompt_seconds / self._prompt_tokens
             seconds = min(seconds, OUTLIER * max(expected, self._target / 10))
+            self._learn_overhead(prompts, seconds)
         self._prompt_seconds = LATELY * self._prompt_seconds + seconds
         self._prompt_tokens = LATELY * self._prompt_tokens + prompts
+        self._steps = LATELY * self._steps + 1
         self._last = prompts
+
+    def _learn_overhead(self, prompts: int, seconds: float) -> None:
+        """Where the line through this step and the mean of the last ones meets no tokens at all.
+
+        The farther apart they are, the more it counts. All else that changes the cost of a step
+        (a longer context) is taken for the tokens' doing.
+        """
+        tokens = self._prompt_tokens / self._steps
+        mean = self._prompt_seconds / self._steps
+        if apart := prompts - tokens:
+            found = seconds - (seconds - mean) / apart * prompts
+            weight = apart**2
+            self._spread = max(LATELY * self._spread, SURE_APART**2) + weight
+            self._overhead += weight / self._spread * (found - self._overhead)
+        self._overhead = min(max(0.0, self._overhead), MOST_OVERHEAD * min(mean, seconds))
 
     def _smooth(self, before: float | None, seconds: float) -> float:
         if before is None:
-            return min(seconds, OUTLIER * self._target)  # graphs may have been made in it
+            return min(seconds, 2 * self._target)  # graphs may have been made in it
         return before + (1 - LATELY) * (min(seconds, OUTLIER * before) - before)
