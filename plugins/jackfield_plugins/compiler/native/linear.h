@@ -74,7 +74,7 @@ class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
     static constexpr int64_t AHEAD = 8192;     // bytes of weights that are asked for before their turn
-    static constexpr int64_t NEAREST = 32768;  // bytes of rows that stay in the nearest cache
+    static constexpr int64_t NEAREST = 16384;  // bytes of rows that stay in the nearest cache
 #if defined(__AVX512BF16__)
     static constexpr bool pairs = std::is_same_v<T, bfloat16>;
 #else
@@ -89,17 +89,21 @@ class Product {
 
     int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
 
+    // As even tiles of rows as can be.
     void task(int64_t at) const {
-        const int64_t first = at * lanes;
         int64_t row = 0;
-        for (; row + 8 <= call.rows; row += 8) block<8, 2>(first, row);
-        if (call.rows - row >= 4) block<4, four>(first, row), row += 4;
-        if (call.rows - row >= 2) block<2, four>(first, row), row += 2;
-        if (call.rows - row >= 1) block<1, four>(first, row);
+        for (int64_t tiles = (call.rows + MOST - 1) / MOST, tile = 0; tile < tiles; tile++) {
+            const int64_t rows = (call.rows - row + tiles - tile - 1) / (tiles - tile);
+            each<MOST>([&](auto i) ALWAYS_INLINE {
+                if (rows == i + 1) block<i + 1>(at * lanes, row, tile, tiles);
+            });
+            row += rows;
+        }
     }
 
    private:
-    static constexpr int four = std::min(4, lanes);  // a vector of 16 bytes has two doubles
+    static constexpr int side = std::min(4, lanes);  // a vector of 16 bytes has two doubles
+    static constexpr int MOST = 6;                   // rows of a tile: its sums fit into the registers
 
     const T* weight(int64_t output) const {  // what is behind the last is not written
         const int64_t at = std::min(output, call.out_features - 1);
@@ -110,8 +114,8 @@ class Product {
     }
 
     // Inputs are taken in pieces, of which all rows stay in the nearest cache for all outputs.
-    template <int rows, int side>
-    void block(int64_t first, int64_t row) const {
+    template <int rows>
+    void block(int64_t first, int64_t row, int64_t tile, int64_t tiles) const {
         static_assert(lanes % side == 0);
         constexpr int64_t piece = NEAREST / (rows * int64_t(sizeof(T))) / step * step;
         Vec<C> found[rows][lanes] = {};
@@ -121,7 +125,7 @@ class Product {
                 each<rows * side>([&](auto i) ALWAYS_INLINE {
                     sum[i] = found[i / side][at + i % side];
                 });
-                some<rows, side>(first + at, row, from, std::min(from + piece, call.in_features), sum);
+                some<rows>(first + at, row, tile, tiles, from, std::min(from + piece, call.in_features), sum);
                 each<rows * side>([&](auto i) ALWAYS_INLINE {
                     found[i / side][at + i % side] = sum[i];
                 });
@@ -130,8 +134,8 @@ class Product {
         for (int r = 0; r < rows; r++) write(sums<C>(found[r]), first, row + r, count);
     }
 
-    template <int rows, int side>
-    ALWAYS_INLINE void some(int64_t output, int64_t row, int64_t from, int64_t to, Vec<C>* sum) const {
+    template <int rows>
+    ALWAYS_INLINE void some(int64_t output, int64_t row, int64_t tile, int64_t tiles, int64_t from, int64_t to, Vec<C>* sum) const {
         const T *w[side], *x[rows];
         each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
         each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
@@ -139,9 +143,19 @@ class Product {
         const int64_t turn = std::max<int64_t>(1, side * call.weight_row);
         const int64_t ahead = turn * std::max<int64_t>(1, AHEAD / (turn * int64_t(sizeof(T))));
         int64_t at = from;
-        for (; at + step <= to; at += step) {
-            each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + ahead + at); });
-            add<rows, side>(w, x, at, sum);
+        if (tiles == 1)
+            for (; at + step <= to; at += step) {
+                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + ahead + at); });
+                add<rows>(w, x, at, sum);
+            }
+        else {
+            const T* one = tile < side ? w[0] + (lanes + tile) * call.weight_row : w[0];
+            const T* two = tile + tiles < side ? w[0] + (lanes + tile + tiles) * call.weight_row : one;
+            for (; at + step <= to; at += step) {
+                __builtin_prefetch(one + at);
+                __builtin_prefetch(two + at);
+                add<rows>(w, x, at, sum);
+            }
         }
         if (at == to) return;
         T ends[rows + side][step] = {};  // what is missing counts for nothing
@@ -153,10 +167,10 @@ class Product {
             std::copy(x[r] + at, x[r] + to, ends[r]);
             x[r] = ends[r];
         });
-        add<rows, side>(w, x, 0, sum);
+        add<rows>(w, x, 0, sum);
     }
 
-    template <int rows, int side>
+    template <int rows>
     static ALWAYS_INLINE void add(const T* const* w, const T* const* x, int64_t at, Vec<C>* sum) {
 #if defined(__AVX512BF16__)
         if constexpr (pairs) {
