@@ -23,6 +23,7 @@ ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs
 FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
+ASK_ALONE = 32  # steps beside prompts, then one without, so that what decoding takes is known
 MOST_OVERHEAD = 0.75  # of what prompts cost
 SURE_APART = 32  # tokens between two steps by which the overhead is known about as well as before
 OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
@@ -39,7 +40,8 @@ class TokenBudget:
         self._target = target_seconds
         self._most = most
         self._least = least
-        self._decode_seconds: float | None = None  # of a step without prompts
+        self._decode_seconds: dict[int, float] = {}  # of a step without prompts, by `_size`
+        self._mixed = 0  # steps with prompts since one without
         self._prompt_seconds = 0.0  # of the last steps, each counting less than the one after it
         self._prompt_tokens = 0.0
         self._steps = 0.0  # how many those count for
@@ -52,20 +54,23 @@ class TokenBudget:
         """How many tokens the next step may feed, `decoding` of them by sequences that decode.
 
         `crowded`: others wait until one of these ends, so prompts take no longer than decoding.
+        Where steps beside prompts take longer than the target, one in a while is without prompts.
         """
-        fitting = self._fitting(decoding > 0, crowded)
+        if decoding and self._mixed >= ASK_ALONE:
+            return min(self._most, decoding)
+        fitting = self._fitting(decoding, crowded)
         return min(self._most, decoding + max(self._least, fitting))
 
-    def _fitting(self, decodes: bool, crowded: bool) -> int:
+    def _fitting(self, decoding: int, crowded: bool) -> int:
         """How many prompt tokens fit; no more than twice those of the last step that was measured.
 
         Where decoding alone takes longer than half of the target, prompts get as long as it takes.
         """
-        base = (self._decode_seconds or 0.0) if decodes else 0.0
+        base = self._alone(decoding)
         equal = bool(base) and (crowded or 2 * base >= self._target)
         left = base if equal else self._target - base
-        seconds = left if decodes else PATIENT * self._target
-        least = LEAST if decodes else ALONE
+        seconds = left if decoding else PATIENT * self._target
+        least = LEAST if decoding else ALONE
         if not self._prompt_tokens:
             return max(FIRST, least)
         each = self._prompt_seconds / self._prompt_tokens
@@ -82,20 +87,29 @@ class TokenBudget:
         Its tokens then count with the next one that was waited for.
         """
         prompts = sum(item.num_tokens for item in scheduled if item.num_tokens > 1)
-        before, so_far = self._unmeasured
-        prompts, seconds = prompts + before, seconds + so_far
+        queued, so_far = self._unmeasured
+        prompts, seconds = prompts + queued, seconds + so_far
         if not waited:
             self._unmeasured = prompts, seconds
             return
         self._unmeasured = (0, 0.0)
+        decoding = sum(item.num_tokens == 1 for item in scheduled)
         if not prompts:
-            self._decode_seconds = self._smooth(self._decode_seconds, seconds)
+            self._mixed = 0
+            before = self._decode_seconds.get(_size(decoding))
+            self._decode_seconds[_size(decoding)] = self._smooth(before, seconds)
         elif prompts >= min(LEAST, self._least):
-            decodes = any(item.num_tokens == 1 for item in scheduled)
-            if decodes and self._decode_seconds is not None:  # prompts take some of it
-                self._decode_seconds = min(self._decode_seconds, seconds)
-            base = (self._decode_seconds or 0.0) if decodes else 0.0
-            self._learn(prompts, max(0.0, seconds - base))
+            if decoding and not queued and seconds > self._target:
+                self._mixed = (self._mixed + 1) % (ASK_ALONE + 1)
+            base = min(self._alone(decoding), seconds)  # prompts take some of it
+            if decoding and _size(decoding) in self._decode_seconds:
+                self._decode_seconds[_size(decoding)] = base
+            self._learn(prompts, seconds - base)
+
+    def _alone(self, decoding: int) -> float:
+        """Seconds of a step in which so many decode, as far as is known: as many, or else fewer."""
+        known = [size for size in self._decode_seconds if size <= _size(decoding)]
+        return self._decode_seconds[max(known)] if known and decoding else 0.0
 
     def _learn(self, prompts: int, seconds: float) -> None:
         if self._prompt_tokens:
@@ -126,3 +140,8 @@ class TokenBudget:
         if before is None:
             return min(seconds, 2 * self._target)  # graphs may have been made in it
         return before + (1 - LATELY) * (min(seconds, OUTLIER * before) - before)
+
+
+def _size(decoding: int) -> int:
+    """Equal for numbers of sequences up to the same power of two."""
+    return (decoding - 1).bit_length()
