@@ -135,19 +135,19 @@ inline V pick(V x, V y, std::integer_sequence<int, lane...>) {
 #endif
 }
 
-// Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one.
-template <class T, int step = 1>
+// Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one. From the round of
+// `step` to before that of `end`; what follows may then be done later, with the results as v.
+template <class T, int step = 1, int end = Vector<T>::lanes>
 inline ALWAYS_INLINE Vec<T> sums(Vec<T>* v) {
-    constexpr int lanes = Vector<T>::lanes;
-    if constexpr (step == lanes) {
+    if constexpr (step == end) {
         return v[0];
     } else {
-        constexpr auto all = std::make_integer_sequence<int, lanes>();
-        each<lanes / step / 2>([&](auto i) ALWAYS_INLINE {
+        constexpr auto all = std::make_integer_sequence<int, Vector<T>::lanes>();
+        each<end / step / 2>([&](auto i) ALWAYS_INLINE {
             Vec<T> x = v[2 * i], y = v[2 * i + 1];
             v[i] = pick<step, 0>(x, y, all) + pick<step, step>(x, y, all);
         });
-        return sums<T, 2 * step>(v);
+        return sums<T, 2 * step, end>(v);
     }
 }
 

@@ -73,8 +73,7 @@ template <class T>
 class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
-    static constexpr int64_t AHEAD = 8192;     // bytes of weights that are asked for before their turn
-    static constexpr int64_t NEAREST = 16384;  // bytes of rows that stay in the nearest cache
+    static constexpr int64_t AHEAD = 65536;     // bytes of weights that are asked for before their turn
 #if defined(__AVX512BF16__)
     static constexpr bool pairs = std::is_same_v<T, bfloat16>;
 #else
@@ -113,58 +112,51 @@ class Product {
         return reinterpret_cast<const T*>(call.input) + row * call.input_row;
     }
 
-    // Inputs are taken in pieces, of which all rows stay in the nearest cache for all outputs.
+    // Sums are added up before they leave the registers, as far as `side` outputs can be.
     template <int rows>
     void block(int64_t first, int64_t row, int64_t tile, int64_t tiles) const {
         static_assert(lanes % side == 0);
-        constexpr int64_t piece = NEAREST / (rows * int64_t(sizeof(T))) / step * step;
-        Vec<C> found[rows][lanes] = {};
-        for (int64_t from = 0; from < call.in_features; from += piece)
-            for (int at = 0; at < lanes; at += side) {
-                Vec<C> sum[rows * side];
-                each<rows * side>([&](auto i) ALWAYS_INLINE {
-                    sum[i] = found[i / side][at + i % side];
-                });
-                some<rows>(first + at, row, tile, tiles, from, std::min(from + piece, call.in_features), sum);
-                each<rows * side>([&](auto i) ALWAYS_INLINE {
-                    found[i / side][at + i % side] = sum[i];
-                });
-            }
+        Vec<C> found[rows][lanes / side];
+        for (int at = 0; at < lanes; at += side) {
+            Vec<C> sum[rows * side] = {};
+            dots<rows>(first + at, row, tile, tiles, sum);
+            each<rows>([&](auto r) ALWAYS_INLINE { found[r][at / side] = sums<C, 1, side>(sum + r * side); });
+        }
         const int64_t count = std::min<int64_t>(lanes, call.out_features - first);
-        for (int r = 0; r < rows; r++) write(sums<C>(found[r]), first, row + r, count);
+        for (int r = 0; r < rows; r++) write(sums<C, side>(found[r]), first, row + r, count);
     }
 
     template <int rows>
-    ALWAYS_INLINE void some(int64_t output, int64_t row, int64_t tile, int64_t tiles, int64_t from, int64_t to, Vec<C>* sum) const {
+    ALWAYS_INLINE void dots(int64_t output, int64_t row, int64_t tile, int64_t tiles, Vec<C>* sum) const {
         const T *w[side], *x[rows];
         each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
         each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
         // Memory is asked for some turns ahead. One row that stands for all has no distance to the next.
         const int64_t turn = std::max<int64_t>(1, side * call.weight_row);
         const int64_t ahead = turn * std::max<int64_t>(1, AHEAD / (turn * int64_t(sizeof(T))));
-        int64_t at = from;
+        int64_t at = 0;
         if (tiles == 1)
-            for (; at + step <= to; at += step) {
+            for (; at + step <= call.in_features; at += step) {
                 each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + ahead + at); });
                 add<rows>(w, x, at, sum);
             }
         else {
             const T* one = tile < side ? w[0] + (lanes + tile) * call.weight_row : w[0];
             const T* two = tile + tiles < side ? w[0] + (lanes + tile + tiles) * call.weight_row : one;
-            for (; at + step <= to; at += step) {
+            for (; at + step <= call.in_features; at += step) {
                 __builtin_prefetch(one + at);
                 __builtin_prefetch(two + at);
                 add<rows>(w, x, at, sum);
             }
         }
-        if (at == to) return;
+        if (at == call.in_features) return;
         T ends[rows + side][step] = {};  // what is missing counts for nothing
         each<side>([&](auto o) ALWAYS_INLINE {
-            std::copy(w[o] + at, w[o] + to, ends[rows + o]);
+            std::copy(w[o] + at, w[o] + call.in_features, ends[rows + o]);
             w[o] = ends[rows + o];
         });
         each<rows>([&](auto r) ALWAYS_INLINE {
-            std::copy(x[r] + at, x[r] + to, ends[r]);
+            std::copy(x[r] + at, x[r] + call.in_features, ends[r]);
             x[r] = ends[r];
         });
         add<rows>(w, x, 0, sum);
