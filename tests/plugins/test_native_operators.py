@@ -15,6 +15,7 @@ from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.joining import copies
+from jackfield_plugins.compiler.native.linears import FEW, FEW_TURNED
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
 from jackfield_plugins.compiler.native.operators import native_calls
 
@@ -171,12 +172,13 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         for inner, outer in ((1, 1), (3, 5), (16, 16), (33, 17), (64, 100), (200, 33), (515, 40)):
-            for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 32):
+            for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 32, FEW):
                 x = (torch.randn(1, rows, inner) / inner**0.5).to(dtype)
                 weight, bias = torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
                 same("aten.linear.default", x, weight, bound=4)
                 same("aten.linear.default", x, weight, bias, bound=4)
-                same("aten.addmm.default", bias, x[0], weight.t().contiguous(), bound=4)
+                if rows <= FEW_TURNED:
+                    same("aten.addmm.default", bias, x[0], weight.t().contiguous(), bound=4)
         wide = torch.randn(40, 100).to(dtype)[:, :64]  # rows lie apart
         same("aten.linear.default", torch.randn(2, 64).to(dtype), wide, bound=4)
     finally:
@@ -187,13 +189,13 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """Up to the number of rows beyond which torch computes them, and with any threads."""
     usual = torch.get_num_threads()
-    for inner in (67, 5000):  # inputs are taken in pieces
-        x, bias = (torch.randn(32, inner) / inner**0.5).to(dtype), torch.randn(50).to(dtype)
+    for inner in (67, 3000):
+        x, bias = (torch.randn(FEW, inner) / inner**0.5).to(dtype), torch.randn(50).to(dtype)
         weight = torch.randn(50, inner).to(dtype)
-        for other in (weight, weight.t().contiguous().t()):
+        for other, few in ((weight, FEW), (weight.t().contiguous().t(), FEW_TURNED)):
             torch.set_num_threads(1)
-            alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(32)])
-            for rows in range(2, 33):
+            alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(few)])
+            for rows in (n for n in (*range(2, 34), 47, 48, FEW) if n <= few):
                 torch.set_num_threads(1 + rows % 3)
                 assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
     torch.set_num_threads(usual)
@@ -326,7 +328,8 @@ def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
     for target, args in (
         ("aten.cumsum.default", (x, 0)),
         ("aten.mean.dim", (x.t(), [0])),
-        ("aten.linear.default", (torch.randn(64, 4), x)),  # many rows
+        ("aten.linear.default", (torch.randn(FEW + 1, 4), x)),  # many rows
+        ("aten.addmm.default", (torch.randn(3), torch.randn(FEW_TURNED + 1, 4), x.t().contiguous())),
         ("aten.add.Tensor", (x.to(torch.complex64), 1)),
     ):
         due = operator(target)(*args)

@@ -64,7 +64,7 @@ def test_logits_and_texts_are_those_of_steps_that_are_not_compiled(
     for compiler in ("none", "native"):
         with load(model, compiler) as engine:
             if compiler == "native":
-                ahead(engine, FEW)
+                ahead(engine, 24)
             found[compiler] = engine.generate(texts, **asked)
     assert read == [True]
     for one, due in zip(found["native"], found["none"], strict=True):
@@ -80,7 +80,7 @@ def test_pieces_of_prompts_beside_rows_that_decode(family: str, read: list[bool]
     with load(model, "none", **limits) as engine:
         expected = tokens(drive(engine, coming))
     with load(model, **limits) as engine:
-        ahead(engine, 16, FEW)
+        ahead(engine, 16, 24)
         assert tokens(drive(engine, coming)) == expected
     assert read.count(True) > 5
 
@@ -98,7 +98,7 @@ def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
         assert read == [False, True, False]
         assert compiled(engine).compiled.graphs == graphs
     with load(model) as engine:  # on disk by now
-        engine.generate(prompts((20,)), max_new_tokens=3)
+        engine.generate(prompts((FEW,)), max_new_tokens=3)
     assert read[-1]
 
 
@@ -120,7 +120,7 @@ def test_whatever_is_decoded_beside_prompts(
     for compiler in ("none", "native"):
         with load(model, compiler, decoding=decoding) as engine:
             if compiler == "native":
-                ahead(engine, FEW)
+                ahead(engine, 24)
             made = engine.generate(texts, max_new_tokens=6, **asked)
             found.append([(c.token_ids, c.logprobs and len(c.logprobs)) for c in made])
     assert found[0] == found[1]
@@ -131,7 +131,7 @@ def test_whatever_is_decoded_beside_prompts(
 def test_a_prompt_of_a_model_that_was_changed_waits_for_no_trace(read: list[bool]) -> None:
     model = build("llama", torch.float32)
     with load(model) as engine:
-        ahead(engine, FEW)
+        ahead(engine, 24)
         engine.generate(prompts((20,)), max_new_tokens=2)
         for layer in model.model.layers:
             layer.mlp.act_fn = torch.nn.Tanh()

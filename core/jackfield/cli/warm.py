@@ -26,24 +26,22 @@ RowsOption = Annotated[
 def warm(
     backends: Backends,
     model: ModelArgument = "demo",
-    rows: RowsOption = 32,
+    rows: RowsOption = 64,
     json: JsonOption = False,
 ) -> None:
     """Trace the decode steps of a model, for 1, 2, 4, ... sequences, and keep them on disk.
 
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
-    this model on this machine. Steps of at most 32 tokens that read prompts use the same graphs.
+    this model on this machine. Steps of at most 64 tokens that read prompts use the same graphs.
     Steps with drafts are traced when they first come.
 
-    Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 64
+    Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 128
     """
     named = replace(backends, compiler=backends.compiler or ["native"])
-    sizes = [1 << at for at in range((rows - 1).bit_length() + 1)]
-    with load(model, named, Batches(max_batch_size=sizes[-1])) as engine:
+    with load(model, named, Batches(max_batch_size=rows)) as engine:
         if engine.report()["compiler"].compiled is None:
             raise UsageError("compile='none' keeps nothing on disk; name 'native', or no compiler")
-        for count in sizes:
-            engine.generate([[0]] * count, max_new_tokens=3, min_new_tokens=3)
+        sizes = engine.compile_ahead()
         ran = engine.report()["compiler"]
         compiler = engine.plan["compiler"].registered.backend
         assert isinstance(compiler, Compiler)

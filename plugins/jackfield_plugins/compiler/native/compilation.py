@@ -54,9 +54,9 @@ class NativeCompilation(Compilation):
         return sum(program.num_bytes for program in list(self._programs.values()))
 
     def fill(self, count: int) -> int:
-        """The next power of two; many rows cost what they are, so beyond 32 in quarters of one."""
+        """The next power of two; many rows cost what they are, so beyond 16 in eights or quarters."""
         power = 1 << (count - 1).bit_length()
-        step = power // 8 if power > 32 else power
+        step = max(8, power // 8) if power > 16 else power
         return -(-count // step) * step
 
     def reads(self, rows: int, width: int) -> bool:

@@ -73,7 +73,9 @@ template <class T>
 class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
-    static constexpr int64_t AHEAD = 65536;     // bytes of weights that are asked for before their turn
+    // Bytes of weights that are asked for before their turn, where outputs are short: in the order in which
+    // they lie. Of long ones those are asked for that come next side by side.
+    static constexpr int64_t AHEAD = 16384, SHORT = 2048;
 #if defined(__AVX512BF16__)
     static constexpr bool pairs = std::is_same_v<T, bfloat16>;
 #else
@@ -91,9 +93,10 @@ class Product {
     // As even tiles of rows as can be.
     void task(int64_t at) const {
         int64_t row = 0;
-        for (int64_t tiles = (call.rows + MOST - 1) / MOST, tile = 0; tile < tiles; tile++) {
+        const int64_t tiles = call.rows <= side ? 1 : (call.rows + MOST - 1) / MOST;
+        for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t rows = (call.rows - row + tiles - tile - 1) / (tiles - tile);
-            each<MOST>([&](auto i) ALWAYS_INLINE {
+            each<std::max(MOST, side)>([&](auto i) ALWAYS_INLINE {
                 if (rows == i + 1) block<i + 1>(at * lanes, row, tile, tiles);
             });
             row += rows;
@@ -102,7 +105,13 @@ class Product {
 
    private:
     static constexpr int side = std::min(4, lanes);  // a vector of 16 bytes has two doubles
-    static constexpr int MOST = 6;                   // rows of a tile: its sums fit into the registers
+    // Rows of a tile, whose sums fit into the registers; where weights have to be widened, that is done for
+    // more rows together than fit. Up to `side` rows read the weights once.
+#if defined(__AVX512F__) || defined(__aarch64__)
+    static constexpr int MOST = 6;
+#else
+    static constexpr int MOST = sizeof(T) < sizeof(C) ? 6 : 3;
+#endif
 
     const T* weight(int64_t output) const {  // what is behind the last is not written
         const int64_t at = std::min(output, call.out_features - 1);
@@ -131,23 +140,24 @@ class Product {
         const T *w[side], *x[rows];
         each<side>([&](auto o) ALWAYS_INLINE { w[o] = weight(output + o); });
         each<rows>([&](auto r) ALWAYS_INLINE { x[r] = input(row + r); });
-        // Memory is asked for some turns ahead. One row that stands for all has no distance to the next.
-        const int64_t turn = std::max<int64_t>(1, side * call.weight_row);
-        const int64_t ahead = turn * std::max<int64_t>(1, AHEAD / (turn * int64_t(sizeof(T))));
         int64_t at = 0;
-        if (tiles == 1)
-            for (; at + step <= call.in_features; at += step) {
-                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + ahead + at); });
-                add<rows>(w, x, at, sum);
-            }
-        else {
-            const T* one = tile < side ? w[0] + (lanes + tile) * call.weight_row : w[0];
-            const T* two = tile + tiles < side ? w[0] + (lanes + tile + tiles) * call.weight_row : one;
-            for (; at + step <= call.in_features; at += step) {
-                __builtin_prefetch(one + at);
-                __builtin_prefetch(two + at);
-                add<rows>(w, x, at, sum);
-            }
+        const auto go = [&](auto ask) ALWAYS_INLINE {
+            for (; at + step <= call.in_features; at += step) ask(), add<rows>(w, x, at, sum);
+        };
+        const int64_t next = lanes * call.weight_row;  // from here to the same output of the next task
+        if (tiles > 1) {                               // each asks for a part of it
+            const T* one = tile < side ? w[0] + next + tile * call.weight_row : w[0];
+            const T* two = tile + tiles < side ? w[0] + next + (tile + tiles) * call.weight_row : one;
+            go([&]() ALWAYS_INLINE { __builtin_prefetch(one + at), __builtin_prefetch(two + at); });
+        } else if (call.weight_row * int64_t(sizeof(T)) <= SHORT) {
+            const T* ahead = w[0] + AHEAD / int64_t(sizeof(T));
+            go([&]() ALWAYS_INLINE {
+                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(ahead + side * at + o * step); });
+            });
+        } else {
+            go([&]() ALWAYS_INLINE {
+                each<side>([&](auto o) ALWAYS_INLINE { __builtin_prefetch(w[o] + side * call.weight_row + at); });
+            });
         }
         if (at == call.in_features) return;
         T ends[rows + side][step] = {};  // what is missing counts for nothing

@@ -15,7 +15,8 @@ from jackfield_plugins.native import NativeKernel
 
 KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-FEW = 32  # rows, up to which a linear is faster here than torch's
+FEW = 64  # rows, up to which a linear is faster here than torch's
+FEW_TURNED = 8  # where the rows of a weight are its inputs
 
 LINEAR = struct.Struct("@11q")  # `struct Linear`
 
@@ -54,9 +55,10 @@ def linear(
 ) -> NativeCall | None:
     rows = math.prod(x.shape[:-1])
     name = form(out, x, weight, bias) if rows <= FEW else None
-    if name is None:
+    turned = name is not None and name.startswith("turned")
+    if name is None or (turned and rows > FEW_TURNED):
         return None
-    (outer, inner), turned = weight.shape, name.startswith("turned")
+    outer, inner = weight.shape
     arguments = LINEAR.pack(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         rows, inner, outer, inner, weight.stride(int(turned)), outer, torch.get_num_threads(),

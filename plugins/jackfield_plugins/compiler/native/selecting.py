@@ -140,7 +140,7 @@ def _experts(
     """`weight` is `[experts, in_features, out_features]`, in either order of memory."""
     if not (isinstance(ends, torch.Tensor) and ends.dtype in _WHOLE and weight.dim() == 3):
         return None
-    if any(one is not None for one in rest) or x.dim() != 2 or len(x) > 8 * FEW:
+    if any(one is not None for one in rest) or x.dim() != 2 or len(x) > 4 * FEW:
         return None
     name = form(out, x, weight[0].t(), None)
     if name is None or not _dense(ends) or len(ends) != len(weight):
