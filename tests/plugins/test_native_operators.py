@@ -329,7 +329,10 @@ def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
         ("aten.cumsum.default", (x, 0)),
         ("aten.mean.dim", (x.t(), [0])),
         ("aten.linear.default", (torch.randn(FEW + 1, 4), x)),  # many rows
-        ("aten.addmm.default", (torch.randn(3), torch.randn(FEW_TURNED + 1, 4), x.t().contiguous())),
+        (
+            "aten.addmm.default",
+            (torch.randn(3), torch.randn(FEW_TURNED + 1, 4), x.t().contiguous()),
+        ),
         ("aten.add.Tensor", (x.to(torch.complex64), 1)),
     ):
         due = operator(target)(*args)

@@ -54,7 +54,7 @@ class NativeCompilation(Compilation):
         return sum(program.num_bytes for program in list(self._programs.values()))
 
     def fill(self, count: int) -> int:
-        """The next power of two; many rows cost what they are, so beyond 16 in eights or quarters."""
+        """The next power of two; many rows cost what they are: beyond 16 in eights or quarters."""
         power = 1 << (count - 1).bit_length()
         step = max(8, power // 8) if power > 16 else power
         return -(-count // step) * step
