@@ -387,7 +387,14 @@ except KeyboardInterrupt:
 """
 
 
-PRINTS_IN_C = "import ctypes; ctypes.CDLL(None).printf(b'noise')"
+SPOILS_C = {
+    "prints": "import ctypes; ctypes.CDLL(None).printf(b'noise')",
+    "replaces": "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)",
+    "replaces and prints": (
+        "import os, ctypes; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); "
+        "ctypes.CDLL(None).printf(b'noise')"
+    ),
+}
 HOST_THAT_PRINTS_IN_C = """
 import ctypes
 ctypes.CDLL(None).printf(b"of the host\\n")
@@ -396,11 +403,12 @@ registry()
 """
 
 
+@pytest.mark.parametrize("how", SPOILS_C)
 def test_what_c_code_of_the_host_printed_before_comes_out_and_a_plugins_does_not(
-    site: Site, tmp_path: Path
+    site: Site, tmp_path: Path, how: str
 ) -> None:
     """C keeps what it prints for later, when file descriptor 1 leads elsewhere."""
-    site.add("prints", f"{PRINTS_IN_C}\n{site.attention('prints')}")
+    site.add("bad", f"{SPOILS_C[how]}\n{site.attention('bad')}")
     environment = {
         **os.environ, "PYTHONPATH": str(site.folder), "XDG_CACHE_HOME": str(tmp_path / "kept")
     }  # fmt: skip

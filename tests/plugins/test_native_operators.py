@@ -195,7 +195,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
         for other, few in ((weight, FEW), (weight.t().contiguous().t(), FEW_TURNED)):
             torch.set_num_threads(1)
             alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(few)])
-            for rows in (n for n in (*range(2, 34), 47, 48, FEW) if n <= few):
+            for rows in (n for n in (*range(2, 34), 37, 47, 48, 61, 63, FEW) if n <= few):
                 torch.set_num_threads(1 + rows % 3)
                 assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
     torch.set_num_threads(usual)

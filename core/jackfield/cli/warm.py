@@ -29,7 +29,7 @@ def warm(
     rows: RowsOption = 64,
     json: JsonOption = False,
 ) -> None:
-    """Trace the decode steps of a model, for 1, 2, 4, ... sequences, and keep them on disk.
+    """Trace the decode steps of a model, for every size up to --rows, and keep them on disk.
 
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
     this model on this machine. Steps of at most 64 tokens that read prompts use the same graphs.
@@ -39,9 +39,12 @@ def warm(
     """
     named = replace(backends, compiler=backends.compiler or ["native"])
     with load(model, named, Batches(max_batch_size=rows)) as engine:
-        if engine.report()["compiler"].compiled is None:
-            raise UsageError("compile='none' keeps nothing on disk; name 'native', or no compiler")
-        sizes = engine.compile_ahead()
+        if not (sizes := engine.compile_ahead()):
+            named_so = engine.plan["compiler"].registered.name
+            raise UsageError(
+                f"compile={named_so!r} keeps nothing on disk before a step comes; name 'native', "
+                "or no compiler"
+            )
         ran = engine.report()["compiler"]
         compiler = engine.plan["compiler"].registered.backend
         assert isinstance(compiler, Compiler)

@@ -296,7 +296,7 @@ class Compiler(Backend):
     def warmed(self, requirements: Requirements) -> None:
         """What steps of this job were compiled to is on disk; `auto` may choose it from now on.
 
-        Called by `jackfield warm`, after steps of each size.
+        Called by `jackfield warm`, after `ahead` with each size.
 
         Args:
             requirements: The job, as it was planned.

@@ -5,9 +5,9 @@ measured, as seconds per token over the last few steps (a secant through the cos
 steps converge to the target, also when a long context, another batch or other load on the machine
 changes the cost.
 
-Where decoding alone takes so long that the target says nothing, prompts get as much time as it
-takes. Of that no part is charged for what a step costs more as soon as it has any prompt (the
-overhead: it may run uncompiled): fewer tokens do not lessen it, and are more such steps.
+Where decoding alone takes more than half of the target, the tokens of prompts get as much time as
+decoding. What a step takes longer for any prompt at all (the overhead, e.g. since it runs
+uncompiled) is not charged to them: fewer tokens would not lessen it, only make more steps that pay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ALONE = 256  # the least where nobody decodes: with fewer, reading weights costs
 FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
-ASK_ALONE = 32  # steps beside prompts, then one without, so that what decoding takes is known
+UNTIL_NONE = 32  # steps beside prompts that take longer than the target, then one without
 MOST_OVERHEAD = 0.75  # of what prompts cost
-SURE_APART = 32  # tokens between two steps by which the overhead is known about as well as before
+SURE_APART = 32  # tokens from the mean at which a step counts about half for the overhead
 OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
 
 
@@ -33,7 +33,7 @@ class TokenBudget:
     """Learns from every step what prompt tokens cost, and says how many the next may feed.
 
     `most` tokens are never exceeded, those that decode included; `least` prompt tokens fit in any
-    step as far as `most` lets them. Not thread-safe.
+    step as far as `most` lets them, but for one in a while that has none. Not thread-safe.
     """
 
     def __init__(self, target_seconds: float, most: int, least: int = LEAST) -> None:
@@ -41,10 +41,10 @@ class TokenBudget:
         self._most = most
         self._least = least
         self._decode_seconds: dict[int, float] = {}  # of a step without prompts, by `_size`
-        self._mixed = 0  # steps with prompts since one without
+        self._mixed = 0  # steps beside prompts, longer than the target, since one without
         self._prompt_seconds = 0.0  # of the last steps, each counting less than the one after it
         self._prompt_tokens = 0.0
-        self._steps = 0.0  # how many those count for
+        self._steps = 0.0  # what those count for
         self._overhead = 0.0  # seconds that any prompt adds, however short
         self._spread = 0.0  # how far apart the sizes of steps were by which it is known, squared
         self._last = 0  # prompt tokens of the last step that was measured
@@ -53,20 +53,22 @@ class TokenBudget:
     def tokens(self, decoding: int, *, crowded: bool = False) -> int:
         """How many tokens the next step may feed, `decoding` of them by sequences that decode.
 
-        `crowded`: others wait until one of these ends, so prompts take no longer than decoding.
-        Where steps beside prompts take longer than the target, one in a while is without prompts.
+        `crowded`: others wait until one of these ends, so the tokens of prompts get no more time
+        than decoding takes. That it stays known, one step after `UNTIL_NONE` that took longer than
+        the target is without prompts.
         """
-        if decoding and self._mixed >= ASK_ALONE:
+        if decoding and self._mixed >= UNTIL_NONE:
             return min(self._most, decoding)
         fitting = self._fitting(decoding, crowded)
         return min(self._most, decoding + max(self._least, fitting))
 
     def _fitting(self, decoding: int, crowded: bool) -> int:
-        """How many prompt tokens fit; no more than twice those of the last step that was measured.
+        """How many prompt tokens fit: `FIRST`, or up to twice those of the last measured step.
 
-        Where decoding alone takes longer than half of the target, prompts get as long as it takes.
+        Where decoding alone takes longer than half of the target, or others wait, they get as long
+        as it takes.
         """
-        base = self._alone(decoding)
+        base = self._decoding_takes(decoding)
         equal = bool(base) and (crowded or 2 * base >= self._target)
         left = base if equal else self._target - base
         seconds = left if decoding else PATIENT * self._target
@@ -76,7 +78,7 @@ class TokenBudget:
         each = self._prompt_seconds / self._prompt_tokens
         trusted = max(2 * self._last, FIRST)
         fitting = trusted if each * trusted <= seconds else int(seconds / each)
-        if equal:
+        if equal and fitting < trusted:
             own = each - self._overhead * self._steps / self._prompt_tokens
             fitting = max(fitting, min(2 * self._last, int(seconds / own)))
         return max(least, fitting // GRAIN * GRAIN)
@@ -94,22 +96,26 @@ class TokenBudget:
             return
         self._unmeasured = (0, 0.0)
         decoding = sum(item.num_tokens == 1 for item in scheduled)
+        size, known = _size(decoding), self._decode_seconds
         if not prompts:
             self._mixed = 0
-            before = self._decode_seconds.get(_size(decoding))
-            self._decode_seconds[_size(decoding)] = self._smooth(before, seconds)
+            known[size] = self._smooth(known.get(size), seconds)
         elif prompts >= min(LEAST, self._least):
             if decoding and not queued and seconds > self._target:
-                self._mixed = (self._mixed + 1) % (ASK_ALONE + 1)
-            base = min(self._alone(decoding), seconds)  # prompts take some of it
-            if decoding and _size(decoding) in self._decode_seconds:
-                self._decode_seconds[_size(decoding)] = base
+                self._mixed += 1
+            # A step without prompts takes no longer than one with them.
+            base = min(self._decoding_takes(decoding), seconds)
+            if decoding and size in known:
+                known[size] = base
             self._learn(prompts, seconds - base)
 
-    def _alone(self, decoding: int) -> float:
-        """Seconds of a step in which so many decode, as far as is known: as many, or else fewer."""
-        known = [size for size in self._decode_seconds if size <= _size(decoding)]
-        return self._decode_seconds[max(known)] if known and decoding else 0.0
+    def _decoding_takes(self, decoding: int) -> float:
+        """Seconds of a step in which so many decode alone: as many were measured, or else fewer,
+        or else more. 0 where none decodes, and where nothing is known."""
+        known = self._decode_seconds
+        if not decoding or not known:
+            return 0.0
+        return known[max((size for size in known if size <= _size(decoding)), default=min(known))]
 
     def _learn(self, prompts: int, seconds: float) -> None:
         if self._prompt_tokens:
@@ -143,5 +149,5 @@ class TokenBudget:
 
 
 def _size(decoding: int) -> int:
-    """Equal for numbers of sequences up to the same power of two."""
+    """Equal for numbers of sequences, at least 1, up to the same power of two."""
     return (decoding - 1).bit_length()

@@ -94,11 +94,12 @@ def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[
     saved = {number: os.dup(number) for number in wanted if _identity(number)}
     timed = hasattr(signal, "getitimer") and (changes is None or TIMER in changes)
     timed = timed and not signal.getitimer(signal.ITIMER_REAL)[0]
+    if 1 in saved:
+        flush_c()  # what was printed before is not the plugin's
     if writes and 1 in saved:
         seen.problems.append(
             "it wrote to file descriptor 1 while it loaded, which is not passed on"
         )
-        flush_c()  # what was printed before is not the plugin's
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
     during = {number: _identity(number) for number in saved}
@@ -110,7 +111,7 @@ def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[
                 problem = f"it closed or replaced file descriptor {number}: it was put back"
                 seen.add(DESCRIPTORS, str(number), problem)
             if moved or (writes and number == 1):
-                flush_c()
+                flush_c()  # while it leads where the plugin's output goes
                 os.dup2(copy, number)
             os.close(copy)
         if timed and signal.getitimer(signal.ITIMER_REAL)[0]:

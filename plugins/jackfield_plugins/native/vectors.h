@@ -135,8 +135,8 @@ inline V pick(V x, V y, std::integer_sequence<int, lane...>) {
 #endif
 }
 
-// Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one. From the round of
-// `step` to before that of `end`; what follows may then be done later, with the results as v.
+// Lane i of the result is the sum of all lanes of v[i]: in each round, pairs become one. Only the rounds from
+// `step` to before `end`: a second call with `step = end` does the rest, on the results for `end` vectors each.
 template <class T, int step = 1, int end = Vector<T>::lanes>
 inline ALWAYS_INLINE Vec<T> sums(Vec<T>* v) {
     if constexpr (step == end) {

@@ -54,7 +54,8 @@ class NativeCompilation(Compilation):
         return sum(program.num_bytes for program in list(self._programs.values()))
 
     def fill(self, count: int) -> int:
-        """The next power of two; many rows cost what they are: beyond 16 in eights or quarters."""
+        """The next power of two; beyond 16, where each row costs, a multiple of 8, and of an eighth
+        of the next power of two."""
         power = 1 << (count - 1).bit_length()
         step = max(8, power // 8) if power > 16 else power
         return -(-count // step) * step

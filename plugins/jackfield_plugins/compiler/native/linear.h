@@ -1,8 +1,8 @@
 // Few rows times a matrix whose rows are outputs, `[out_features, in_features]` as torch has it.
 //
 // One row reads every weight once, so the time to read them is the least there can be. A task is
-// as many outputs as a vector has lanes; its weights are read once for all rows, in the order in
-// which they lie, a few outputs side by side. The sums of a row run over the inputs in one order,
+// as many outputs as a vector has lanes; its weights come from memory once for all rows, a few outputs side
+// by side, and each tile of rows reads them again, from the cache. The sums of a row run over the inputs in one order,
 // however many rows there are: its bits depend neither on the others nor on the threads.
 #pragma once
 #include <algorithm>
@@ -73,8 +73,8 @@ template <class T>
 class Product {
     using C = typename Wide<T>::type;
     static constexpr int lanes = Vector<C>::lanes;
-    // Bytes of weights that are asked for before their turn, where outputs are short: in the order in which
-    // they lie. Of long ones those are asked for that come next side by side.
+    // Where an output has at most `SHORT` bytes, weights are asked for `AHEAD` bytes before their turn, in the
+    // order in which they lie. Of longer ones, those of the next outputs side by side are asked for.
     static constexpr int64_t AHEAD = 16384, SHORT = 2048;
 #if defined(__AVX512BF16__)
     static constexpr bool pairs = std::is_same_v<T, bfloat16>;
@@ -90,7 +90,7 @@ class Product {
 
     int64_t tasks() const { return (call.out_features + lanes - 1) / lanes; }
 
-    // As even tiles of rows as can be.
+    // Up to `side` rows are one tile, also where their sums do not all fit into registers. More are even tiles.
     void task(int64_t at) const {
         int64_t row = 0;
         const int64_t tiles = call.rows <= side ? 1 : (call.rows + MOST - 1) / MOST;
@@ -106,7 +106,7 @@ class Product {
    private:
     static constexpr int side = std::min(4, lanes);  // a vector of 16 bytes has two doubles
     // Rows of a tile, whose sums fit into the registers; where weights have to be widened, that is done for
-    // more rows together than fit. Up to `side` rows read the weights once.
+    // more rows together than fit.
 #if defined(__AVX512F__) || defined(__aarch64__)
     static constexpr int MOST = 6;
 #else
@@ -145,7 +145,7 @@ class Product {
             for (; at + step <= call.in_features; at += step) ask(), add<rows>(w, x, at, sum);
         };
         const int64_t next = lanes * call.weight_row;  // from here to the same output of the next task
-        if (tiles > 1) {                               // each asks for a part of it
+        if (tiles > 1) {                               // each tile asks for a part of its weights
             const T* one = tile < side ? w[0] + next + tile * call.weight_row : w[0];
             const T* two = tile + tiles < side ? w[0] + next + (tile + tiles) * call.weight_row : one;
             go([&]() ALWAYS_INLINE { __builtin_prefetch(one + at), __builtin_prefetch(two + at); });

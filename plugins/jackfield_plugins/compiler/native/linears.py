@@ -53,10 +53,11 @@ def _is_bias(bias: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> NativeCall | None:
-    rows = math.prod(x.shape[:-1])
-    name = form(out, x, weight, bias) if rows <= FEW else None
-    turned = name is not None and name.startswith("turned")
-    if name is None or (turned and rows > FEW_TURNED):
+    rows, name = math.prod(x.shape[:-1]), form(out, x, weight, bias)
+    if name is None:
+        return None
+    turned = name.startswith("turned")
+    if rows > (FEW_TURNED if turned else FEW):
         return None
     outer, inner = weight.shape
     arguments = LINEAR.pack(

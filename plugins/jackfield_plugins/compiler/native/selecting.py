@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jackfield.contracts.native import NativeCall
-from jackfield_plugins.compiler.native.linears import FEW, FLOATS, LINEAR, address, form
+from jackfield_plugins.compiler.native.linears import FLOATS, LINEAR, address, form
 from jackfield_plugins.compiler.native.pointwise import DTYPES
 
 _CHOSEN = struct.Struct("@8q")
@@ -18,6 +18,7 @@ _SUMMED = struct.Struct("@5q")
 _PICKED = struct.Struct("@7q")
 _PLACED = struct.Struct("@6q")
 _EXPERTS = struct.Struct("@6q")
+FEW_OF_EXPERTS = 256  # rows of all experts together
 _WHOLE = (torch.int64, torch.int32)
 
 
@@ -140,7 +141,7 @@ def _experts(
     """`weight` is `[experts, in_features, out_features]`, in either order of memory."""
     if not (isinstance(ends, torch.Tensor) and ends.dtype in _WHOLE and weight.dim() == 3):
         return None
-    if any(one is not None for one in rest) or x.dim() != 2 or len(x) > 4 * FEW:
+    if any(one is not None for one in rest) or x.dim() != 2 or len(x) > FEW_OF_EXPERTS:
         return None
     name = form(out, x, weight[0].t(), None)
     if name is None or not _dense(ends) or len(ends) != len(weight):
