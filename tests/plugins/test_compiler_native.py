@@ -31,6 +31,7 @@ from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.native import keeping
 
 if TYPE_CHECKING:
+    from command_line import Cli
     from forking import Forks
 
 REFUSED = {"falcon-alibi"}
@@ -637,6 +638,16 @@ def test_auto_takes_it_for_a_model_that_was_warmed(folder: Path) -> None:
     (marked,) = folder.glob("*.warm")
     marked.write_bytes(b"")
     assert jackfield.plan("demo")["compiler"].registered.name == "none"
+
+
+def test_warm_makes_a_graph_of_every_size(folder: Path, cli: Cli) -> None:
+    assert cli("warm", "--rows", "20", "--json").json["rows"] == [1, 2, 4, 8, 16, 24]
+    kept = {file.stem.rpartition("-")[2] for file in folder.glob("*.json")}
+    assert kept == {"1x1", "1x2", "1x4", "1x8", "1x16", "1x24"}
+    for compiler in ("none", "inductor?backend=eager"):
+        done = cli("warm", "--rows", "1", "--compile", compiler)
+        assert done.code == 2
+        assert "keeps nothing on disk before a step comes; name 'native'" in done.err
 
 
 @pytest.mark.parametrize("compiler", ["inductor?backend=eager", "none"])
