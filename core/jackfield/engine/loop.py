@@ -120,13 +120,13 @@ class Loop:
             if self.verifying is not None:
                 self.verifying(step, inputs, logits)
         self.steps += 1
+        waited = _is_waited_for(step, logits)  # afterwards there are more tokens
         accepted = self.decoding.accept(step, logits)
         self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
         if any(item.num_tokens > 1 for item in step.scheduled):
             self._full = False  # a window holds less than its prompt did
         events = late + self._emit(step, accepted)
         if self._pace is not None:
-            waited = logits.device.type == "cpu" or any(item.samples for item in step.scheduled)
             self._pace.count(step.scheduled, self.clock() - begin, waited=waited)
         return events
 
@@ -420,6 +420,11 @@ def _ended(sequence: RunningSequence, gain: Accepted) -> Event:
     if gain.error is not None:
         sequence.fail(gain.error)
     return _taken(sequence, gain)
+
+
+def _is_waited_for(step: RunningStep, logits: torch.Tensor) -> bool:
+    """Whether a step has ended when its tokens are there: a device is read by who chooses one."""
+    return logits.device.type == "cpu" or any(item.samples for item in step.scheduled)
 
 
 def _cancelled(sequence: RunningSequence, gain: Accepted, why: str | None) -> Event:

@@ -24,6 +24,7 @@ FIRST = 128  # before anything is known
 PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
 UNTIL_NONE = 32  # steps beside prompts that take longer than the target, then one without
+UNTIL_KNOWN = 4  # the same where it was never measured what so many take that decode
 MOST_OVERHEAD = 0.75  # of what prompts cost
 SURE_APART = 32  # tokens from the mean at which a step counts about half for the overhead
 OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
@@ -57,7 +58,9 @@ class TokenBudget:
         than decoding takes. That it stays known, one step after `UNTIL_NONE` that took longer than
         the target is without prompts.
         """
-        if decoding and self._mixed >= UNTIL_NONE:
+        known = _size(decoding) in self._decode_seconds
+        if decoding and self._mixed >= (UNTIL_NONE if known else UNTIL_KNOWN):
+            self._mixed = 0  # whatever becomes of it: who waits for a prompt waits for one step
             return min(self._most, decoding)
         fitting = self._fitting(decoding, crowded)
         return min(self._most, decoding + max(self._least, fitting))
@@ -96,26 +99,28 @@ class TokenBudget:
             return
         self._unmeasured = (0, 0.0)
         decoding = sum(item.num_tokens == 1 for item in scheduled)
-        size, known = _size(decoding), self._decode_seconds
+        known = self._decode_seconds
         if not prompts:
             self._mixed = 0
-            known[size] = self._smooth(known.get(size), seconds)
+            known[_size(decoding)] = self._smooth(known.get(_size(decoding)), seconds)
         elif prompts >= min(LEAST, self._least):
             if decoding and not queued and seconds > self._target:
                 self._mixed += 1
-            # A step without prompts takes no longer than one with them.
-            base = min(self._decoding_takes(decoding), seconds)
-            if decoding and size in known:
-                known[size] = base
+            base = 0.0
+            if decoding and known:  # a step without prompts takes no longer than one with them
+                size = self._known_size(decoding)
+                base = known[size] = min(known[size], seconds)
             self._learn(prompts, seconds - base)
 
     def _decoding_takes(self, decoding: int) -> float:
-        """Seconds of a step in which so many decode alone: as many were measured, or else fewer,
-        or else more. 0 where none decodes, and where nothing is known."""
+        """Seconds of a step in which so many decode alone; 0 where nothing is known of it."""
         known = self._decode_seconds
-        if not decoding or not known:
-            return 0.0
-        return known[max((size for size in known if size <= _size(decoding)), default=min(known))]
+        return known[self._known_size(decoding)] if decoding and known else 0.0
+
+    def _known_size(self, decoding: int) -> int:
+        """What stands for so many: as many were measured, or else fewer, or else more."""
+        known = self._decode_seconds
+        return max((size for size in known if size <= _size(decoding)), default=min(known))
 
     def _learn(self, prompts: int, seconds: float) -> None:
         if self._prompt_tokens:

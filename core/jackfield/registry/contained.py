@@ -120,11 +120,16 @@ def _descriptors(seen: Seen, changes: Changes | None, writes: bool) -> Iterator[
 
 
 def flush_c() -> None:
-    """What C code has printed is written now, not when the process or a fork of it ends."""
+    """What C code has printed is written now, not when the process or a fork of it ends.
+
+    Only standard output: all streams would wait for a thread that reads from a terminal.
+    """
     import ctypes  # where it is needed: few plugins write
 
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).fflush(None)
+    name = "__stdoutp" if sys.platform == "darwin" else "stdout"
+    with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
+        library = ctypes.CDLL(None)
+        library.fflush(ctypes.c_void_p.in_dll(library, name))
 
 
 def _identity(number: int) -> tuple[int, int] | None:
