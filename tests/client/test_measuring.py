@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from contextlib import closing
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy
@@ -186,3 +188,34 @@ def test_no_server_and_no_http_are_failures(fake: Start) -> None:
 
     assert of("http://127.0.0.1:9").errors == {"refused connection": 1}
     assert of(fake(lambda *_: [b"hello\r\n\r\n"]).url).errors == {"cut off": 1}
+
+
+@contextmanager
+def impatient(answered: int) -> Iterator[str]:
+    """A server that answers so many requests of each connection, and then closes it unannounced."""
+    body = b"".join(step for step in answers() if isinstance(step, bytes))
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            for _ in range(answered):
+                if not self.request.recv(65536):
+                    return
+                self.request.sendall(body)
+            self.request.recv(65536)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_kept_connection_that_was_closed_is_no_failure() -> None:
+    with impatient(2) as url:
+        found = figures(loaded(url, Arrivals(2, None, 9, None)), Bounds())
+    assert (found.requests, found.failed, found.errors) == (9, 0, {})
+
+
+def test_who_closes_every_connection_is_asked_once() -> None:
+    with impatient(0) as url:
+        found = figures(loaded(url, Arrivals(2, None, 4, None)), Bounds())
+    assert found.errors == {"cut off": 4}

@@ -8,6 +8,7 @@ small model takes for a token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from jackfield.client.address import CONNECT_WITHIN, Address
 
 class CutOffError(ConnectionError):
     """The connection ended before the answer did."""
+
+
+class _NothingCameError(CutOffError):
+    """It ended before any byte of the answer: the request was not read."""
 
 
 @dataclass
@@ -48,6 +53,7 @@ class _Wire(asyncio.Protocol):
         """Send a request; True when the answer is whole and the connection may be used again."""
         self._expect()
         self.ended = asyncio.get_running_loop().create_future()
+        self._now = 0.0
         self.transport.write(data)
         return self.ended
 
@@ -72,7 +78,8 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
-        self._end(CutOffError("the connection was closed"))
+        kind = CutOffError if self._now else _NothingCameError
+        self._end(kind("the connection was closed"))
 
     def _end(self, error: Exception) -> None:
         if self.ended is not None and not self.ended.done():
@@ -98,12 +105,21 @@ class Wires:
         Raises OSError where there is no server, or the answer is cut off (`CutOffError`);
         TimeoutError where it takes longer than the timeout.
         """
-        wire = await self._wire()
         head = f"{self._head}\r\nContent-Length: {len(body)}\r\n\r\n"
+        request = head.encode("latin-1") + body
+        async with asyncio.timeout(self._timeout):
+            while (wire := self._used()) is not None:
+                # A server may close what it kept without a word, as llama.cpp's does.
+                with contextlib.suppress(_NothingCameError):
+                    return await self._ask(wire, request)
+        wire = await self._connected()
+        async with asyncio.timeout(self._timeout):
+            return await self._ask(wire, request)
+
+    async def _ask(self, wire: _Wire, request: bytes) -> Reply:
         usable = False
         try:
-            async with asyncio.timeout(self._timeout):
-                usable = await wire.ask(head.encode("latin-1") + body)
+            usable = await wire.ask(request)
         finally:
             if usable:
                 self._free.append(wire)
@@ -111,11 +127,14 @@ class Wires:
                 wire.transport.abort()
         return wire.reply
 
-    async def _wire(self) -> _Wire:
+    def _used(self) -> _Wire | None:
         while self._free:
             wire = self._free.pop()
             if not wire.lost and not wire.transport.is_closing():
                 return wire
+        return None
+
+    async def _connected(self) -> _Wire:
         context = ssl.create_default_context() if self._secure else None
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_WITHIN):
