@@ -55,6 +55,32 @@ def test_operators_of_one_number(name: str, dtype: torch.dtype) -> None:
         same(f"aten.{name}.default", some.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_many_numbers_are_the_same_on_any_threads(dtype: torch.dtype) -> None:
+    """Parts of a row, rows, and what is broadcast to them."""
+    usual = torch.get_num_threads()
+    x, row = torch.randn(33, 4099).to(dtype), torch.randn(4099).to(dtype)
+    column, whole = x[:, :1].clone(), torch.randint(-9, 9, x.shape)
+    given: list[tuple[str, tuple[Any, ...]]] = [
+        ("aten.silu.default", (x,)),
+        ("aten.neg.default", (x.flatten()[1:],)),
+        ("aten.mul.Tensor", (x, row)),
+        ("aten.add.Tensor", (x.t(), column.t().expand(4099, 33))),
+        ("aten.div.Tensor", (x[:, ::2], column)),
+        ("aten.mul.Tensor", (whole, whole)),
+        ("aten._to_copy.default", (x[:, 1:],)),
+    ]
+    try:
+        for target, args in given:
+            found = []
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                found.append(run(target, *args)[0])
+            assert all(torch.equal(found[0], other) for other in found[1:]), target
+    finally:
+        torch.set_num_threads(usual)
+
+
 def test_small_numbers_keep_their_digits() -> None:
     """Where a formula would subtract numbers that are nearly the same."""
     x = torch.logspace(-12, 1, 500)

@@ -79,11 +79,9 @@ int64_t run(const Instruction* first, int64_t count) {
 bool several(const Several* call) { return call->together(call->arguments, call->count); }
 
 bool pointwise(const Pointwise* call) {
-    const char* from[INPUTS];
-    for (int64_t n = 0; n < INPUTS; n++) from[n] = call->input[n].at;
-    if (call->computed == IN_WHOLE) over_rows<int64_t>(*call, 0, call->out, from);
-    else if (call->computed == IN_DOUBLE) over_rows<double>(*call, 0, call->out, from);
-    else over_rows<float>(*call, 0, call->out, from);
+    if (call->computed == IN_WHOLE) pointwise<int64_t>(*call);
+    else if (call->computed == IN_DOUBLE) pointwise<double>(*call);
+    else pointwise<float>(*call);
     return true;
 }
 

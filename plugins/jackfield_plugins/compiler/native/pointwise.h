@@ -1,6 +1,7 @@
 // Operations number by number, over strided tensors that were broadcast to one shape.
 #pragma once
 #include "numbers.h"
+#include "threads.h"
 
 constexpr int64_t DIMS = 6, INPUTS = 3, CHUNK = 512;
 
@@ -21,7 +22,7 @@ struct Input {
 };
 
 struct Pointwise {
-    int64_t operation, computed, inputs, dims, size[DIMS];
+    int64_t operation, computed, inputs, dims, threads, size[DIMS];
     char* out;
     int64_t dtype, stride[DIMS];
     double factor;  // of ADD and SUB: of the second input; see `number`
@@ -166,4 +167,25 @@ inline void over_rows(const Pointwise& call, int64_t dim, char* out, const char*
         for (int64_t n = 0; n < call.inputs; n++)
             at[n] += call.input[n].stride[dim] * size_of(call.input[n].dtype);
     }
+}
+
+// All of it, or a part on each of several threads: rows, or chunks where there is one row.
+template <class C>
+inline void pointwise(const Pointwise& call) {
+    constexpr int64_t worth = 1 << 14;  // numbers that pay for waking a further thread
+    const int64_t unit = call.dims == 1 ? CHUNK : 1, units = (call.size[0] + unit - 1) / unit;
+    int64_t numbers = 1;
+    for (int64_t d = 0; d < call.dims; d++) numbers *= call.size[d];
+    const int64_t parts = std::max<int64_t>(1, std::min({call.threads, units, numbers / worth}));
+    Tasks(parts, parts, [&](int64_t at) {
+        const int64_t begin = units * at / parts * unit;
+        Pointwise part = call;
+        part.size[0] = std::min(units * (at + 1) / parts * unit, call.size[0]) - begin;
+        const char* from[INPUTS];
+        for (int64_t n = 0; n < INPUTS; n++) {
+            const Input& input = call.input[n];
+            from[n] = input.at ? input.at + begin * input.stride[0] * size_of(input.dtype) : nullptr;
+        }
+        over_rows<C>(part, 0, call.out + begin * call.stride[0] * size_of(call.dtype), from);
+    });
 }

@@ -33,7 +33,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 _DIMS, _INPUTS = 6, 3
-_HEAD = struct.Struct(f"@4q{_DIMS}q")
+_HEAD = struct.Struct(f"@5q{_DIMS}q")
 _OUT = struct.Struct(f"@2q{_DIMS}q8s")
 _INPUT = struct.Struct(f"@2q{_DIMS}q8s")
 
@@ -126,7 +126,15 @@ def packed(
     fill = [0] * (_DIMS - len(size))
     number = _whole if computed == _IN_WHOLE else _real
     whole = [
-        _HEAD.pack(OPERATIONS[operation], computed, len(inputs), len(size), *size, *fill),
+        _HEAD.pack(
+            OPERATIONS[operation],
+            computed,
+            len(inputs),
+            len(size),
+            torch.get_num_threads(),
+            *size,
+            *fill,
+        ),
         _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, number(factor)),
     ]
     for one in inputs:
