@@ -1,9 +1,10 @@
 // Few rows times a matrix whose rows are outputs, `[out_features, in_features]` as torch has it.
 //
 // One row reads every weight once, so the time to read them is the least there can be. A task is
-// as many outputs as a vector has lanes; its weights come from memory once for all rows, a few outputs side
-// by side, and each tile of rows reads them again, from the cache. The sums of a row run over the inputs in one order,
-// however many rows there are: its bits depend neither on the others nor on the threads.
+// as many outputs as a vector has lanes; its weights come from memory once for all rows, a few
+// outputs side by side, and each tile of rows reads them again, from the cache. The sums of a row
+// run over the inputs in one order, however many rows there are: its bits depend neither on the
+// others nor on the threads.
 #pragma once
 #include <algorithm>
 
