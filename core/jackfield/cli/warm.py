@@ -40,9 +40,9 @@ def warm(
     named = replace(backends, compiler=backends.compiler or ["native"])
     with load(model, named, Batches(max_batch_size=rows)) as engine:
         if not (sizes := engine.compile_ahead()):
-            named_so = engine.plan["compiler"].registered.name
+            name = engine.plan["compiler"].registered.name
             raise UsageError(
-                f"compile={named_so!r} keeps nothing on disk before a step comes; name 'native', "
+                f"compile={name!r} keeps nothing on disk before a step comes; name 'native', "
                 "or no compiler"
             )
         ran = engine.report()["compiler"]

@@ -24,7 +24,7 @@ class CutOffError(ConnectionError):
 
 
 class _NothingCameError(CutOffError):
-    """It ended before any byte of the answer: the request was not read."""
+    """It ended before any byte of the answer."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Wires:
         self._head = "\r\n".join(lines)
 
     async def post(self, body: bytes) -> Reply:
-        """Send a body and wait until the answer has ended.
+        """Send a body and wait until the answer has ended; again, where a kept connection has not.
 
         Raises OSError where there is no server, or the answer is cut off (`CutOffError`);
         TimeoutError where it takes longer than the timeout.
@@ -112,9 +112,7 @@ class Wires:
                 # A server may close what it kept without a word, as llama.cpp's does.
                 with contextlib.suppress(_NothingCameError):
                     return await self._ask(wire, request)
-        wire = await self._connected()
-        async with asyncio.timeout(self._timeout):
-            return await self._ask(wire, request)
+            return await self._ask(await self._connected(), request)
 
     async def _ask(self, wire: _Wire, request: bytes) -> Reply:
         usable = False

@@ -58,12 +58,14 @@ class TokenBudget:
         than decoding takes. That it stays known, one step after `UNTIL_NONE` that took longer than
         the target is without prompts.
         """
-        known = _size(decoding) in self._decode_seconds
-        if decoding and self._mixed >= (UNTIL_NONE if known else UNTIL_KNOWN):
+        if decoding and self._mixed >= self._until_none(decoding):
             self._mixed = 0  # whatever becomes of it: who waits for a prompt waits for one step
             return min(self._most, decoding)
         fitting = self._fitting(decoding, crowded)
         return min(self._most, decoding + max(self._least, fitting))
+
+    def _until_none(self, decoding: int) -> int:
+        return UNTIL_NONE if _size(decoding) in self._decode_seconds else UNTIL_KNOWN
 
     def _fitting(self, decoding: int, crowded: bool) -> int:
         """How many prompt tokens fit: `FIRST`, or up to twice those of the last measured step.

@@ -176,7 +176,12 @@ inline void pointwise(const Pointwise& call) {
     const int64_t unit = call.dims == 1 ? CHUNK : 1, units = (call.size[0] + unit - 1) / unit;
     int64_t numbers = 1;
     for (int64_t d = 0; d < call.dims; d++) numbers *= call.size[d];
-    const int64_t parts = std::max<int64_t>(1, std::min({call.threads, units, numbers / worth}));
+    const int64_t parts = std::min({call.threads, units, numbers / worth});
+    if (parts <= 1) {  // most calls of a step, which has hundreds
+        const char* from[INPUTS];
+        for (int64_t n = 0; n < INPUTS; n++) from[n] = call.input[n].at;
+        return over_rows<C>(call, 0, call.out, from);
+    }
     Tasks(parts, parts, [&](int64_t at) {
         const int64_t begin = units * at / parts * unit;
         Pointwise part = call;

@@ -124,17 +124,9 @@ def packed(
     if len(size) > _DIMS:
         return None
     fill = [0] * (_DIMS - len(size))
-    number = _whole if computed == _IN_WHOLE else _real
+    number, threads = _whole if computed == _IN_WHOLE else _real, torch.get_num_threads()
     whole = [
-        _HEAD.pack(
-            OPERATIONS[operation],
-            computed,
-            len(inputs),
-            len(size),
-            torch.get_num_threads(),
-            *size,
-            *fill,
-        ),
+        _HEAD.pack(OPERATIONS[operation], computed, len(inputs), len(size), threads, *size, *fill),
         _OUT.pack(out.data_ptr(), DTYPES[out.dtype], *out_stride, *fill, number(factor)),
     ]
     for one in inputs:
