@@ -154,6 +154,8 @@ def test_every_combination_is_a_row_that_says_what_is_its_own() -> None:
     }  # fmt: skip
     more = product({"attention": ["a", "b"], "cache": ["c", "d"]}, {"model": "demo"})
     assert [row.label for row in more] == ["a + c", "a + d", "b + c", "b + d"]
+    shared = product({"tp_size": [1, 2]}, {"model": "demo"})
+    assert [(row.label, row.arguments["tp_size"]) for row in shared] == [("tp 1", 1), ("tp 2", 2)]
     assert [row.label for row in product({}, {"model": "demo"})] == ["auto"]
     assert {row.program for row in rows} == {OURS}
 

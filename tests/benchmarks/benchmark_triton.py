@@ -66,7 +66,7 @@ def pools_of(sizes: list[tuple[int, int]], page_size: int) -> Pools:
 
 
 def ours(pools: Pools) -> Run:
-    from jackfield_plugins.attention.paged_triton.launch import paged_attention
+    from jackfield_plugins.attention.triton.launch import paged_attention
 
     return lambda i: paged_attention(pools.query, pools[i], scaling=SCALING)
 

@@ -166,6 +166,21 @@ def test_other_backends_say_the_same(
     assert found == told(model, **arguments)
 
 
+@pytest.mark.parametrize("cache", ["auto", "dynamic"])
+def test_a_draft_model_runs_in_rank_0(
+    pair: Load, folder: Callable[..., Path], tmp_path: Path, cache: str
+) -> None:
+    """Its drafts are verified by all ranks; one draws them by the weights of the model itself."""
+    model, draft = folder("Qwen2Config"), tmp_path / "draft"
+    shutil.copytree(model, draft)
+    asked = {"decoding": "assisted", "cache_implementation": cache}
+    with pair(model, assistant_model=str(draft), **asked) as engine:
+        found, drafted = story(engine), engine.statistics().speculation
+        assert drafted is not None
+        assert drafted.accepted > 20
+    assert found == told(model, cache_implementation=cache)
+
+
 def test_preempted_requests_say_the_same(pair: Load, folder: Callable[..., Path]) -> None:
     model, few = folder("LlamaConfig"), "paged?num_tokens=72&page_size=4"
     prompts = [[n, 5, 9, 2, 6] * 3 for n in range(6)]

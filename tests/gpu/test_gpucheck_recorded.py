@@ -48,7 +48,7 @@ class Whole(Tapes):
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cuda_graph` and Triton's kernels, as far as a processor has them."""
     extras.needs("triton")
-    from jackfield_plugins.attention.paged_triton import variants
+    from jackfield_plugins.attention.triton import variants
 
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")

@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jackfield_plugins.attention.paged_triton import variants
-from jackfield_plugins.attention.paged_triton.variants import Shape, Variant, dense
+from jackfield_plugins.attention.triton import variants
+from jackfield_plugins.attention.triton.variants import Shape, Variant, dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {torch.int32: "*i32"} | {dtype: f"*{name}" for name, dtype in DTYPES.items()}

@@ -16,8 +16,8 @@ import torch
 from fake_triton import FakeDriver, Launch
 
 from jackfield.contracts import PackedLayer, PackedStep, PageTables, Requirements, Span
-from jackfield_plugins.attention.paged_triton.launch import PagedAttention
-from jackfield_plugins.attention.paged_triton.warming import compile_ahead
+from jackfield_plugins.attention.triton.launch import PagedAttention
+from jackfield_plugins.attention.triton.warming import compile_ahead
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm.launch import rms_norm
 

@@ -19,8 +19,8 @@ from jackfield.contracts import Attention, Requirements
 from jackfield.errors import OptionError, PlanError
 from jackfield_plugins.attention.flash_attention_2 import FlashAttention2, FlashAttention2Options
 from jackfield_plugins.attention.flash_attention_3 import FlashAttention3, FlashAttention3Options
-from jackfield_plugins.attention.paged_triton import TritonAttention
 from jackfield_plugins.attention.sources import TorchVarlen, VarlenAttention
+from jackfield_plugins.attention.triton import TritonAttention
 from jackfield_plugins.attention.varlen import Rows, Scoring
 from jackfield_plugins.attention.varlen_probe import reference, trial
 from jackfield_plugins.quantizer.torchao import INT4, _Format, _too_old

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 import jackfield
 from jackfield.contracts import BoundAttention
 from jackfield.errors import PlanError
-from jackfield_plugins.attention.flex import FlexAttention, FlexOptions
+from jackfield_plugins.attention.flex_attention import FlexAttention, FlexOptions
 
 LENGTHS = (WINDOW - 2, WINDOW + 1, 3 * WINDOW)
 COUNT = WINDOW + 3

@@ -29,15 +29,15 @@ from jackfield.errors import OptionError, PlanError
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'jackfield[triton]'")
 
-from jackfield_plugins.attention.paged_triton import TritonAttention, launch, warming
-from jackfield_plugins.attention.paged_triton.launch import PagedAttention, paged_attention
-from jackfield_plugins.attention.paged_triton.tiles import (
+from jackfield_plugins.attention.triton import TritonAttention, launch, warming
+from jackfield_plugins.attention.triton.launch import PagedAttention, paged_attention
+from jackfield_plugins.attention.triton.tiles import (
     MAX_SPLITS,
     Tile,
     choose_splits,
     decode_limit,
 )
-from jackfield_plugins.attention.paged_triton.variants import Shape, interpreted
+from jackfield_plugins.attention.triton.variants import Shape, interpreted
 
 NATIVE = not interpreted()
 DEVICE = "cuda" if NATIVE else "cpu"

@@ -14,8 +14,8 @@ from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
 
 pytest.importorskip("triton", reason="needs jackfield[triton]")
 
-from jackfield_plugins.attention.paged_triton import variants
-from jackfield_plugins.attention.paged_triton.launch import PagedAttention
+from jackfield_plugins.attention.triton import variants
+from jackfield_plugins.attention.triton.launch import PagedAttention
 from jackfield_plugins.kernel.rms_norm import Meaning
 from jackfield_plugins.kernel.triton_rms_norm import launch as norm
 

@@ -295,7 +295,7 @@ def test_a_model_called_by_somebody_else_before_the_first_request_says_so() -> N
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     extras.needs("triton")
-    from jackfield_plugins.attention.paged_triton import launch, variants
+    from jackfield_plugins.attention.triton import launch, variants
 
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")

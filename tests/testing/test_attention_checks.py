@@ -14,7 +14,7 @@ from jackfield.testing.subject import uninstalled
 from jackfield.testing.suites import checks_of
 from jackfield_plugins.attention.cpu_decode import CpuDecodeAttention
 from jackfield_plugins.attention.eager import EagerAttention
-from jackfield_plugins.attention.flex import FlexAttention
+from jackfield_plugins.attention.flex_attention import FlexAttention
 from jackfield_plugins.attention.sdpa import SdpaAttention
 
 SAMPLE = (

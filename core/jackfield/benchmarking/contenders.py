@@ -69,7 +69,7 @@ def contender(label: str, given: Mapping[str, Any]) -> Contender:
 
 
 def product(
-    alternatives: Mapping[str, Sequence[str]], common: Mapping[str, Any]
+    alternatives: Mapping[str, Sequence[str | int]], common: Mapping[str, Any]
 ) -> list[Contender]:
     """Every combination of the alternatives of each kind; a label says what is its own."""
     kinds = [kind for kind, names in alternatives.items() if names]
@@ -77,10 +77,14 @@ def product(
     found = []
     for chosen in itertools.product(*(alternatives[kind] for kind in kinds)):
         one = dict(zip(kinds, chosen, strict=True))
-        label = " + ".join(one[kind].removeprefix(PREFIX) for kind in varied) or AUTO
+        label = " + ".join(_told(kind, one[kind]) for kind in varied) or AUTO
         found.append(contender(label, {**common, **one}))
     check_labels(found)
     return found
+
+
+def _told(kind: str, chosen: str | int) -> str:
+    return f"tp {chosen}" if kind == "tp_size" else str(chosen).removeprefix(PREFIX)
 
 
 def of_file(path: Path, common: Mapping[str, Any]) -> list[Contender]:

@@ -66,12 +66,17 @@ def limits(
     try:
         found = estimate(arguments["model"], lengths=[longest], prompt_flops=True, **given)
         device, dtype = found.plan.device or "cpu", found.plan.requirements.dtype
-        where = f"{device} {dtype}"
-        own = rates.get(where) or (measure_bandwidth(device), measure_flops(device, dtype))
+        # Processes that share a model have a device each, but for CPUs.
+        devices = 1 if device == "cpu" else arguments.get("tp_size") or 1
+        where = f"{devices} x {device} {dtype}" if devices > 1 else f"{device} {dtype}"
+        rate = rates.get(where)
+        if rate is None:
+            one = measure_bandwidth(device), measure_flops(device, dtype)
+            rate = devices * one[0], devices * one[1]
     except JackfieldError:  # a model that is spread, or has no such numbers; or no room to measure
         return None
     read, flops = _bytes_read(requests, found, batch), _flops(requests, found.prompt)
-    return None if read is None or flops is None else Limits(where, read, flops, *own).to_dict()
+    return None if read is None or flops is None else Limits(where, read, flops, *rate).to_dict()
 
 
 _COUNTED = (

@@ -44,6 +44,10 @@ class Alternatives:
     dtype: Annotated[
         list[str] | None, flag("--dtype", "DTYPE", "A dtype to measure in; repeatable.")
     ] = None
+    tp_size: Annotated[
+        list[int] | None,
+        flag("--tp", "N", "So many processes that share the model; repeatable."),
+    ] = None
     selections: Annotated[
         Path | None, flag("--selections", "FILE", "These instead: a list of objects, as JSON.")
     ] = None
@@ -103,6 +107,7 @@ class Alternatives:
 
 _KINDS = (
     "attention", "cache", "quantizer", "compiler", "decoding", "scheduler", "kernel", "dtype",
+    "tp_size",
 )  # fmt: skip
 
 

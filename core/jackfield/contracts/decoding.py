@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts.backend import Backend, BindContext, names
-from jackfield.contracts.requirements import Requirements, one_process
+from jackfield.contracts.requirements import Requirements
 from jackfield.contracts.sequences import BeamGroup, Hypothesis, Sequence
 from jackfield.contracts.settings import Settings
 
@@ -265,16 +265,6 @@ class Decoding(Backend):
         if self.capabilities.forks:
             found.append("feeds beams in other pieces after a preemption")
         return [f"{why}, so bits depend on what else runs (deterministic=True)" for why in found]
-
-    def impossible(self, requirements: Requirements) -> list[str]:
-        """That several processes share the model, and none of them a draft model.
-
-        Args:
-            requirements: The job.
-        """
-        if not self.capabilities.assistant:
-            return []
-        return one_process(requirements, "runs a draft model in one process")
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         """That the cache can take tokens back (`rollback`), or copy sequences (`forks`).

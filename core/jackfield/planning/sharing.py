@@ -23,7 +23,6 @@ _WITHOUT = {
     "adapter": "adapters are put on whole layers",
     "merge_adapter": "adapters are put on whole layers",
     "adapters": "adapters are put on whole layers",
-    "assistant_model": "a draft model runs in one process",
     "max_memory": "each process has its own device, and an equal part of the weights",
     "offload_folder": "each process keeps its part of the weights on its device",
     "deterministic": "sums over processes may depend on the batch",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from jackfield.contracts import BindContext, Requirements
-from jackfield_plugins.attention.paged_triton.launch import PagedAttention
-from jackfield_plugins.attention.paged_triton.variants import Shape, dense, interpreted
+from jackfield_plugins.attention.triton.launch import PagedAttention
+from jackfield_plugins.attention.triton.variants import Shape, dense, interpreted
 
 
 def compile_ahead(attention: PagedAttention, context: BindContext, page_size: int) -> None:

@@ -13,9 +13,9 @@ import torch
 import triton
 
 from jackfield.contracts import PackedLayer, PageTables, Span
-from jackfield_plugins.attention.paged_triton.kernels import paged_decode, paged_prefill
-from jackfield_plugins.attention.paged_triton.tiles import Tile, choose_splits
-from jackfield_plugins.attention.paged_triton.variants import (
+from jackfield_plugins.attention.triton.kernels import paged_decode, paged_prefill
+from jackfield_plugins.attention.triton.tiles import Tile, choose_splits
+from jackfield_plugins.attention.triton.variants import (
     ALIGNMENT,
     Shape,
     Variants,

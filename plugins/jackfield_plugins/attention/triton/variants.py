@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from jackfield_plugins.attention.paged_triton.kernels import (
+from jackfield_plugins.attention.triton.kernels import (
     paged_decode,
     paged_prefill,
     sum_splits,
 )
-from jackfield_plugins.attention.paged_triton.tiles import (
+from jackfield_plugins.attention.triton.tiles import (
     DECODE_TILES,
     MAX_SPLITS,
     PREFILL_TILES,

@@ -73,8 +73,8 @@ class TritonAttention(Attention):
     def bind(self, context: BindContext) -> BoundAttention:
         from functools import partial
 
-        from jackfield_plugins.attention.paged_triton.launch import PagedAttention, kernels_in_use
-        from jackfield_plugins.attention.paged_triton.warming import compile_ahead
+        from jackfield_plugins.attention.triton.launch import PagedAttention, kernels_in_use
+        from jackfield_plugins.attention.triton.warming import compile_ahead
 
         attend = PagedAttention(context.options.num_splits)
 
