@@ -204,12 +204,13 @@ class Prepared:
             shared = None
             if self.job.shard is not None:
                 shared = files.enter_context(together(self.job.shard, device, self.given))
-                agree(shared, self.plan, self.job.source, registry())
+                agree(shared, self.plan, self.job, registry())
                 prove(shared, self.plan, self.job.source, self.job.shard)
             model = read_weights(self.job, self.plan, files, self.tokenizer)
             free = None if shared is None else agreed_bytes(shared, device)
+            beside = self.job.held(self.plan, self.spec.max_adapters)
             if isinstance(shared, Follower):
-                follow(BoundModel(model, self.plan, *self.plan.room(), free), shared)
+                follow(BoundModel(model, self.plan, *self.plan.room(), free, beside), shared)
             draft = None if self.assistant is None else read_assistant(self.assistant, model, files)
             engine = Engine(
                 model,
@@ -222,7 +223,7 @@ class Prepared:
                 assistance=draft,
                 leader=shared if isinstance(shared, Leader) else None,
                 free=free,
-                beside=self.job.held(self.plan, self.spec.max_adapters),
+                beside=beside,
                 images=self.images,
             )
             engine.when_closed(files.pop_all().close)

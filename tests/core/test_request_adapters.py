@@ -304,7 +304,6 @@ def _with_own(path: Path) -> Any:
     [
         ({"deterministic": True}, "deterministic does not go with adapters"),
         ({"verify": True}, "verify does not go with adapters"),
-        ({"tp_size": 2}, "adapters does not go with tp_size=2"),
         ({"adapter": "x"}, "adapter does not go with adapters"),
         ({"adapters": ["x"]}, "adapters maps names to folders"),
         ({"adapters": {"": "x"}}, "the name of an adapter is a text"),

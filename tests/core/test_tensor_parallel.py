@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_ranks import UNEVEN, Load, two_ranks
 
@@ -25,7 +26,7 @@ import jackfield
 from jackfield.bridge.footprint import loaded_bytes
 from jackfield.demo import MODEL_PATH
 from jackfield.engine.engine import Engine
-from jackfield.errors import ExecutionError, PlanError, RanksError
+from jackfield.errors import CheckpointError, ExecutionError, PlanError, RanksError, UsageError
 from jackfield.parallel import meeting
 
 TINY: dict[str, Any] = {
@@ -164,6 +165,85 @@ def test_other_backends_say_the_same(
     with pair(model, **arguments) as engine:
         found = story(engine)
     assert found == told(model, **arguments)
+
+
+def adapter(model: Path, folder: Path, *layers: str, seed: int = 0) -> str:
+    """A LoRA with random matrices on these layers of a model."""
+    torch.manual_seed(seed)
+    found = AutoModelForCausalLM.from_pretrained(model)
+    config = LoraConfig(r=3 + seed, lora_alpha=24, target_modules=list(layers))
+    found.add_adapter(config)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    found.save_pretrained(folder)
+    return str(folder)
+
+
+JOINED = ("qkv_proj", "o_proj", "down_proj")
+APART = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("LlamaConfig", APART),
+        pytest.param("Gemma2Config", APART, marks=pytest.mark.long),
+        ("Phi3Config", JOINED),
+        pytest.param("MixtralConfig", ("q_proj", "o_proj"), marks=pytest.mark.long),
+    ],
+)
+def test_adapters_that_requests_choose(
+    pair: Load, folder: Callable[..., Path], tmp_path: Path, name: str, layers: tuple[str, ...]
+) -> None:
+    """Several in one batch, and none, on layers that are cut by columns, by rows, or gathered."""
+    model = folder(name)
+    adapters = {
+        "two": adapter(model, tmp_path / "two", *layers[-2:], seed=1),
+        "all": adapter(model, tmp_path / "all", *layers),
+    }
+    chosen = [{"adapter": one} if one else {} for one in ("all", None, "two")]
+    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "settings": chosen}
+    with pair(model, adapters=adapters) as engine:
+        found = [one.token_ids for one in engine.generate(PROMPTS, **asked)]
+        assert loaded_bytes(engine.model) < engine.plan.requirements.weight_bytes
+        with pytest.raises(UsageError, match="have the adapters that it was loaded with"):
+            engine.load_adapter("more", adapters["two"])
+    with jackfield.load(model, adapters=adapters) as engine:
+        assert found == [one.token_ids for one in engine.generate(PROMPTS, **asked)]
+        plain = engine.generate(PROMPTS, max_new_tokens=12, temperature=0)
+    assert [a == b.token_ids for a, b in zip(found, plain, strict=True)] == [False, True, False]
+
+
+def test_an_adapter_for_all_requests(
+    pair: Load, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = folder("Qwen2Config")
+    lora = adapter(model, tmp_path / "lora", *APART)
+    with pair(model, adapter=lora) as engine:
+        found = story(engine)
+        with engine.disable_adapter():
+            plain = story(engine)
+    assert plain != found == told(model, adapter=lora)
+    assert plain == told(model)
+
+
+def test_adapters_that_are_more_than_that_are_refused(
+    folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = folder("LlamaConfig")
+    lora = Path(adapter(model, tmp_path / "lora", "q_proj"))
+    with pytest.raises(UsageError, match="merge_adapter does not go with tp_size=2"):
+        jackfield.plan(model, adapter=lora, tp_size=2, merge_adapter=True)
+    config = json.loads((lora / "adapter_config.json").read_text())
+    (lora / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(CheckpointError, match="lacks"):  # its magnitudes
+        jackfield.plan(model, adapter=lora, tp_size=2)
+    found = AutoModelForCausalLM.from_pretrained(model)
+    found.add_adapter(LoraConfig(target_modules=["q_proj"], use_dora=True))
+    found.save_pretrained(tmp_path / "dora")
+    with pytest.raises(UsageError, match="is more than a LoRA of linear layers"):
+        jackfield.plan(model, adapter=tmp_path / "dora", tp_size=2)
 
 
 @pytest.mark.parametrize("cache", ["auto", "dynamic"])

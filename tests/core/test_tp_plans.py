@@ -18,7 +18,7 @@ from two_ranks import UNEVEN
 import jackfield
 from jackfield.bridge import sharding
 from jackfield.bridge.meta_model import meta_model
-from jackfield.bridge.sharding import Shard, check_loaded, sharded
+from jackfield.bridge.sharding import Shard, check_adapted, check_loaded, sharded
 from jackfield.bridge.shared_models import part_of
 from jackfield.contracts.requirements import BYTES
 from jackfield.engine.sharing import agree
@@ -175,10 +175,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compile": "native"}, "compiles steps of one process, and tp_size=2 shares them"),
     ({"compile": "inductor"}, "compiles steps of one process"),
     ({"kernels": "cpu-rms-norm"}, "replaces layers that are whole"),
-    ({"decoding": "assisted"}, "runs a draft model in one process"),
     ({"cache_implementation": "paged?swap=yes"}, "swap=true goes by the free memory of one"),
     ({"deterministic": True}, "deterministic does not go with tp_size=2"),
-    ({"adapter": "somewhere"}, "adapter does not go with tp_size=2: adapters are put on whole"),
+    ({"adapter": "somewhere", "merge_adapter": True}, "merge_adapter does not go with tp_size=2"),
     ({"max_memory": {"cpu": "1GB"}}, "max_memory does not go with tp_size=2"),
     ({"device_map": "cuda:1"}, "each process has a device of its own, here cpu"),
 ]
@@ -277,13 +276,40 @@ def plugins_of(record: dict[str, Any]) -> dict[str, str]:
         (lambda r: r["backend"]["cache"].update(version="0"), "backend cache version is 0 on rank"),
         (lambda r: r["backend"].pop("cache"), "backend cache is missing on rank 1 and there on"),
         (lambda r: r.update({"the model's config": "x"}), "the model's config is x on rank 1"),
+        (lambda r: r["adapter"].update(fr="x"), "adapter fr is x on rank 1 and "),
     ],
 )  # fmt: skip
-def test_processes_have_the_same_installed(change: Any, why: str | None) -> None:
+def test_processes_have_the_same_installed(tmp_path: Path, change: Any, why: str | None) -> None:
+    (lora := tmp_path / "lora").mkdir()
+    (lora / "adapter_model.safetensors").write_bytes(b"weights")
     config = tiny("LlamaConfig")
-    plan, source, ranks = jackfield.plan(config), SimpleNamespace(config=config), Others(change)
+    plan, ranks = jackfield.plan(config), Others(change)
+    loras = {"fr": SimpleNamespace(folder=lora)}
+    job: Any = SimpleNamespace(
+        source=SimpleNamespace(config=config), held=lambda *_: SimpleNamespace(loras=loras)
+    )
     if why is None:
-        agree(ranks, plan, source, registry())  # type: ignore[arg-type]
+        agree(ranks, plan, job, registry())  # type: ignore[arg-type]
         return
     with pytest.raises(UsageError, match=f"must have the same installed: .*{why}"):
-        agree(ranks, plan, source, registry())  # type: ignore[arg-type]
+        agree(ranks, plan, job, registry())  # type: ignore[arg-type]
+
+
+def test_an_adapter_of_a_layer_in_several_pieces_is_refused() -> None:
+    model: Any = SimpleNamespace(_tp_plan={"layers.*.mlp.gate_up": "packed_colwise"})
+    check_adapted(model, ["layers.0.mlp.down", "norm"], Shard(2, 0))
+    with pytest.raises(
+        PlanError, match=r"changes layers\.7\.mlp\.gate_up, of which each of tp_size=2"
+    ):
+        check_adapted(model, ["layers.7.mlp.gate_up"], Shard(2, 0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 3, 8, 41, 48])
+def test_parts_follow_one_another(size: int, length: int) -> None:
+    parts = [
+        (shard.begin(length), shard.part(length))
+        for shard in map(Shard, [size] * size, range(size))
+    ]
+    covered = [n for begin, part in parts for n in range(begin, begin + part)]
+    assert covered == list(range(length))

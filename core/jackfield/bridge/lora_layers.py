@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from jackfield.bridge.sharding import Shard
+
 #: The rank of each adapter in one layer, by slot; 0 where it leaves the layer alone.
 Ranks = tuple[int, ...]
 
@@ -69,10 +71,27 @@ class Stack:
         if start == stop:
             return None
         given: torch.Tensor = args[0]
-        inner = given.to(self._a) @ self._a[start:stop].T
+        inner = self._inner(given.to(self._a), self._a[start:stop])
         if mask is not None:
             inner = inner.masked_fill(~self._fitting(mask, inner), 0)
-        return output + (inner @ self._b[start:stop]).to(output)
+        gain = inner @ self._own(self._b[start:stop], output.shape[-1])
+        return output + gain.to(output)
+
+    def _inner(self, given: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """What `a` makes of all features, also where each process is given a part of them."""
+        width = given.shape[-1]
+        inner = given @ self._own(a, width).T
+        if width != a.shape[-1]:
+            torch.distributed.all_reduce(inner)
+        return inner
+
+    def _own(self, matrix: torch.Tensor, width: int) -> torch.Tensor:
+        """The columns of a matrix for those features that this process has, `width` of them."""
+        shard = self._layers.shard
+        if width == matrix.shape[-1] or shard is None:
+            return matrix
+        begin = shard.begin(matrix.shape[-1])
+        return matrix[:, begin : begin + width]
 
     def _fitting(self, mask: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         """The mask for a layer that is given the tokens of all rows one after the other."""
@@ -126,8 +145,9 @@ class Chosen:
 class LoraLayers:
     """All layers of a model that some adapter changes. Nothing is hooked while there is none."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, shard: Shard | None = None) -> None:
         self._model = model
+        self.shard = shard  # which part of each layer is here; None: all of it
         self._stacks: dict[str, Stack] = {}
         self.chosen: Chosen | None = None
         self.owners: dict[tuple[Ranks, int, int], torch.Tensor] = {}  # as in `Chosen`

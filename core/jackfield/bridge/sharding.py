@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,8 +36,14 @@ class Shard(NamedTuple):
 
     def part(self, length: int) -> int:
         """How much of a dimension it has, as DTensor cuts it: the last ones may get less."""
-        each = -(-length // self.size)
-        return max(0, min(each, length - self.rank * each))
+        return max(0, min(self._each(length), length - self.begin(length)))
+
+    def begin(self, length: int) -> int:
+        """Where its part of a dimension begins."""
+        return self.rank * self._each(length)
+
+    def _each(self, length: int) -> int:
+        return -(-length // self.size)
 
 
 #: Styles that cut the output features of a linear layer, and whether each process gets them all.
@@ -115,6 +121,17 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
         if (style := _style(path, plan)) is not None:
             _adapt(module, style, shard)
     return meta_model
+
+
+def check_adapted(model: PreTrainedModel, layers: Iterable[str], shard: Shard) -> None:
+    """Raise PlanError where a layer's part is not one piece of it, as a LoRA beside it assumes."""
+    plan = _plan(model)
+    for name in layers:
+        if (style := _style(name, plan)) in _PACKED:
+            raise PlanError(
+                f"an adapter changes {name}, of which each of tp_size={shard.size} processes has "
+                f"several pieces ({style}); load it in one process"
+            )
 
 
 class _Mesh(NamedTuple):

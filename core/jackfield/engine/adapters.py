@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from jackfield.contracts import ModelInputs
-    from jackfield.engine.steps import RunningStep
+    from jackfield.contracts import ModelInputs, ScheduledSequence, Step
 
 
 class Adapters:
@@ -42,7 +41,7 @@ class Adapters:
         self._most = beside.most
         self._default = beside.default
         self._only = beside.loras[DEFAULT].adapter if beside.default else None
-        self._layers = LoraLayers(model)
+        self._layers = LoraLayers(model, beside.shard)
         self._block = StepBlock(input_device(model))
         self._lock = threading.Lock()
         self._named: dict[str, HeldLora] = {}
@@ -51,7 +50,7 @@ class Adapters:
         self._stale = False  # whether some came since the layers were built
         self._built = 0  # how many these hold; fewer are there when some have ended
         self._last: tuple[list[int], torch.Tensor] | None = None
-        for name, found in beside.loras.items():
+        for name, found in sorted(beside.loras.items()):  # with one number in all processes
             self.add(name, found)
 
     @property
@@ -117,8 +116,13 @@ class Adapters:
         known = ", ".join(self._named) or "none"
         return f" (loaded: {known}){nearest(str(name), self._named)}"
 
+    def numbered(self, number: int | None) -> HeldLora | None:
+        """The one with this number, of those that it began with; None: none."""
+        with self._lock:
+            return next((one for one in self._named.values() if one.number == number), None)
+
     @contextlib.contextmanager
-    def adapting(self, step: RunningStep, inputs: ModelInputs) -> Iterator[None]:
+    def adapting(self, step: Step, inputs: ModelInputs) -> Iterator[None]:
         """Have forward calls within compute each token of a step with its sequence's adapter.
 
         Whoever else calls the model, before or behind a step, is given it without any.
@@ -129,10 +133,11 @@ class Adapters:
         finally:
             self._layers.choose(None, (0, 0))
 
-    def _choose(self, step: RunningStep, inputs: ModelInputs) -> None:
+    def _choose(self, step: Step, inputs: ModelInputs) -> None:
         self._settle()
         rows, width = inputs.kwargs["input_ids"].shape
-        slots = [_slot(item.sequence.adapter) for item in step.scheduled]
+        adapters = list(map(_adapter_of, step.scheduled))
+        slots = [NO_SLOT if held is None else held.slot for held in adapters]
         present = sorted({slot for slot in slots if slot != NO_SLOT})
         if not present:
             self._layers.choose(None, (rows, width))
@@ -140,11 +145,10 @@ class Adapters:
         alike = len(set(slots)) == 1
         chosen = None if alike else self._placed(step, inputs, slots)
         self._layers.choose(Chosen(chosen, present, self._layers.owners), (rows, width))
-        for held in {id(i.sequence.adapter): i.sequence.adapter for i in step.scheduled}.values():
-            if held is not None:
-                held.steps += 1
+        for one in {id(held): held for held in adapters if held is not None}.values():
+            one.steps += 1
 
-    def _placed(self, step: RunningStep, inputs: ModelInputs, slots: list[int]) -> torch.Tensor:
+    def _placed(self, step: Step, inputs: ModelInputs, slots: list[int]) -> torch.Tensor:
         """The slot of each token: int64 `[1, tokens]` packed, `[rows, 1]` padded."""
         if inputs.kwargs.get("past_key_values") is None:  # packed: one sequence after the other
             counts = [item.num_tokens + len(item.drafts) for item in step.scheduled]
@@ -206,5 +210,6 @@ class Adapters:
         self._named.clear()
 
 
-def _slot(held: HeldLora | None) -> int:
-    return NO_SLOT if held is None else held.slot
+def _adapter_of(item: ScheduledSequence) -> HeldLora | None:
+    sequence: Any = item.sequence  # the engine's own, or one that follows it in another process
+    return sequence.adapter  # type: ignore[no-any-return]

@@ -153,6 +153,11 @@ class Engine:
             raise UsageError(
                 f"{what} needs an engine for several adapters: load it with adapters={{}}"
             )
+        if (size := self.plan.requirements.tp_size) > 1:
+            raise UsageError(
+                f"{what}: the {size} processes that share this model have the adapters that it was "
+                "loaded with; load it with other adapters"
+            )
         return held
 
     def enable_adapter(self) -> None:

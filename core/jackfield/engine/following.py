@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,6 +27,8 @@ from jackfield.guarded import all_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from jackfield.bridge.lora import HeldLora
+    from jackfield.engine.adapters import Adapters
     from jackfield.parallel.ranks import Follower
 
 logger = logging.getLogger("jackfield")
@@ -34,10 +37,17 @@ logger = logging.getLogger("jackfield")
 class FollowedSequence(Sequence):
     """One of rank 0, whose group or pair is there: here it knows the others that were told of."""
 
-    __slots__ = ("_members",)
+    __slots__ = ("_members", "adapter")
 
-    def __init__(self, *given: Any, beside: FollowedSequence | None = None, sample: int) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        beside: FollowedSequence | None = None,
+        sample: int,
+        adapter: HeldLora | None = None,
+    ) -> None:
         super().__init__(*given, sample=sample)
+        self.adapter = adapter
         self._members: list[Sequence] = [] if beside is None else beside._members
         self._members.append(self)
 
@@ -54,8 +64,13 @@ class Replay:
     processes share must do the same in each of them.
     """
 
-    def __init__(self, cache: KVCache, forward: Callable[[ModelInputs], Any]) -> None:
-        self._cache, self._forward = cache, forward
+    def __init__(
+        self,
+        cache: KVCache,
+        forward: Callable[[ModelInputs], Any],
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._cache, self._forward, self._adapters = cache, forward, adapters
         self._sequences: dict[int, FollowedSequence] = {}
         self._step = Step(())
 
@@ -75,10 +90,13 @@ class Replay:
         prompt, rest = said["tokens"][: said["prompt_length"]], said["tokens"]
         made = FollowedSequence(
             said["id"], prompt, Settings(**given), sample=said["sample"],
-            beside=self._sequences.get(said["beside"]),
+            beside=self._sequences.get(said["beside"]), adapter=self._held(said["adapter"]),
         )  # fmt: skip
         list.extend(made.tokens, rest[len(prompt) :])
         self._sequences[made.id] = made
+
+    def _held(self, number: int | None) -> HeldLora | None:
+        return None if self._adapters is None else self._adapters.numbered(number)
 
     def on_tokens(self, number: int, tokens: list[int]) -> None:
         list.extend(self._sequences[number].tokens, tokens)
@@ -88,7 +106,10 @@ class Replay:
         origin, here = self._sequences[source], self._sequences.get(number)
         if here is None:
             prompt = origin.tokens[: origin.prompt_length]
-            here = FollowedSequence(number, prompt, origin.settings, beside=origin, sample=sample)
+            here = FollowedSequence(
+                number, prompt, origin.settings,
+                beside=origin, sample=sample, adapter=origin.adapter,
+            )  # fmt: skip
             self._sequences[number] = here
         here.tokens = Tokens([*origin.tokens, *tokens])
 
@@ -110,7 +131,9 @@ class Replay:
                 for number, start, count, drafts in fed
             ]
         )
-        self._forward(self._cache.prepare(self._step))
+        inputs = self._cache.prepare(self._step)
+        with self._adapters.adapting(self._step, inputs) if self._adapters else nullcontext():
+            self._forward(inputs)
 
     def on_commit(self, kept: list[int]) -> None:
         self._cache.commit(self._step, kept)
@@ -140,7 +163,7 @@ def follow(bound: BoundModel, ranks: Follower) -> NoReturn:
     try:
         restore = install_all([bound])
         settle(bound.model)
-        replay = Replay(bound.cache, bound.forward)
+        replay = Replay(bound.cache, bound.forward, bound.adapters)
         ranks.exchange("ready")
         ranks.watch()
         while (acts := ranks.next()) is not None:

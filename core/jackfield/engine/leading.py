@@ -28,6 +28,7 @@ from jackfield.errors import ExecutionError, RanksError
 if TYPE_CHECKING:
     import torch
 
+    from jackfield.bridge.lora import HeldLora
     from jackfield.parallel.ranks import Leader
 
 #: Types of settings that the other ranks are told; functions and structures are for the sampler.
@@ -172,12 +173,14 @@ def _fed(item: ScheduledSequence) -> list[Any]:
 
 def _described(sequence: Sequence) -> dict[str, Any]:
     """What another rank makes the same sequence of."""
+    adapter: HeldLora | None = getattr(sequence, "adapter", None)
     return {
         "id": sequence.id,
         "tokens": list(sequence.tokens),
         "prompt_length": sequence.prompt_length,
         "sample": sequence.sample,
         "beside": sequence.members[0].id,
+        "adapter": None if adapter is None else adapter.number,
         "settings": plain_settings(sequence.settings),
     }
 

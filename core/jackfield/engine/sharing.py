@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.bridge.adapter_files import WEIGHTS
 from jackfield.bridge.shard_trial import shard_trial
 from jackfield.devices import free_bytes
 from jackfield.errors import PlanError, UsageError, error_text
@@ -25,6 +26,7 @@ from jackfield.planning.locking import lock_of
 if TYPE_CHECKING:
     from jackfield.bridge.sharding import Shard
     from jackfield.bridge.source import ModelSource
+    from jackfield.planning.deciding import Job
     from jackfield.planning.planning import Plan
     from jackfield.registry.backends import Registry
 
@@ -81,9 +83,9 @@ def _threads(size: int, device: torch.device, stack: contextlib.ExitStack) -> in
     return torch.get_num_threads()
 
 
-def agree(ranks: Ranks, plan: Plan, source: ModelSource, registry: Registry) -> None:
+def agree(ranks: Ranks, plan: Plan, job: Job, registry: Registry) -> None:
     """Compare what all ranks have installed and planned. Raises UsageError, in all of them."""
-    records = ranks.exchange(_record(plan, source, registry))
+    records = ranks.exchange(_record(plan, job, registry))
     found = [
         f"{what} is {there} on rank {rank} and {here} on rank 0"
         for rank, record in enumerate(records)
@@ -96,8 +98,9 @@ def agree(ranks: Ranks, plan: Plan, source: ModelSource, registry: Registry) -> 
         )
 
 
-def _record(plan: Plan, source: ModelSource, registry: Registry) -> dict[str, Any]:
-    config = json.dumps(source.config.to_dict(), default=str, sort_keys=True)
+def _record(plan: Plan, job: Job, registry: Registry) -> dict[str, Any]:
+    config = json.dumps(job.source.config.to_dict(), default=str, sort_keys=True)
+    adapters = held.loras if (held := job.held(plan, 1)) else {}
     lock = lock_of(plan)
     return {
         "python": platform.python_version(),
@@ -107,6 +110,10 @@ def _record(plan: Plan, source: ModelSource, registry: Registry) -> dict[str, An
             for one in registry.plugins
         },
         "backend": lock["backends"],
+        "adapter": {
+            name: hashlib.sha256((one.folder / WEIGHTS).read_bytes()).hexdigest()[:12]
+            for name, one in adapters.items()
+        },
         "the model's config": hashlib.sha256(config.encode()).hexdigest()[:12],
         "dtype": plan.requirements.dtype,
         "device": plan.requirements.device,

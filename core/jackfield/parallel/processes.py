@@ -121,10 +121,8 @@ def _written(given: Mapping[str, Any]) -> bytes:
     arguments = {name: value for name, value in given.items() if name != "tokenizer"}
     for name, value in arguments.items():
         try:
-            json.dumps(value)
+            json.dumps(value, default=_text)
         except TypeError:
-            if isinstance(value, os.PathLike) or type(value).__module__ == "torch":
-                continue  # a path, a dtype or a device, for which its name stands
             raise UsageError(
                 f"tp_size starts processes, which are told {name}={quoted(value)} as text, and it "
                 "is none; start them with torchrun and write tp_plan='auto'"
@@ -133,7 +131,10 @@ def _written(given: Mapping[str, Any]) -> bytes:
 
 
 def _text(value: object) -> str:
-    return str(value).removeprefix("torch.")
+    """The name that stands for a path, a dtype or a device; TypeError for all else."""
+    if isinstance(value, os.PathLike) or type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    raise TypeError(type(value))
 
 
 def _started(rank: int, size: int, port: int, threads: int | None) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from jackfield.bridge.sharding import Shard
     from jackfield.bridge.source import ModelSource
     from jackfield.planning.spec import PlanSpec
 
@@ -27,12 +28,14 @@ DEFAULT = "default"  # the name of an adapter that all requests have
 class Beside:
     """The adapters that an engine begins with, by name, and how many it may hold.
 
-    `default` is the one of requests that name none; None: those have the weights alone.
+    `default` is the one of requests that name none; None: those have the weights alone. `shard` is
+    the part of the layers that this process has; None: all of them.
     """
 
     loras: Mapping[str, FoundLora]
     most: int
     default: str | None = None
+    shard: Shard | None = None
 
 
 def found_beside(spec: PlanSpec, source: ModelSource) -> dict[str, FoundLora] | None:

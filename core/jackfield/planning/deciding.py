@@ -20,7 +20,7 @@ from jackfield.bridge.lora import FoundLora
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.requirements import requirements_of
-from jackfield.bridge.sharding import Shard
+from jackfield.bridge.sharding import Shard, check_adapted
 from jackfield.bridge.shared_models import shared_out
 from jackfield.bridge.source import ModelSource, find
 from jackfield.bridge.spreading import placed_live
@@ -87,12 +87,20 @@ class Job:
     def held(self, plan: Plan, most: int) -> Beside | None:
         """The adapters that an engine computes beside the layers; None: PEFT does, or nobody."""
         if self.beside is not None:
-            return Beside(self.beside, most)
-        return Beside({DEFAULT: self.plain}, 1, DEFAULT) if self.plain and _apart(plan) else None
+            return Beside(self.beside, most, shard=self.shard)
+        if self.plain is None or not self._apart(plan):
+            return None
+        return Beside({DEFAULT: self.plain}, 1, DEFAULT, self.shard)
+
+    def _apart(self, plan: Plan) -> bool:
+        """Whether an adapter is computed beside layers on which PEFT cannot put its own."""
+        quantizer = plan["quantizer"].backend
+        assert isinstance(quantizer, Quantizer)
+        return self.shard is not None or not quantizer.capabilities.adapters
 
     def _check_adapter(self, plan: Plan) -> None:
         """Raise PlanError where steps are compiled of layers that an adapter is beside."""
-        if self.plain and _apart(plan) and plan.requirements.compiled:
+        if self.plain and self._apart(plan) and plan.requirements.compiled:
             raise PlanError(
                 f"the adapter is computed beside the layers of {plan['quantizer'].registered}, "
                 f"which {plan['compiler'].registered} would compile without it; drop compile"
@@ -127,11 +135,12 @@ class Job:
         return where
 
 
-def _apart(plan: Plan) -> bool:
-    """Whether an adapter is computed beside layers on which PEFT cannot put its own."""
-    quantizer = plan["quantizer"].backend
-    assert isinstance(quantizer, Quantizer)
-    return not quantizer.capabilities.adapters
+def _check_cut(job: Job, *loras: FoundLora) -> None:
+    """Raise PlanError where a layer is cut into other parts than adapters can be."""
+    if job.shard is not None:
+        meta = meta_model(job.source.config)
+        for one in loras:
+            check_adapted(meta, one.targets, job.shard)
 
 
 def spread_over(needs: Requirements, where: Placement) -> Requirements:
@@ -201,6 +210,7 @@ def _with_adapters(job: Job, spec: PlanSpec) -> Job:
     if spec.merge_adapter and spec.adapter is None:
         raise UsageError("merge_adapter=True merges an adapter, and none is given; add adapter=…")
     if (beside := found_beside(spec, source)) is not None:
+        _check_cut(job, *beside.values())
         added = [weight for found in beside.values() for weight in found.weights]
         needs = replace(with_weights(needs, added), request_adapters=True)
         return replace(job, needs=needs, beside=beside)
@@ -215,6 +225,12 @@ def _with_adapters(job: Job, spec: PlanSpec) -> Job:
     meta = meta_model(source.config)
     found = find_adapter(spec.adapter, meta, merge=spec.merge_adapter)
     alone = None if spec.merge_adapter else plain(found, meta)
+    if job.shard is not None and alone is None:
+        raise UsageError(
+            f"the adapter {found.adapter.location} is more than a LoRA of linear layers, which is "
+            f"all that tp_size={job.shard.size} processes compute; load it in one process"
+        )
+    _check_cut(job, *([alone] if alone else ()))
     needs = replace(
         with_weights(needs, alone.weights if alone else found.weights),
         adapter=None if alone else found.adapter.peft_type,

@@ -20,9 +20,7 @@ TORCHRUN = "torchrun --nproc-per-node N"
 
 #: arguments -> why they do not go with several processes
 _WITHOUT = {
-    "adapter": "adapters are put on whole layers",
-    "merge_adapter": "adapters are put on whole layers",
-    "adapters": "adapters are put on whole layers",
+    "merge_adapter": "each process has a part of the weights, and adapters are added to whole ones",
     "max_memory": "each process has its own device, and an equal part of the weights",
     "offload_folder": "each process keeps its part of the weights on its device",
     "deterministic": "sums over processes may depend on the batch",
