@@ -78,7 +78,8 @@ def load(
     cannot be cut; inf: no target).
     `max_waiting` is how many requests may wait; None: any number. With `deterministic`,
     log-probabilities are the same to the last bit whatever else runs. A step that takes longer
-    than `stall_after` seconds counts as stalled.
+    than `stall_after` seconds counts as stalled. `image_hosts` are those from which images of chats
+    are fetched, each "HOST" (https) or "http://HOST:PORT"; without it none are.
 
     `tp_size` processes share the model (tensor parallelism), each on a device of its own; this one
     starts the others, which load with the same arguments. Under torchrun, `tp_plan="auto"` shares

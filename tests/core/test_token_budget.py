@@ -178,6 +178,31 @@ def test_prompts_grow_no_faster_than_twice_where_decoding_is_slow() -> None:
     assert all(after <= max(2 * before, LEAST) for before, after in itertools.pairwise(got[3:]))
 
 
+@pytest.mark.parametrize(
+    ("reading", "crowded", "share"),
+    [(1, False, 1), (4, False, 1), (8, False, 2), (100, False, 3), (8, True, 1)],
+)
+def test_many_that_read_get_more_time_than_few_that_decode(
+    reading: int, crowded: bool, share: int
+) -> None:
+    budget, cost = TokenBudget(TARGET, MOST), linear(0.03, 0.01, 1e-3)
+    alone = decoded(budget, 4, cost)
+    for _ in range(20):
+        got = budget.tokens(4, reading, crowded=crowded) - 4
+        budget.count(scheduled(4, got), cost(4, got), waited=True)
+    assert GRAIN >= share * alone / 1e-3 - got >= 0
+
+
+@pytest.mark.parametrize("reading", [0, 1, 31, 1000])
+def test_the_target_holds_where_decoding_is_quick_whoever_reads(reading: int) -> None:
+    budget, cost = TokenBudget(TARGET, MOST), linear(0.01, 0.001, 2e-4)
+    decoded(budget, 4, cost)
+    for step in range(20):
+        got = budget.tokens(4, reading) - 4
+        budget.count(scheduled(4, got), cost(4, got), waited=True)
+        assert step == 0 or cost(4, got) <= TARGET + 1e-9
+
+
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize(("decoding", "alone", "mixed"), [(1, 0.3, 0.09), (3, 0.0051, 0.0049)])
 def test_prompts_that_seem_to_cost_nothing(
@@ -199,7 +224,8 @@ def test_whatever_steps_took_there_is_a_budget(data: st.DataObject) -> None:
     seconds = st.sampled_from([0.0, 1e-9, 0.01, 0.06, 3.0])
     for _ in range(data.draw(st.integers(1, 120))):
         decoding = data.draw(st.integers(0, 40))
-        found = budget.tokens(decoding, crowded=data.draw(st.booleans()))
+        reading = data.draw(st.integers(0, 40))
+        found = budget.tokens(decoding, reading, crowded=data.draw(st.booleans()))
         assert min(most, decoding) <= found <= most
         assert found or not decoding
         nobody = nobody + 1 if found <= decoding < most else 0
@@ -537,8 +563,8 @@ def test_a_full_queue_loses_at_most_a_tenth_by_it(
     found = seconds()
     own = TokenBudget.tokens
 
-    def uncrowded(self: TokenBudget, decoding: int, *, crowded: bool) -> int:
-        return own(self, decoding, crowded=False)
+    def uncrowded(self: TokenBudget, decoding: int, reading: int, *, crowded: bool) -> int:
+        return own(self, decoding, reading, crowded=False)
 
     monkeypatch.setattr(TokenBudget, "tokens", uncrowded)
     assert found <= 1.1 * seconds()

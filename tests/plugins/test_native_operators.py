@@ -15,7 +15,7 @@ from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref
 from jackfield_plugins.compiler.native.joining import copies
-from jackfield_plugins.compiler.native.linears import FEW, FEW_TURNED
+from jackfield_plugins.compiler.native.linears import FEW_TURNED, few
 from jackfield_plugins.compiler.native.memory import Places, num_bytes
 from jackfield_plugins.compiler.native.operators import native_calls
 
@@ -198,7 +198,7 @@ def test_linears(dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         for inner, outer in ((1, 1), (3, 5), (16, 16), (33, 17), (64, 100), (200, 33), (515, 40)):
-            for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 32, FEW):
+            for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 32, few(dtype)):
                 x = (torch.randn(1, rows, inner) / inner**0.5).to(dtype)
                 weight, bias = torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
                 same("aten.linear.default", x, weight, bound=4)
@@ -216,12 +216,13 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     """Up to the number of rows beyond which torch computes them, and with any threads."""
     usual = torch.get_num_threads()
     for inner in (67, 3000):
-        x, bias = (torch.randn(FEW, inner) / inner**0.5).to(dtype), torch.randn(50).to(dtype)
+        most, bias = few(dtype), torch.randn(50).to(dtype)
+        x = (torch.randn(most, inner) / inner**0.5).to(dtype)
         weight = torch.randn(50, inner).to(dtype)
-        for other, few in ((weight, FEW), (weight.t().contiguous().t(), FEW_TURNED)):
+        for other, up_to in ((weight, most), (weight.t().contiguous().t(), FEW_TURNED)):
             torch.set_num_threads(1)
-            alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(few)])
-            for rows in (n for n in (*range(2, 34), 37, 47, 48, 61, 63, FEW) if n <= few):
+            alone = torch.cat([product(x[row : row + 1], other, bias) for row in range(up_to)])
+            for rows in (n for n in (*range(2, 34), 37, 47, 48, 61, 63, most) if n <= up_to):
                 torch.set_num_threads(1 + rows % 3)
                 assert torch.equal(product(x[:rows], other, bias), alone[:rows]), rows
     torch.set_num_threads(usual)
@@ -354,7 +355,7 @@ def test_what_the_kernel_does_not_have_is_left_to_torch() -> None:
     for target, args in (
         ("aten.cumsum.default", (x, 0)),
         ("aten.mean.dim", (x.t(), [0])),
-        ("aten.linear.default", (torch.randn(FEW + 1, 4), x)),  # many rows
+        ("aten.linear.default", (torch.randn(few(torch.float32) + 1, 4), x)),  # many rows
         (
             "aten.addmm.default",
             (torch.randn(3), torch.randn(FEW_TURNED + 1, 4), x.t().contiguous()),

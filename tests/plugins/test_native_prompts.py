@@ -14,7 +14,7 @@ import jackfield
 from jackfield.bridge.opaque import tracing
 from jackfield_plugins.compiler.native import kept, warmed
 from jackfield_plugins.compiler.native.compilation import NativeCompilation
-from jackfield_plugins.compiler.native.linears import FEW
+from jackfield_plugins.compiler.native.linears import few
 from jackfield_plugins.native import keeping
 
 
@@ -86,19 +86,19 @@ def test_pieces_of_prompts_beside_rows_that_decode(family: str, read: list[bool]
 
 
 def test_nobody_waits_for_a_trace_of_a_prompt(read: list[bool]) -> None:
-    model = build("llama", torch.float32)
+    model, most = build("llama", torch.float32), few(torch.float32)
     with load(model) as engine:
         engine.generate(prompts((20,)), max_new_tokens=3)
         assert read == [False]
         assert compiled(engine).compiled.graphs == 1
-        ahead(engine, 2, FEW)
+        ahead(engine, 2, most)
         graphs = compiled(engine).compiled.graphs
-        engine.generate(prompts((20, FEW - 20)), max_new_tokens=3)
-        engine.generate(prompts((FEW + 1,)), max_new_tokens=3)
+        engine.generate(prompts((20, most - 20)), max_new_tokens=3)
+        engine.generate(prompts((most + 1,)), max_new_tokens=3)
         assert read == [False, True, False]
         assert compiled(engine).compiled.graphs == graphs
     with load(model) as engine:  # on disk by now
-        engine.generate(prompts((FEW,)), max_new_tokens=3)
+        engine.generate(prompts((most,)), max_new_tokens=3)
     assert read[-1]
 
 

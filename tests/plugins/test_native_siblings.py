@@ -16,7 +16,7 @@ from jackfield_plugins.compiler.native import program
 from jackfield_plugins.compiler.native.calls import Done
 from jackfield_plugins.compiler.native.entering import entered, operator
 from jackfield_plugins.compiler.native.graph import Graph, Input, Meta, Node, Ref, refs
-from jackfield_plugins.compiler.native.linears import FEW, FEW_TURNED
+from jackfield_plugins.compiler.native.linears import FEW_TURNED, few
 from jackfield_plugins.compiler.native.operators import native_calls
 from jackfield_plugins.compiler.native.siblings import LINEARS, joined, side_by_side
 
@@ -55,7 +55,7 @@ def run(calls: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("turned", [False, True], ids=["linear", "addmm"])
 def test_together_they_give_the_same_bits(dtype: torch.dtype, turned: bool, threads: None) -> None:
-    for rows in (1, 3, FEW_TURNED) if turned else (1, 3, 8, 32, FEW):
+    for rows in (1, 3, FEW_TURNED) if turned else (1, 3, 8, 32, few(dtype)):
         for count in (1, 3):
             torch.set_num_threads(count)
             made = products(dtype, rows, turned)

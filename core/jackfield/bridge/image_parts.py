@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.bridge.image_hosts import ImageHosts, is_web
 from jackfield.errors import PromptError, first_line, quoted
 from jackfield.requests.prompts import BYTES
 
@@ -93,9 +94,9 @@ def _source(where: str, part: Mapping[str, Any]) -> Any:
     if given[0] in ("url", "image_url"):
         if not isinstance(value, str):
             raise PromptError(f"{where}: a URL is a string, not {quoted(value)}")
-        if not _is_data(value):
+        if not (_is_data(value) or is_web(value)):
             raise PromptError(
-                f"{where}: {quoted(value)} is no data URL, and nothing is fetched here; write "
+                f"{where}: {quoted(value)} is neither a data URL nor a web address; write "
                 "'data:image/png;base64,…', or give the image itself"
             )
     return value
@@ -115,8 +116,11 @@ def _address(where: str, value: Any) -> Any:
     return value.get("url")
 
 
-def opened(where: str, value: Any, left: int = MOST_OF_A_CHAT) -> Picture:
-    """The image that `value` is: a path, bytes, a data URL or an image of Pillow's.
+def opened(
+    where: str, value: Any, left: int = MOST_OF_A_CHAT, hosts: ImageHosts | None = None
+) -> Picture:
+    """The image that `value` is: a path, bytes, a data URL, an image of Pillow's, or an address at
+    one of `hosts`.
 
     As transformers' `load_image` has it: turned as its camera was held, and in RGB. Raises
     PromptError for one that is broken, empty, larger than `MOST_BYTES`, `MOST_PIXELS` or the
@@ -127,7 +131,7 @@ def opened(where: str, value: Any, left: int = MOST_OF_A_CHAT) -> Picture:
         from PIL import Image, ImageOps
     except ImportError:
         raise PromptError(f"{where}: {_INSTALL}") from None
-    image = value if isinstance(value, Image.Image) else _image(where, _bytes(where, value))
+    image = value if isinstance(value, Image.Image) else _image(where, _bytes(where, value, hosts))
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise PromptError(
@@ -182,7 +186,7 @@ def _broken(error: Exception) -> str:
     return f"the image is broken: {first_line(error)[:200]}"
 
 
-def _bytes(where: str, value: Any) -> bytes:
+def _bytes(where: str, value: Any, hosts: ImageHosts | None) -> bytes:
     """The bytes of an image's file. Raises PromptError."""
     if isinstance(value, str) and _is_data(value):
         return _decoded(where, value)
@@ -196,8 +200,11 @@ def _bytes(where: str, value: Any) -> bytes:
             f"{quoted(value)}"
         )
     if isinstance(value, str) and "://" in value:
+        if hosts is not None and is_web(value):
+            return hosts.fetch(where, value, MOST_BYTES)
         raise PromptError(
-            f"{where}: nothing is fetched from {quoted(value)}; fetch it, and give a path or bytes"
+            f"{where}: nothing is fetched from {quoted(value)}; give the image itself, or load "
+            "with the host in image_hosts"
         )
     path = Path(value)
     try:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from jackfield.bridge.image_hosts import ImageHosts
     from jackfield.bridge.source import ModelSource
 
 #: What a processor returns that is of its text and no image.
@@ -51,11 +52,14 @@ class ReadImage:
 class ImageReader:
     """The processor of a model that reads images; `token` is what its template writes for one.
 
-    `alone`: why a chat may have one image and no more; None: it may have several.
+    `alone`: why a chat may have one image and no more; None: it may have several. `hosts` are those
+    that images are fetched from; None: none are.
     """
 
-    def __init__(self, processor: Any, alone: str | None = None) -> None:
-        self.processor, self.alone = processor, alone
+    def __init__(
+        self, processor: Any, alone: str | None = None, hosts: ImageHosts | None = None
+    ) -> None:
+        self.processor, self.alone, self.hosts = processor, alone, hosts
         self.token: str = processor.image_token
         self._lock = threading.Lock()  # a processor's tokenizer is for one thread
         self._read: WeakValueDictionary[bytes, ReadImage] = WeakValueDictionary()

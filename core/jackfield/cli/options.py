@@ -151,7 +151,7 @@ def _selectable(names: list[str] | None) -> str | list[str]:
 
 @dataclass(frozen=True)
 class Batches:
-    """How much a step does at once, and whether the first ones are compared."""
+    """How much a step does at once, what may be fetched, whether first steps are compared."""
 
     max_batch_size: Annotated[
         int | None,
@@ -160,13 +160,18 @@ class Batches:
     max_batch_tokens: Annotated[
         int | None, flag("--max-batch-tokens", "N", "How many tokens a step computes at most.")
     ] = None
+    image_hosts: Annotated[
+        list[str] | None,
+        flag("--image-host", "HOST", "Fetch images of chats from there; repeatable."),
+    ] = None
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compare the first steps with the model computed again."),
     ] = False
 
     def arguments(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "image_hosts": self.image_hosts or None}
 
 
 @dataclass(frozen=True)

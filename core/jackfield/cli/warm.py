@@ -26,13 +26,13 @@ RowsOption = Annotated[
 def warm(
     backends: Backends,
     model: ModelArgument = "demo",
-    rows: RowsOption = 64,
+    rows: RowsOption = 128,
     json: JsonOption = False,
 ) -> None:
     """Trace the decode steps of a model, for every size up to --rows, and keep them on disk.
 
     Engines of other processes then have them at once, and `auto` takes the compiler `native` for
-    this model on this machine. Steps of at most 64 tokens that read prompts use the same graphs.
+    this model on this machine. Steps of so many tokens that read prompts use the same graphs.
     Steps with drafts are traced when they first come.
 
     Example: jackfield warm Qwen/Qwen2.5-0.5B --dtype bfloat16 --rows 128

@@ -285,7 +285,7 @@ class Loop:
         decoding = sum(count == 1 for count in uncached)
         full = self._full or self._places() < 1
         crowded = full and bool(self.waiting) and 4 * decoding >= 3 * len(uncached)
-        return self._pace.tokens(decoding, crowded=crowded)
+        return self._pace.tokens(decoding, len(uncached) - decoding, crowded=crowded)
 
     def _num_uncached(self, sequence: RunningSequence) -> int:
         """How many tokens it can feed in this step."""

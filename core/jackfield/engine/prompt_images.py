@@ -75,7 +75,7 @@ class ImageIntake:
         read, tokens, left = [], 0, MOST_OF_A_CHAT
         for number, (where, value) in enumerate(found, 1):
             before_image()
-            picture = opened(where, value, left)
+            picture = opened(where, value, left, self._reader.hosts)
             left -= math.prod(picture.image.size)
             read.append(self._reader.read(where, picture))
             tokens += read[-1].text.count(word)

@@ -6,8 +6,10 @@ steps converge to the target, also when a long context, another batch or other l
 changes the cost.
 
 Where decoding alone takes more than half of the target, the tokens of prompts get as much time as
-decoding. What a step takes longer for any prompt at all (the overhead, e.g. since it runs
-uncompiled) is not charged to them: fewer tokens would not lessen it, only make more steps that pay.
+decoding, or up to `MOST_SHARE` times as much where so many more sequences read than decode: who
+waits for a first token is one of those that time is shared among. What a step takes longer for any
+prompt at all (the overhead, e.g. since it runs uncompiled) is not charged to them: fewer tokens
+would not lessen it, only make more steps that pay.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ PATIENT = 4  # times the target where nobody decodes
 LATELY = 0.7  # what a step counts for when the next has been measured
 UNTIL_NONE = 32  # steps beside prompts that take longer than the target, then one without
 UNTIL_KNOWN = 4  # the same where it was never measured what so many take that decode
+MOST_SHARE = 3.0  # times what decoding takes
 MOST_OVERHEAD = 0.75  # of what prompts cost
 SURE_APART = 32  # tokens from the mean at which a step counts about half for the overhead
 OUTLIER = 4.0  # times what was expected: more than that is not the tokens' doing
@@ -51,8 +54,9 @@ class TokenBudget:
         self._last = 0  # prompt tokens of the last step that was measured
         self._unmeasured = (0, 0.0)  # prompt tokens and seconds of steps that nobody waited for
 
-    def tokens(self, decoding: int, *, crowded: bool = False) -> int:
-        """How many tokens the next step may feed, `decoding` of them by sequences that decode.
+    def tokens(self, decoding: int, reading: int = 0, *, crowded: bool = False) -> int:
+        """How many tokens the next step may feed, `decoding` of them by sequences that decode,
+        beside `reading` others.
 
         `crowded`: others wait until one of these ends, so the tokens of prompts get no more time
         than decoding takes. That it stays known, one step after `UNTIL_NONE` that took longer than
@@ -61,21 +65,22 @@ class TokenBudget:
         if decoding and self._mixed >= self._until_none(decoding):
             self._mixed = 0  # whatever becomes of it: who waits for a prompt waits for one step
             return min(self._most, decoding)
-        fitting = self._fitting(decoding, crowded)
+        fitting = self._fitting(decoding, reading, crowded)
         return min(self._most, decoding + max(self._least, fitting))
 
     def _until_none(self, decoding: int) -> int:
         return UNTIL_NONE if _size(decoding) in self._decode_seconds else UNTIL_KNOWN
 
-    def _fitting(self, decoding: int, crowded: bool) -> int:
+    def _fitting(self, decoding: int, reading: int, crowded: bool) -> int:
         """How many prompt tokens fit: `FIRST`, or up to twice those of the last measured step.
 
-        Where decoding alone takes longer than half of the target, or others wait, they get as long
-        as it takes.
+        Where decoding alone takes longer than half of the target, they get a time by how many read
+        for each that decodes; where others wait, as long as decoding takes.
         """
         base = self._decoding_takes(decoding)
         equal = bool(base) and (crowded or 2 * base >= self._target)
-        left = base if equal else self._target - base
+        share = 1.0 if crowded else min(max(1.0, reading / max(1, decoding)), MOST_SHARE)
+        left = share * base if equal else self._target - base
         seconds = left if decoding else PATIENT * self._target
         least = LEAST if decoding else ALONE
         if not self._prompt_tokens:

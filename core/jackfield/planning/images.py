@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from jackfield.bridge.image_hosts import ImageHosts, hosts_of
 from jackfield.bridge.image_reader import (
     ImageReader,
     check_takes_images,
@@ -26,16 +27,27 @@ logger = logging.getLogger("jackfield")
 
 
 def reader_for(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str | None:
-    """What reads the images of prompts, or why none are read; None: the model reads text only."""
+    """What reads the images of prompts, or why none are read; None: the model reads text only.
+
+    Raises UsageError for `image_hosts` that are none, or that a model for text has no use for.
+    """
+    hosts = hosts_of(spec.image_hosts)
     if not reads_images(source):
+        if hosts is not None:
+            raise UsageError(
+                f"{plan.requirements.architecture} reads no images, so there is nothing to fetch; "
+                "drop image_hosts"
+            )
         return None
-    found = _found(source, plan, spec)
+    found = _found(source, plan, spec, hosts)
     if isinstance(found, str):
         logger.info("prompts have no images: %s", found)
     return found
 
 
-def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str:
+def _found(
+    source: ModelSource, plan: Plan, spec: LoadSpec, hosts: ImageHosts | None
+) -> ImageReader | str:
     cls, needs = class_of(source), plan.requirements
     if reason := _without(needs, spec):
         return reason
@@ -47,11 +59,11 @@ def _found(source: ModelSource, plan: Plan, spec: LoadSpec) -> ImageReader | str
         return str(error)
     if reason := lacks(processor):
         return reason
-    reader = ImageReader(processor)
+    reader = ImageReader(processor, hosts=hosts)
     ragged = not (needs.ragged or needs.pieces)
     reason = tried_with_images(source.config, cls, reader, ragged=ragged)
     if reason == TOGETHER:
-        reader = ImageReader(processor, alone=reason)
+        reader = ImageReader(processor, alone=reason, hosts=hosts)
         reason = tried_with_images(source.config, cls, reader, ragged=ragged, most=1)
     return reader if reason is None else reason
 

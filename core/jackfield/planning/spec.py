@@ -67,4 +67,5 @@ class LoadSpec(PlanSpec):
     target_step_seconds: float | None = None
     max_waiting: int | None = None
     stall_after: float = 60.0
+    image_hosts: Any = None
     verify: bool | int = False

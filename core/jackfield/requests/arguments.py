@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -56,6 +56,7 @@ class LoadArguments(PlanArguments, total=False):
     target_step_seconds: float | None
     max_waiting: int | None
     stall_after: float
+    image_hosts: Sequence[str] | None
     verify: bool | int
 
 

@@ -55,6 +55,7 @@ _LOADING: Mapping[str, str] = {
     "write scheduler='fifo', or another name": "scheduling_policy schedule_policy",
     "write adapter='FOLDER' for one, or name several in adapters": "enable_lora lora "
     "lora_path lora_modules lora_paths lora_adapters lora_base",
+    "write image_hosts=['example.org']": "allowed_media_domains media_url_whitelist",
     "write max_adapters=8": "max_loras max_cpu_loras max_loras_per_batch",
     "the model is the first argument, without a name: a hub id, a folder, or a GGUF file": "model_"
     "path model_id hf_repo repo_id model_name filename",

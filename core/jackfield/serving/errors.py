@@ -40,6 +40,7 @@ _WORDS = {
         "offer it with `jackfield serve --decoding`, or in the server's file"
     ),
     "or load with a larger max_waiting": "or raise the server's max_waiting",
+    "or load with the host in image_hosts": "or have the server allow the host (image_hosts)",
 }
 
 

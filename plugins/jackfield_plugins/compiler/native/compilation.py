@@ -13,12 +13,12 @@ from jackfield.errors import ExecutionError, first_line
 from jackfield_plugins.compiler.native.graph import Graph
 from jackfield_plugins.compiler.native.holding import Held
 from jackfield_plugins.compiler.native.kept import KeptGraphs
-from jackfield_plugins.compiler.native.linears import FEW, KERNEL
+from jackfield_plugins.compiler.native.linears import KERNEL, few
 from jackfield_plugins.compiler.native.program import Program, StaleError
 from jackfield_plugins.compiler.native.tracing import trace
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from jackfield.contracts.compiling import ModelStep
 
@@ -33,7 +33,7 @@ class NativeCompilation(Compilation):
     step, and made again where they no longer hold.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._held: Held | None = None
         self._kept: KeptGraphs | None = None
@@ -62,7 +62,7 @@ class NativeCompilation(Compilation):
 
     def reads(self, rows: int, width: int) -> bool:
         """Few tokens in one row, where a graph of as many is there: nobody waits for a trace."""
-        if rows != 1 or width > FEW:
+        if rows != 1 or width > few(self._model.dtype):
             return False
         self._look()
         if (rows, width) in self._graphs:

@@ -15,10 +15,14 @@ from jackfield_plugins.native import NativeKernel
 
 KERNEL = NativeKernel("native", Path(__file__).parent, instead="'none'")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-FEW = 64  # rows, up to which a linear is faster here than torch's
-FEW_TURNED = 8  # where the rows of a weight are its inputs
+FEW_TURNED = 8  # rows, up to which a linear is faster here, where those of a weight are its inputs
 
 LINEAR = struct.Struct("@11q")  # `struct Linear`
+
+
+def few(dtype: torch.dtype) -> int:
+    """Up to how many rows a linear is faster here than torch's."""
+    return 128 if dtype is torch.bfloat16 else 64
 
 
 def address(name: str) -> int:
@@ -57,7 +61,7 @@ def linear(
     if name is None:
         return None
     turned = name.startswith("turned")
-    if rows > (FEW_TURNED if turned else FEW):
+    if rows > (FEW_TURNED if turned else few(x.dtype)):
         return None
     outer, inner = weight.shape
     arguments = LINEAR.pack(
