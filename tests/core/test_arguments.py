@@ -60,6 +60,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "target_step_seconds": (0, "target_step_seconds", "target_step_seconds"),
     "max_waiting": (0, "max_waiting", "max_waiting"),
     "stall_after": (0, "stall_after", "stall_after"),
+    "image_hosts": (["example.org"], "reads no images", "reads no images"),
     "verify": (-1, "verify must be", "verify must be"),
 }
 
