@@ -61,22 +61,32 @@ def numbered(device: str | None) -> str:
 def free_bytes(device: str | None) -> int | None:
     """Memory that can be had on a torch device now, in bytes; None where nobody tells.
 
-    Imports torch for a GPU only.
+    `hand_back` comes first: between tensors that are there, torch may keep more that no large one
+    fits in, and that is not counted. Imports torch for a GPU only.
     """
     kind, _, index = numbered(device).partition(":")
     if index:
         import torch
 
-        gpu: Any = getattr(torch, kind)
-        number = int(index)
-        free, _ = gpu.mem_get_info(number)
-        # What tensors have left behind, torch keeps for others.
-        return int(free + max(0, gpu.memory_reserved(number) - gpu.memory_allocated(number)))
+        hand_back(kind)
+        free, _ = getattr(torch, kind).mem_get_info(int(index))
+        return int(free)
     if kind == "mps":
         import torch
 
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return _free_host_bytes()
+
+
+def hand_back(kind: str) -> None:
+    """Have torch give memory of GPUs that it keeps for tensors to come back to the driver.
+
+    A small tensor that is put into what a pool of gigabytes has left behind holds all of it.
+    """
+    if kind in ("cuda", "xpu"):
+        import torch
+
+        getattr(torch, kind).empty_cache()
 
 
 def _free_host_bytes() -> int | None:

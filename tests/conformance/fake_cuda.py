@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class Gpu:
     """What the driver and torch's allocator say of one GPU, in bytes.
 
-    `free` is the driver's; torch has `reserved` of the rest, and tensors have `allocated` of that.
+    `free` is the driver's; torch has `reserved` of the rest, and tensors have `allocated` of that;
+    `between` is what torch cannot give back, as tensors lie around it.
     """
 
     free: int = 80 * 10**9
     reserved: int = 0
     allocated: int = 0
+    between: int = 0
     capability: tuple[int, int] = (9, 0)
     total: int = 80 * 10**9
 
@@ -63,6 +65,12 @@ class FakeCuda:
         finally:
             self.current = before
 
+    def empty_cache(self) -> None:
+        """Give back what lies between no tensors."""
+        for gpu in self.gpus:
+            back = max(0, gpu.reserved - gpu.allocated - gpu.between)
+            gpu.free, gpu.reserved = gpu.free + back, gpu.reserved - back
+
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         """Have torch.cuda answer for these GPUs; tensors on them cannot be made."""
         said: dict[str, Any] = {
@@ -71,7 +79,7 @@ class FakeCuda:
             "current_device": lambda: self.current,
             "device": self.device,
             "mem_get_info": lambda device=None: (self.of(device).free, self.of(device).total),
-            "memory_reserved": lambda device=None: self.of(device).reserved,
+            "empty_cache": self.empty_cache,
             "memory_allocated": lambda device=None: self.of(device).allocated,
             "get_device_capability": lambda device=None: self.of(device).capability,
             "get_device_properties": self.properties,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -20,6 +21,11 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jackfield.bridge import opaque
+from jackfield.contracts import CompilerCapabilities
+from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs, stretches
+
+if TYPE_CHECKING:
+    import pytest
 
 #: What makes the host wait for the device, or copies from memory that may be paged out.
 NOT_PERMITTED = tuple(
@@ -176,3 +182,39 @@ class Tapes:
                 tape.play()
 
         return result, play
+
+
+class Again:
+    """In the place of `CudaGraphs`: to play is to run once more, into the same memory.
+
+    For code that is compiled, whose operations no tape sees.
+    """
+
+    source = "again"
+    num_bytes = 0
+    played = 0
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        result = run()
+
+        def play() -> None:
+            type(self).played += 1
+            for old, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+                old.copy_(new)
+
+        return result, play
+
+
+def record_on(monkeypatch: pytest.MonkeyPatch, recorder: Any, *, whole: bool = True) -> None:
+    """Have `cuda_graph` run here, with `recorder` in the place of a GPU's, and nothing fused."""
+
+    def unfused(graph: Any, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=lambda traced, _: traced)(graph, inputs)
+
+    monkeypatch.setattr(graphs, "CudaGraphs", recorder)
+    monkeypatch.setattr(stretches, "fused", unfused)
+    monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=whole))
+    monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])

@@ -24,7 +24,7 @@ from families import config_of
 from gpucheck import existing_tests, kernels, metadata, page, runner
 from gpucheck.bench import Bench, Gpu, Host
 from gpucheck.counters import triton_compilations
-from gpucheck.judging import verdict
+from gpucheck.judging import bound_of, verdict
 from gpucheck.models import prompts_of, random_model
 from gpucheck.results import LOST, Results, SkippedError, Values, read
 from gpucheck.sizes import GPU, TINY
@@ -123,8 +123,11 @@ def seeing_more(layer: Any) -> Any:
 def test_a_wrong_text_is_found() -> None:
     model = random_model(TINY.large, "cpu", "float32")
     prompts = prompts_of(2, 5, 120)
-    race = Race(tiny([]), model, model, prompts, 1.0)
+    bound = bound_of(model, prompts)
+    assert 0 < bound < 1e-3
+    race = Race(tiny([]), model, model, prompts, 1.0, bound)
     expected = race.generate(4)
+    assert race.verdict(model, expected, expected)["ok"]
     assert verdict(model, prompts, expected, expected, 0.0) == {"ok": True, "tokens": "equal"}
     wrong = [expected[0], [*expected[1][:3], (expected[1][3] + 1) % 120]]
     assert not verdict(model, prompts, expected, wrong, 1e-3)["ok"]

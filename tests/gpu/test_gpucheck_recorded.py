@@ -14,10 +14,7 @@ from gpucheck import counters, decode_one, engines
 from gpucheck.bench import Bench, Host
 from gpucheck.results import Results, Values
 from gpucheck.sizes import TINY
-from tape import Tapes, launching
-
-from jackfield.contracts import CompilerCapabilities
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
+from tape import Tapes, launching, record_on
 
 #: The checks of each stage that record.
 RECORDED = {
@@ -53,9 +50,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     if not variants.interpreted():
         pytest.skip("kernels are compiled here, for a GPU")
     monkeypatch.setattr(variants, "ready", launching(variants.ready))
-    monkeypatch.setattr(graphs, "CudaGraphs", Whole)
-    monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=True))
-    monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])
+    record_on(monkeypatch, Whole)
 
 
 @pytest.mark.usefixtures("recording")

@@ -15,22 +15,19 @@ import pytest
 import torch
 from driven import Arrival, drive, tokens
 from families import build, config_of, prompts
-from tape import Tapes
+from tape import Tapes, record_on
 
 import jackfield
-from jackfield.contracts import CompilerCapabilities
 from jackfield.errors import ExecutionError, PlanError, PluginError
 from jackfield.guarded import fault
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
+from jackfield_plugins.compiler.cuda_graph import graphs
 
 CACHES = ("paged", "static", "dynamic")
 
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CudaGraphs", Tapes)
-    monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities())
-    monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])
+    record_on(monkeypatch, Tapes, whole=False)
 
 
 def load(model: Any, cache: str, compiler: str = "cuda_graph", **more: Any) -> jackfield.Engine:

@@ -38,12 +38,24 @@ def pools(engine: jackfield.Engine) -> list[torch.Tensor]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def test_free_is_what_the_driver_says_and_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda([Gpu(free=9 * GB), Gpu(free=5 * GB, reserved=40 * GB, allocated=16 * GB)])
-    cuda.install(monkeypatch)
-    assert [free_bytes(d) for d in ("cuda", "cuda:0", "cuda:1")] == [9 * GB, 9 * GB, 29 * GB]
+def test_free_is_what_the_driver_says_once_torch_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Gpu(free=5 * GB, reserved=40 * GB, allocated=16 * GB, between=3 * GB)
+    cuda = FakeCuda([Gpu(free=9 * GB), left]).install(monkeypatch)
+    assert [free_bytes(d) for d in ("cuda", "cuda:0", "cuda:1")] == [9 * GB, 9 * GB, 26 * GB]
     with cuda.device(1):
-        assert free_bytes("cuda") == 29 * GB
+        assert free_bytes("cuda") == 26 * GB
+
+
+def test_an_engine_that_ends_hands_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was not made."""
+    handed: list[str] = []
+    monkeypatch.setattr(assembly, "hand_back", handed.append)
+    jackfield.load("demo").close()
+    assert handed == ["cpu"]
+    monkeypatch.setattr(assembly, "Worker", None)
+    with pytest.raises(TypeError):
+        jackfield.load("demo")
+    assert handed == ["cpu", "cpu"]
 
 
 def packable() -> list[str]:

@@ -18,14 +18,14 @@ import torch
 from driven import Arrival, drive, tokens
 from families import build, prompts
 from recordable import offer
-from tape import Host, Tapes, launching
+from tape import Again, Host, Tapes, launching, record_on
 
 import jackfield
-from jackfield.contracts import CompilerCapabilities
 from jackfield.errors import ExecutionError
 from jackfield.registry.backends import Registered
 from jackfield_plugins.cache.paged import fixed
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs, stretches, whole
+from jackfield_plugins.compiler import inductor_lowering
+from jackfield_plugins.compiler.cuda_graph import stretches, whole
 
 ERROR = RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
 POOL = "paged?page_size=4&num_tokens=512"
@@ -49,9 +49,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> type[WholeTapes]:
     class Mine(WholeTapes):
         pass
 
-    monkeypatch.setattr(graphs, "CudaGraphs", Mine)
-    monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=True))
-    monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])
+    record_on(monkeypatch, Mine)
     offer(monkeypatch)
     return Mine
 
@@ -99,6 +97,26 @@ def test_requests_that_come_and_go(family: str) -> None:
     assert after.graphs == 4  # nothing was recorded after loading
     assert after.whole == report["compiler"].calls > 10
     assert after.given_up is None
+
+
+def test_steps_that_inductor_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused on a CPU, which has other kernels and the same graph, pages and places."""
+    monkeypatch.undo()
+    record_on(monkeypatch, Again)
+    monkeypatch.setattr(stretches, "fused", inductor_lowering.fused)
+    offer(monkeypatch)
+    model, texts, found = build("llama"), prompts((9, 5, 12)), {}
+    for compiler in ("none", "cuda_graph", "cuda_graph?fuse=false"):
+        with load(model, compiler, max_batch_size=2) as engine:
+            done = engine.generate(texts, max_new_tokens=9, output_logits=True)
+            found[compiler] = torch.cat([c.logits for c in done])
+            seen = compiled(engine)
+            assert compiler == "none" or (seen.rows == (1, 2) and seen.given_up is None)
+            source = engine.report()["compiler"].source or ""
+            assert ("fused by inductor" in source) == (compiler == "cuda_graph")
+    assert Again.played
+    for compiler, logits in found.items():
+        torch.testing.assert_close(logits, found["none"], msg=compiler)
 
 
 @pytest.mark.long

@@ -12,18 +12,17 @@ import pytest
 import torch
 from families import build, prompts
 from recordable import Gathers, gathered, in_turn
-from tape import Tapes
+from tape import Tapes, record_on
 
 import jackfield
 from jackfield.bridge import step_trial
-from jackfield.contracts import BoundAttention, CompilerCapabilities, PackedStep
+from jackfield.contracts import BoundAttention, PackedStep
 from jackfield.errors import PluginError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
 from jackfield_plugins.cache.paged import PagedCache
 from jackfield_plugins.cache.paged.fixed import FixedPlace
 from jackfield_plugins.cache.paged.store import PagedKVCache
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
 from jackfield_plugins.compiler.cuda_graph.whole import Whole
 
 POOL = "paged?page_size=4&num_tokens=512"
@@ -36,9 +35,7 @@ class ManyTapes(Tapes):
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "CudaGraphs", ManyTapes)
-    monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=True))
-    monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])
+    record_on(monkeypatch, ManyTapes)
 
 
 class Layer:
@@ -307,4 +304,4 @@ def test_how_far_logits_are_apart(found: Any, due: Any, off: float) -> None:
 def test_what_is_no_number_is_far_from_any() -> None:
     there = step_trial.distance(torch.tensor([[float("nan"), 1.0]]), torch.tensor([[1.0, 2.0]]))
     assert not there <= step_trial.bound_of(torch.bfloat16, 10.0) == step_trial.MOST_NOISE
-    assert step_trial.bound_of(torch.float64, 0.0) < 1e-7
+    assert step_trial.bound_of(torch.float64, 0.0) < 1e-3  # layers compute in float32

@@ -133,7 +133,9 @@ class _Held:
 
 def bound_of(dtype: torch.dtype, noise: float) -> float:
     """How far apart two ways of computing the same logits may be, which once were by `noise`."""
-    return min(MOST_NOISE, max(math.sqrt(torch.finfo(dtype).eps), 4 * noise))
+    # Layers of transformers compute in float32, also in float64.
+    eps = max(torch.finfo(one).eps for one in (dtype, torch.float32))
+    return min(MOST_NOISE, max(math.sqrt(eps), 4 * noise))
 
 
 def distance(found: torch.Tensor, due: torch.Tensor) -> float:

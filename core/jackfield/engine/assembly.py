@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.devices import settle
 from jackfield.bridge.image_encoder import ImageEncoder, image_token
 from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.tokenizer import Text
-from jackfield.devices import input_device
+from jackfield.devices import hand_back, input_device
 from jackfield.engine.assistant import draft_model
 from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.bound import BoundModel, install_all, vocab_size_of
@@ -79,6 +80,7 @@ def assemble(
     text = Text(tokenizer, vocab_size_of(model))
     structures = Structures(tokenizer, text.vocab_size)
     bound = BoundModel(model, plan, *plan.room(), free, beside)
+    unused = partial(hand_back, input_device(model).type)
     held, restore = [bound.close], []  # what is given back where the rest fails
     try:
         scheduler = plan["scheduler"].registered
@@ -109,11 +111,12 @@ def assemble(
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, observer.mark, max_waiting, stall_after, linger)
     except BaseException:
-        all_of([*restore, *held])
+        all_of([*restore, *held, unused])
         raise
     restore.append(structures.close)
     if loop.images is not None:
         restore.append(loop.images.kept.clear)
+    restore.append(unused)
     return Assembly(bound, text, intake, structures, loop, observer, worker, restore)
 
 

@@ -259,5 +259,7 @@ def _all_logits(
     ids = torch.tensor([tokens], device=model.device)
     kinds = {}
     if prefix:
-        kinds["token_type_ids"] = (torch.arange(len(tokens)) < prefix).long()[None]
+        kinds["token_type_ids"] = (torch.arange(len(tokens), device=model.device) < prefix).long()[
+            None
+        ]
     return model(input_ids=ids, use_cache=False, **kinds).logits[0].cpu()  # type: ignore[no-any-return]

@@ -26,14 +26,22 @@ class InductorCompilation(TorchCompilation):
 
     def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         options = self._options
-        lower: Any = torch._dynamo.lookup_backend(options.backend)
         if options.backend == "inductor":
-            with cache_folder():
-                compiled = lower(graph, inputs, config_patches=_patches(options.mode))
+            compiled = fused(graph, inputs, options.mode)
         else:
-            compiled = lower(graph, inputs)
+            compiled = torch._dynamo.lookup_backend(options.backend)(graph, inputs)
         self.count()
         return compiled  # type: ignore[no-any-return]
+
+
+def fused(graph: Any, inputs: Any, mode: str = "default") -> Callable[..., Any]:
+    """What inductor makes of a graph that torch traced, given an example of its inputs.
+
+    Raises ExecutionError where what it compiles cannot be kept.
+    """
+    lower: Any = torch._dynamo.lookup_backend("inductor")
+    with cache_folder():
+        return lower(graph, inputs, config_patches=_patches(mode))  # type: ignore[no-any-return]
 
 
 def _patches(mode: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -34,6 +35,22 @@ def regret(model: Any, prompts: Tokens, texts: Tokens) -> float:
         chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
         worst = max(worst, float((logits.max(-1).values - chosen).max()))
     return worst
+
+
+def bound_of(model: Any, prompts: Tokens) -> float:
+    """How much of `regret` the dtype of a model alone makes, of greedy texts that are right.
+
+    Four times what its own logits are off behind `prompts`, by a copy of it that is twice as wide:
+    two logits in the text's own steps, and the same two in those of `model`, which judges it.
+    """
+    wide = copy.deepcopy(model).to(torch.float64 if model.dtype.itemsize > 2 else torch.float32)
+    worst = 0.0
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        with torch.inference_mode():
+            off = model(ids).logits.double() - wide(ids).logits.double()
+        worst = max(worst, float(off.abs().max()))
+    return 4 * worst
 
 
 def verdict(

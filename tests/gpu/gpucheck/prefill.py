@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from gpucheck.bench import Bench
 from gpucheck.engines import loaded
-from gpucheck.judging import Tokens, verdict
+from gpucheck.judging import Tokens
 from gpucheck.models import prompts_of
-from gpucheck.speed import BOUND, Race
+from gpucheck.speed import Race
 
 POOL = "paged?num_tokens=65536&prefix_sharing=false"  # a prompt that is read again is computed
 CHUNK = 8192
@@ -27,7 +28,7 @@ def run(bench: Bench) -> None:
     weights = sum(p.numel() for p in race.model.parameters())
     for length in bench.sizes.prefills:
         prompt = prompts_of(1, length, bench.sizes.large["vocab_size"])
-        long = Race(bench, race.model, race.twin, prompt, race.bandwidth)
+        long = replace(race, prompts=prompt)
         with bench.results.check(f"{length} tokens: generate") as found:
             expected = long.generate(1)
             found["seconds_to_first"] = median(long, long.generate)
@@ -45,7 +46,7 @@ def run(bench: Bench) -> None:
                 found["seconds_to_first"] = seconds
                 found["tokens_per_second"] = length / seconds
                 found["teraflops_of_the_weights"] = 2 * weights * length / seconds / 1e12
-                found.update(verdict(race.twin, prompt, expected, text, BOUND))
+                found.update(long.verdict(race.twin, expected, text))
 
 
 def median(race: Race, run: Any) -> float:

@@ -14,15 +14,15 @@ import torch
 from gpucheck.bandwidth import copied
 from gpucheck.bench import Bench
 from gpucheck.engines import loaded
-from gpucheck.judging import Tokens, verdict
+from gpucheck.judging import Tokens, bound_of, verdict
 from gpucheck.models import prompts_of, random_model, read_bytes
 from gpucheck.results import SkippedError, Values
 
 #: `run(count)`: continue all prompts by `count` tokens.
 Run = Callable[[int], Tokens]
 
-BOUND = 0.5  # by how much a logit of bfloat16 may be below the best one
 AT_FIRST = 5  # tokens
+JUDGED = 2  # texts
 PROFILED = 6  # steps: the prompts', and five that decode
 
 
@@ -35,6 +35,7 @@ class Race:
     twin: Any
     prompts: Tokens
     bandwidth: float  # bytes a second
+    bound: float  # by how much a logit may be below the best one
 
     @classmethod
     def of(cls, bench: Bench, count: int, length: int) -> Race:
@@ -48,7 +49,8 @@ class Race:
         if len(models) < 2:
             raise SkippedError("the models were not made")
         texts = prompts_of(count, length, sizes.large["vocab_size"])
-        return cls(bench, *models, texts, copied(bench))
+        bound = bound_of(models[1], texts[:JUDGED])
+        return cls(bench, *models, texts, copied(bench), bound)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -60,6 +62,14 @@ class Race:
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         tokens = len(self.prompts) * (len(self.prompts[0]) + sizes.decode_tokens / 2)
         return read_bytes(self.model) + numbers * tokens * self.model.dtype.itemsize
+
+    def verdict(self, judge: Any, expected: Tokens, texts: Tokens) -> Values:
+        """Whether the first texts are right, by the one of the two models that did not write them.
+
+        The other may be bound to what wrote them still.
+        """
+        some = slice(JUDGED)
+        return verdict(judge, self.prompts[some], expected[some], texts[some], self.bound)
 
     def generate(self, count: int, **more: Any) -> Tokens:
         """Plain `generate`, its cache growing."""
@@ -138,7 +148,7 @@ def race_engine(
     with bench.results.check(f"{label}: texts") as judged:
         if "tokens_per_second" not in found:
             raise SkippedError("it did not run")
-        judged.update(verdict(race.twin, race.prompts[:2], expected[:2], texts[:2], BOUND))
+        judged.update(race.verdict(race.twin, expected, texts))
     return len(race.prompts) / found["tokens_per_second"] if "tokens_per_second" in found else None
 
 
@@ -167,8 +177,8 @@ def race_rival(race: Race, label: str, run: Run, expected: Tokens) -> float | No
     with race.bench.results.check(label) as found:
         texts = run(AT_FIRST + race.bench.sizes.decode_tokens)
         found.update(race.figures(race.in_turn({label: run})[label]))
-        cut = [text[: len(expected[0])] for text in texts[:2]]
-        found.update(verdict(race.twin, race.prompts[:2], expected[:2], cut, BOUND))
+        cut = [text[: len(expected[0])] for text in texts]
+        found.update(race.verdict(race.model, expected, cut))
     return len(race.prompts) / found["tokens_per_second"] if "tokens_per_second" in found else None
 
 

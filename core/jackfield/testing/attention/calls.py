@@ -33,7 +33,7 @@ def mask_of(job: Job, what: Asked) -> Any:
     """What the mask function makes of the step, called with the keywords of transformers."""
     rows, needs = what.rows, what.needs
     queries, keys = what.pieces[0].reached.shape
-    offset: Any = torch.tensor(rows.past) if rows.on_device else rows.past
+    offset: Any = torch.tensor(rows.past, device=job.device) if rows.on_device else rows.past
     static_decode = rows.unwritten > 0 and queries == 1
     arguments = {
         "batch_size": len(what.pieces),

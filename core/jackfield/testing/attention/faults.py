@@ -32,12 +32,14 @@ def _all(piece: Piece) -> torch.Tensor:
 
 def _last(piece: Piece) -> torch.Tensor:
     """Keys that are not the last column."""
-    return piece.inside & (torch.arange(piece.inside.shape[1]) < piece.inside.shape[1] - 1)
+    keys = piece.inside.shape[1]
+    return piece.inside & (_positions(piece)[1] < keys - 1)
 
 
 def _positions(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
     count, keys = piece.reached.shape
-    return torch.arange(piece.at, piece.at + count)[:, None], torch.arange(keys)
+    key = torch.arange(max(keys, piece.at + count), device=piece.reached.device)
+    return key[piece.at : piece.at + count, None], key[:keys]
 
 
 def _windowed(by: int) -> Mistake:
@@ -53,7 +55,7 @@ def _windowed(by: int) -> Mistake:
 def _last_columns(piece: Piece) -> torch.Tensor | None:
     if piece.window is None:
         return None
-    key = torch.arange(piece.inside.shape[1])
+    _, key = _positions(piece)
     inside = piece.inside & (key >= len(key) - piece.window)
     return attend(replace(piece, inside=inside)).nan_to_num(0.0)
 
@@ -67,12 +69,12 @@ def _first(piece: Piece) -> torch.Tensor:
     """Keys but the first that is seen by anybody."""
     seen = piece.seen.any(0)
     first = int(seen.int().argmax())
-    return piece.inside & (torch.arange(len(seen)) != first)
+    return piece.inside & (_positions(piece)[1] != first)
 
 
 def _top_left(piece: Piece) -> torch.Tensor:
-    count, keys = piece.reached.shape
-    return torch.arange(keys) <= torch.arange(count)[:, None]
+    query, key = _positions(piece)
+    return key <= query - piece.at
 
 
 def _one_later(piece: Piece) -> torch.Tensor:

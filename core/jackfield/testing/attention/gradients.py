@@ -33,7 +33,9 @@ def compared(job: Job, what: Asked, declared: frozenset[str]) -> str:
             "it computes no gradients and does not say so: a model that is trained through it "
             "learns nothing; raise where query.requires_grad"
         )
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    weights = torch.linspace(
+        -1, 1, output.numel(), dtype=output.dtype, device=output.device
+    ).view_as(output)
     own = torch.autograd.grad((output * weights)[asked].sum(), given, allow_unused=True)
     leaves = [tensor.detach().double().requires_grad_() for tensor in given]
     pieces = [

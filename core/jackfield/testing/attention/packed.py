@@ -90,7 +90,9 @@ def made(job: Job, case: Case, seed: int) -> list[Piece]:
     """Random numbers for a case."""
     needs = job.requirements
     heads = needs.num_attention_heads, needs.num_key_value_heads
-    return steps.pieces_of(case.packed, case.needs, heads, job.head_dims, job.dtype, seed)
+    return steps.pieces_of(
+        case.packed, case.needs, heads, job.head_dims, job.dtype, seed, job.device
+    )
 
 
 def judged(job: Job, pieces: Seq[Piece], case: Case, subject: Subject) -> tuple[float, float]:
@@ -173,7 +175,7 @@ def _moved(layer: PackedLayer) -> PackedLayer:
     block = tables.block_table.clone()
     moved = [[other[page] for page in pages] for pages in tables.tables]
     for row, pages in zip(block, moved, strict=True):
-        row[: len(pages)] = torch.tensor(pages, dtype=block.dtype)
+        row[: len(pages)] = block.new_tensor(pages)
     found = dataclasses.replace(tables, block_table=block, tables=moved, in_a_row=(), runs=())
     return PackedLayer(layer.keys, layer.values, found)
 

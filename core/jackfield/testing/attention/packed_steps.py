@@ -66,7 +66,7 @@ def _layers(subject: Subject, jobs: Jobs, step: Packed) -> None:
     """Several layers of one step: the same tables, other keys, queries and scales."""
     job = jobs.bound("plain", "packed")
     module: Any = job.module
-    tables = steps.tables_of(step, steps.step_of(step), None, subject.seed)
+    tables = steps.tables_of(step, steps.step_of(step, job.device), None, subject.seed)
     for number in range(4):
         case = Case(step, Needs(scaling=0.3 + 0.4 * number))
         pieces = made(job, case, subject.seed + number)
@@ -124,7 +124,7 @@ def _outputs(subject: Subject, jobs: Jobs, step: Packed) -> None:
 def _windows(subject: Subject, jobs: Jobs, step: Packed) -> None:
     """A step of layers with a window and layers without, which have tables of their own."""
     job = jobs.bound("sliding_window", "packed")
-    one = steps.step_of(step)
+    one = steps.step_of(step, job.device)
     by_window = {w: steps.tables_of(step, one, w, subject.seed + 1) for w in (None, WINDOW)}
     for number, window in enumerate((WINDOW, None, WINDOW, None)):
         case = Case(step, Needs(window=window), silent=number > 1)

@@ -99,8 +99,8 @@ def made(job: Job, case: Case, seed: int) -> Asked:
     needs = job.requirements
     heads = needs.num_attention_heads, needs.num_key_value_heads
     return asked(
-        case.rows, case.needs, heads, job.head_dims, job.dtype, seed, slid=case.slid
-    )  # fmt: skip
+        case.rows, case.needs, heads, job.head_dims, job.dtype, seed, job.device, slid=case.slid
+    )
 
 
 def judged(job: Job, what: Asked, subject: Subject, lying: str = "dense") -> tuple[float, float]:

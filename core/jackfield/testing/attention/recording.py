@@ -75,12 +75,13 @@ def _recorded(subject: Subject, jobs: Jobs, window: int | None) -> None:
     job = jobs.bound("sliding_window" if window else "plain", "packed")
     if reasons := subject.registered.ask("unrecordable", job.requirements, subject.options):
         raise WrongError(f"recordable is declared, and `unrecordable` says: {'; '.join(reasons)}")
-    place = _place(window)
+    place = _place(window, job.device)
     for number, lengths in enumerate(((9, 4, 17), (10, 5, 18), (3, 30), (1,))):
         packed = Packed(tuple((1, length) for length in lengths))
         case = Case(packed, Needs(window=window))
         pieces = made(job, case, subject.seed + number)
-        tables = steps.tables_of(packed, steps.step_of(packed), window, subject.seed + number)
+        step = steps.step_of(packed, job.device)
+        tables = steps.tables_of(packed, step, window, subject.seed + number)
         _fill(place, tables)
         try:
             held(pieces, _Played(subject, job, case, tables, place))
@@ -118,15 +119,16 @@ class _Played:
         return list(output[: len(pieces)].split(1))
 
 
-def _place(window: int | None) -> PageTables:
+def _place(window: int | None, device: str) -> PageTables:
     """Tables of single queries, as a cache of fixed places makes them."""
+    starts = torch.arange(_ROWS + 1, dtype=torch.int32, device=device)
+    zeros, table = torch.zeros_like(starts[:_ROWS]), starts.new_zeros(_ROWS, _MOST // 4)
     step = PackedStep(
         [Span(row, 1, _MOST) for row in range(_ROWS)],
-        torch.arange(_ROWS + 1, dtype=torch.int32), torch.ones(_ROWS, dtype=torch.int32),
+        starts, torch.ones_like(zeros),
         max_seqlen_q=1, max_seqlen_k=_MOST,
     )  # fmt: skip
-    table = torch.zeros(_ROWS, _MOST // 4, dtype=torch.int32)
-    return PageTables(step, window, 4, table, torch.zeros(_ROWS, dtype=torch.int32), [], [])
+    return PageTables(step, window, 4, table, zeros, [], [])
 
 
 def _fill(place: PageTables, tables: PageTables) -> None:

@@ -151,32 +151,33 @@ def asked(
     head_dims: tuple[int, int],
     dtype: torch.dtype,
     seed: int,
+    device: str = "cpu",
     *,
     slid: bool = False,
 ) -> Asked:
-    """Random numbers for `rows`. `heads` are those of queries and of keys.
+    """Random numbers for `rows`, on `device`. `heads` are those of queries and of keys.
 
     `slid`: the cache has let go of what no window reaches.
     """
     generator = torch.Generator().manual_seed(seed)
     columns = rows.past + rows.queries + rows.unwritten
     offset = max(0, rows.past + 1 - needs.window) if slid and needs.window else 0
-    valid = torch.ones(len(rows.gaps), columns, dtype=torch.bool)
+    valid = torch.ones(len(rows.gaps), columns, dtype=torch.bool, device=device)
     for row, gap in zip(valid, rows.gaps, strict=True):
         row[list(gap)] = False
     valid[:, rows.past + rows.queries :] = False
     function, plain = _mask_function(needs, valid, rows.past + rows.queries)
-    sees, inside = _sees(function, rows, columns), _inside(needs, rows, columns, valid)
-    sinks = torch.randn(heads[0], generator=generator).to(dtype) if needs.sinks else None
+    sees, inside = _sees(function, rows, valid), _inside(needs, rows, valid)
+
+    def made(*shape: int, wide: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * wide).to(device, dtype)
+
+    sinks = made(heads[0]) if needs.sinks else None
     pieces = []
     for row in range(len(rows.gaps)):
-
-        def made(*shape: int, wide: float = 1.0) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) * wide).to(dtype)
-
         keys, values = made(heads[1], columns, head_dims[0]), made(heads[1], columns, head_dims[1])
-        values[:, ~valid[row]] = GARBAGE
-        keys[:, ~valid[row]] *= 3
+        nothing = ~valid[row][:, None]
+        values, keys = values.masked_fill(nothing, GARBAGE), keys.where(~nothing, 3 * keys)
         bias = (
             made(heads[0], rows.queries, columns, wide=2) if needs.bias or needs.own_mask else None
         )
@@ -225,24 +226,28 @@ def _left_padding(valid: torch.Tensor) -> torch.Tensor:
     return valid.int().argmax(1)
 
 
-def _sees(function: Callable[..., Any], rows: Rows, columns: int) -> torch.Tensor:
+def _sees(function: Callable[..., Any], rows: Rows, valid: torch.Tensor) -> torch.Tensor:
     """bool `[rows, queries, columns]`: what the mask function reaches, windows aside."""
-    batch = torch.arange(len(rows.gaps))[:, None, None]
-    query = torch.arange(rows.past, rows.past + rows.queries)[None, :, None]
-    key = torch.arange(columns)[None, None]
-    later = key <= query
-    whole: torch.Tensor = function(batch, torch.zeros(1, 1, 1, dtype=torch.long), query, key)
-    return (whole | later).expand(len(rows.gaps), rows.queries, columns)
+    batch, query, key = _places(rows, valid)
+    whole: torch.Tensor = function(batch, torch.zeros_like(batch[:1]), query, key)
+    return (whole | (key <= query)).expand(len(batch), query.shape[1], key.shape[2])
 
 
-def _inside(needs: Needs, rows: Rows, columns: int, valid: torch.Tensor) -> torch.Tensor:
-    batch = torch.arange(len(rows.gaps))[:, None, None]
-    query = torch.arange(rows.past, rows.past + rows.queries)[None, :, None]
-    key = torch.arange(columns)[None, None]
-    inside = torch.ones(len(rows.gaps), rows.queries, columns, dtype=torch.bool)
+def _inside(needs: Needs, rows: Rows, valid: torch.Tensor) -> torch.Tensor:
+    batch, query, key = _places(rows, valid)
+    inside = valid.new_ones(len(batch), query.shape[1], key.shape[2])
     if needs.window is not None:
         inside &= key > query - needs.window
     if needs.chunk is not None:
         left = _left_padding(valid)[batch]
         inside &= (key - left) // needs.chunk == (query - left) // needs.chunk
     return inside
+
+
+def _places(rows: Rows, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers of rows, queries and columns, each along a dimension of its own."""
+    count, columns = valid.shape
+    of_rows = torch.arange(count, device=valid.device)
+    key = torch.arange(columns, device=valid.device)
+    query = key[rows.past : rows.past + rows.queries]
+    return of_rows[:, None, None], query[None, :, None], key[None, None]

@@ -106,32 +106,37 @@ def pieces_of(
     head_dims: tuple[int, int],
     dtype: torch.dtype,
     seed: int,
+    device: str = "cpu",
 ) -> list[Piece]:
-    """Random numbers for each sequence, all tokens of it. `heads` are those of queries and keys."""
+    """Random numbers for each sequence, all tokens of it, on `device`.
+
+    `heads` are those of queries and keys.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def made(*shape: int, wide: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * wide).to(dtype)
+        return (torch.randn(shape, generator=generator) * wide).to(device, dtype)
 
     sinks = made(heads[0]) if needs.sinks else None
     found = []
     for queries, tokens in packed.sizes:
-        query, key = torch.arange(tokens - queries, tokens)[:, None], torch.arange(tokens)
-        inside = torch.ones(queries, tokens, dtype=torch.bool)
+        key = torch.arange(tokens, device=device)
+        query, valid = key[tokens - queries :, None], torch.ones_like(key, dtype=torch.bool)
+        inside = valid.expand(queries, tokens)
         if needs.window is not None:
             inside = key > query - needs.window
         found.append(
             Piece(
                 made(heads[0], queries, head_dims[0], wide=needs.spread),
                 made(heads[1], tokens, head_dims[0]), made(heads[1], tokens, head_dims[1]),
-                key <= query, inside, torch.ones(tokens, dtype=torch.bool), tokens - queries,
+                key <= query, inside, valid, tokens - queries,
                 needs.scaling, needs.softcap, sinks, None, needs.window,
             )
         )  # fmt: skip
     return found
 
 
-def step_of(packed: Packed, device: str = "cpu") -> PackedStep:
+def step_of(packed: Packed, device: torch.device | str) -> PackedStep:
     starts = [0]
     for queries, _ in packed.sizes:
         starts.append(starts[-1] + queries)
@@ -145,11 +150,10 @@ def step_of(packed: Packed, device: str = "cpu") -> PackedStep:
     )
 
 
-def tables_of(
-    packed: Packed, step: PackedStep, window: int | None, seed: int, device: str = "cpu"
-) -> PageTables:
+def tables_of(packed: Packed, step: PackedStep, window: int | None, seed: int) -> PageTables:
     """Which pages each sequence holds. Page 0 is mostly nobody's, and tables are padded with it."""
     size, chance = packed.page_size, random.Random(seed)
+    device = step.seq_lens.device
     firsts = [
         0
         if window is None or packed.kept
@@ -202,5 +206,6 @@ def queries_of(pieces: Seq[Piece], packed: Packed) -> torch.Tensor:
 
 def layer_of(pieces: Seq[Piece], packed: Packed, window: int | None, seed: int) -> PackedLayer:
     """What a cache would hand out for `pieces`."""
-    tables = tables_of(packed, step_of(packed), window, seed)
+    step = step_of(packed, pieces[0].query.device)
+    tables = tables_of(packed, step, window, seed)
     return PackedLayer(*pools_of(pieces, tables, pages_of(packed)), tables)

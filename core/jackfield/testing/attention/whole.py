@@ -117,9 +117,10 @@ def served(subject: Subject, model: PreTrainedModel, layout: str) -> None:
 def _in_transformers(subject: Subject) -> str:
     """`generate` of transformers with rows that are padded on the left, against the same alone."""
     name = "grouped_query" if "grouped_query" in capabilities_of(subject).features else "plain"
-    model = model_of(subject, name)
+    model: Any = model_of(subject, name)
     served(subject, model, "padded")
     reference = Reference(model)
+    model.to(subject.device)
     before = in_transformers.installed()
     in_transformers.install()
     try:
@@ -146,13 +147,14 @@ def _in_transformers(subject: Subject) -> str:
 def _generated(model: PreTrainedModel) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """Each prompt, its new tokens, and float64 logits `[tokens, vocab]` of these."""
     width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    padded = [[0] * (width - len(p)) + p for p in PROMPTS]
+    ids = torch.tensor(padded, device=model.device)
+    mask = (torch.arange(width) >= torch.tensor([[width - len(p)] for p in PROMPTS])).long()
     output: Any = model.generate(  # type: ignore[operator]
-        ids, attention_mask=mask, max_new_tokens=5, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
+        ids, attention_mask=mask.to(ids.device), max_new_tokens=5, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    logits = torch.stack(output.logits, 1).double()
+    logits = torch.stack(output.logits, 1).double().cpu()
     return [
         (prompt, output.sequences[row, width:].tolist(), logits[row])
         for row, prompt in enumerate(PROMPTS)

@@ -49,6 +49,7 @@ BASES = {
 
 @functools.cache
 def model_of(name: str, dtype: str = "float32", seed: int = 0) -> PreTrainedModel:
+    """On the CPU until it is moved, which moves it for all that ask for it."""
     return build(name, getattr(torch, dtype), seed)
 
 
@@ -82,6 +83,10 @@ class Bench:
         self.dtype = "float32" if "float32" in self.declared.dtypes else min(self.declared.dtypes)
         self._plans: dict[Any, Plan | PlanError] = {}
         self._rounds: dict[str, float] = {}
+
+    def model(self, name: str, dtype: str | None = None) -> PreTrainedModel:
+        """One of `MODELS` on the device of the checks."""
+        return model_of(name, dtype or self.dtype).to(self.subject.device)  # type: ignore[arg-type,no-any-return]
 
     @property
     def packed(self) -> bool:
@@ -127,7 +132,7 @@ class Bench:
         if key not in self._plans:
             try:
                 self._plans[key] = plan(
-                    model_of(name, dtype or self.dtype),
+                    self.model(name, dtype),
                     **{
                         "cache_implementation": self.subject.selection,
                         "attn_implementation": "eager",
@@ -178,7 +183,7 @@ class Bench:
         """A cache that is bound anew, driven by hand; closed afterwards."""
         name = name or self.sharp
         made = self.plan(name, dtype, what, **more)
-        cache = self.bind(made, model_of(name, dtype or self.dtype))
+        cache = self.bind(made, self.model(name, dtype))
         with torch.inference_mode():
             try:
                 yield Driver(cache, made.requirements, self.rounding(cache))

@@ -36,7 +36,9 @@ class Driver:
     def __init__(self, cache: KVCache, requirements: Any, rounding: float) -> None:
         self.cache = cache
         self.windows, self.types = requirements.windows, requirements.layer_types
-        states = States(requirements.packed_shapes, getattr(torch, requirements.dtype))
+        states = States(
+            requirements.packed_shapes, getattr(torch, requirements.dtype), requirements.device
+        )
         self.judge = Judge(states, rounding)
         self.running: list[Sequence] = []
         self.aside: list[Sequence] = []

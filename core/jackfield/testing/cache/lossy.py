@@ -25,6 +25,7 @@ class Rounded(transformers.DynamicCache):
 
     def _rounded(self, states: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(states.shape, generator=self._generator, dtype=torch.float64)
+        noise = noise.to(states.device)
         of_a_token = states.double().norm(dim=(1, 3), keepdim=True)
         noise *= self._rounding * of_a_token / noise.norm(dim=(1, 3), keepdim=True)
         return (states.double() + noise).to(states.dtype)
@@ -40,10 +41,10 @@ class LossyReference(Reference):
     @torch.inference_mode()
     def bound(self, tokens: tuple[int, ...]) -> float:
         exact, worst = self.logits(tokens), super().bound(tokens)
-        ids = torch.tensor([tokens])
+        ids = torch.tensor([tokens], device=self._exact.device)
         for seed in range(3):
             past = Rounded(self._exact.config, self._rounding, seed)
-            found = self._exact(input_ids=ids, past_key_values=past, use_cache=True).logits[0]
+            found = self._exact(input_ids=ids, past_key_values=past, use_cache=True).logits[0].cpu()
             worst = max(worst, 4 * float((found - exact).abs().max()))
         return worst
 
@@ -56,9 +57,8 @@ class SteppedReference(Reference):
         past = transformers.DynamicCache(config=self._own.config)
         rows = []
         for token in tokens:
-            found = self._own(
-                input_ids=torch.tensor([[token]]), past_key_values=past, use_cache=True
-            )
-            rows.append(found.logits[0, -1].double())
+            ids = torch.tensor([[token]], device=self._own.device)
+            found = self._own(input_ids=ids, past_key_values=past, use_cache=True)
+            rows.append(found.logits[0, -1].double().cpu())
         off = float((torch.stack(rows) - self.logits(tokens)).abs().max())
         return max(super().bound(tokens), 4 * off)

@@ -11,7 +11,7 @@ import torch
 
 from jackfield.contracts import Cache, KVCache
 from jackfield.testing.cache import acts
-from jackfield.testing.cache.bench import Bench, model_of
+from jackfield.testing.cache.bench import Bench
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.scenes import BEAMS
 from jackfield.testing.checks import Check, NotTriedError, WrongError
@@ -231,7 +231,7 @@ def _rounds(bench: Bench, driver: Driver, length: int) -> str:
 def _closed(bench: Bench) -> str:
     """Memory is free after `close`, also while somebody still has the cache."""
     made = bench.plan(bench.sharp)
-    model = model_of(bench.sharp, bench.dtype)
+    model = bench.model(bench.sharp)
     with torch.inference_mode(), counted():
         cache = bench.bind(made, model)
         if type(cache.inner).close is KVCache.close:  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import torch
 from jackfield.contracts import PackedLayer
 from jackfield.errors import UsageError
 from jackfield.in_transformers.cache import cache
-from jackfield.testing.cache.bench import Bench, model_of
+from jackfield.testing.cache.bench import Bench
 from jackfield.testing.cache.driver import Driver
 from jackfield.testing.cache.reading import strided
 from jackfield.testing.cache.runs import engine_of, prompts, right_for
@@ -22,7 +22,7 @@ _COMPILED: dict[str, Any] = {"compile": "inductor?backend=eager"}
 def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
     """`generate(past_key_values=…)` of rows padded at the left."""
     bench.plan(name)
-    model: Any = model_of(name, bench.dtype)
+    model: Any = bench.model(name)
     selection = _sized(bench, "max_cache_len", max(lengths) + NEW)
     try:
         past = cache(selection, model)
@@ -30,8 +30,8 @@ def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
         raise NotTriedError(str(error)) from None
     texts = prompts(lengths)
     longest = max(lengths)
-    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=model.device)
+    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths], device=ids.device)
     output: Any = model.generate(
         ids,
         attention_mask=mask,
@@ -48,7 +48,7 @@ def generated(bench: Bench, name: str, lengths: tuple[int, ...]) -> str:
         whole = (*text, *output.sequences[row, longest:].tolist())
         right, bound = reference.logits(whole), reference.bound(whole)
         for at, logits in enumerate(output.logits):
-            off = float((logits[row].double() - right[len(text) + at - 1]).abs().max())
+            off = float((logits[row].double().cpu() - right[len(text) + at - 1]).abs().max())
             if not off <= bound:
                 raise WrongError(
                     f"generate: the logits of row {row} behind {len(text) + at} tokens are off by "
@@ -83,7 +83,7 @@ def recordable(bench: Bench, rows: int) -> str:
     own, options = made["cache"].registered, made["cache"].options
     if reasons := own.ask("unrecordable", made.requirements, options):
         raise NotTriedError("; ".join(reasons))
-    cache = bench.bind(made, model_of(bench.sharp, bench.dtype))
+    cache = bench.bind(made, bench.model(bench.sharp))
     with torch.inference_mode():
         try:
             return _recorded(Driver(cache, made.requirements, bench.rounding(cache)), rows)
@@ -127,10 +127,7 @@ def _padding(driver: Driver, place: Any) -> None:
     """What `fix` returns has a step of padding in it: writing it harms nobody."""
     for layer in range(len(driver.windows)):
         shapes = driver.judge.states.shapes[layer]
-        junk = [
-            strided(torch.full((place.rows, *s), 777.0, dtype=driver.judge.states.dtype), 1)
-            for s in shapes
-        ]
+        junk = [strided(driver.judge.states.full((place.rows, *s), 777.0), 1) for s in shapes]
         found = driver.cache.write(layer, *junk)  # type: ignore[attr-defined]
         if not isinstance(found, PackedLayer):
             raise WrongError("write returns no PackedLayer for the step that fix laid out")

@@ -179,7 +179,7 @@ def _given(
     """Keys and values `[rows, heads, width, head_dim]`; those of padding are large."""
     found = []
     for what, shape in enumerate(judge.states.shapes[layer]):
-        states = torch.full((*size, *shape), 999.0, dtype=judge.states.dtype)
+        states = judge.states.full((*size, *shape), 999.0)
         for row, (item, text) in zip(rows, items, strict=True):
             if count := len(item.token_ids):
                 numbers = text.chain[item.start : item.start + count]

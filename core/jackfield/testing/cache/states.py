@@ -21,10 +21,12 @@ class States:
     Attributes:
         shapes: Of a token's keys and values in each layer, `(heads, head_dim)` each.
         dtype: Theirs.
+        device: Where they are.
     """
 
     shapes: Shapes
     dtype: torch.dtype
+    device: str = "cpu"
     _known: dict[tuple[int, int], Pair] = field(default_factory=dict)
 
     def chain(self, tokens: Seq[int], salt: str = "") -> list[int]:
@@ -40,11 +42,15 @@ class States:
         if (known := self._known.get((number, layer))) is None:
             generator = torch.Generator().manual_seed(number * 64 + layer)
             keys, values = (
-                torch.randn(shape, generator=generator).to(self.dtype)
+                torch.randn(shape, generator=generator).to(self.device, self.dtype)
                 for shape in self.shapes[layer]
             )
             known = self._known[number, layer] = (keys, values)
         return known
+
+    def full(self, shape: tuple[int, ...], number: float) -> torch.Tensor:
+        """`number` everywhere, like keys and values."""
+        return torch.full(shape, number, dtype=self.dtype, device=self.device)
 
     def several(self, numbers: Seq[int], layer: int) -> Pair:
         """The same of several tokens, each `[tokens, heads, head_dim]`, tensors of their own."""

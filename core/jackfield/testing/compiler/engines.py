@@ -177,7 +177,8 @@ def _adapters(subject: Subject, _: object) -> str:
 def _closed(subject: Subject, _: object) -> None:
     """What was bound is given back, and nobody keeps the engine."""
     model = _model(subject)
-    ids = torch.tensor([[5, 6, 7]])
+    model.to(subject.device)
+    ids = torch.tensor([[5, 6, 7]], device=model.device)
     with torch.inference_mode():
         before = model(ids).logits.clone()
     with engine_with(subject, model, cache_implementation="paged") as (engine, _computed):

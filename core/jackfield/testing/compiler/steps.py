@@ -53,7 +53,7 @@ class Compiled:
 
     def __init__(self, subject: Subject, dtype: str, seed: int = 0) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.model = model = Tiny(self.dtype, seed)
+        self.model = model = Tiny(self.dtype, seed).to(subject.device)
         context: Any = BindContext(
             model=model,  # type: ignore[arg-type]
             config=None,  # type: ignore[arg-type]
@@ -112,20 +112,27 @@ def _usual(model: Tiny, given: tuple[Any, ...], found: torch.Tensor, bound: floa
     }
     if keep is not None:
         others["the columns are one earlier"] = (ids, places, keep - 1)
-        others["the columns are taken for the first ones"] = (ids, places, torch.arange(len(keep)))
+        others["the columns are taken for the first ones"] = (
+            ids,
+            places,
+            torch.arange(len(keep), device=ids.device),
+        )
     for words, other in others.items():
         if float((found.double() - _exact(model, other)).abs().max()) <= 4 * bound:
             return f": {words}"
     return ""
 
 
-def inputs(shape: tuple[int, int, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def inputs(
+    shape: tuple[int, int, Any], seed: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Ids and positions `[rows, tokens]`, and the columns, int64."""
     rows, width, columns = shape
     drawn = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, width), generator=drawn)
     places = torch.randint(0, 60, (rows, width), generator=drawn)
-    return ids, places, None if columns is None else torch.tensor(columns)
+    keep = None if columns is None else torch.tensor(columns, device=device)
+    return ids.to(device), places.to(device), keep
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -174,7 +181,7 @@ def _shapes(subject: Subject, dtype: str) -> str:
     for again in (False, True):
         before = compiled.compilation.graphs
         for number, shape in enumerate(SHAPES):
-            given = inputs(shape, number)
+            given = inputs(shape, number, subject.device)
             rows, width, columns = shape
             where = f"{rows} rows of {width}, {'all' if columns is None else len(columns)} columns"
             compiled.check(given, f"{dtype}, {where}")
@@ -197,13 +204,17 @@ def _shapes(subject: Subject, dtype: str) -> str:
 def _numbers(subject: Subject, _: object) -> None:
     """The same buffers with other numbers, and other buffers with the same."""
     compiled = Compiled(subject, _first(subject))
-    given = inputs((2, 1, None), 1)
+    given = inputs((2, 1, None), 1, subject.device)
     compiled.check(given, "a first step")
     for seed in range(2, 7):
-        for own, other in zip(given[:2], inputs((2, 1, None), seed)[:2], strict=True):
+        for own, other in zip(
+            given[:2], inputs((2, 1, None), seed, subject.device)[:2], strict=True
+        ):
             own.copy_(other)
         compiled.check(given, f"step {seed}, with other numbers in the same tensors")
-        compiled.check(inputs((2, 1, None), seed), f"step {seed}, with other tensors")
+        compiled.check(
+            inputs((2, 1, None), seed, subject.device), f"step {seed}, with other tensors"
+        )
     ids, places, _none = given
     compiled.check((ids.flip(0).flip(0), places.T.contiguous().T, None), "strided inputs")
 
@@ -211,7 +222,7 @@ def _numbers(subject: Subject, _: object) -> None:
 def _weights(subject: Subject, _: object) -> None:
     """Weights that are changed in place, or are others, count from the next step on."""
     compiled = Compiled(subject, _first(subject))
-    given = inputs((2, 3, None), 1)
+    given = inputs((2, 3, None), 1, subject.device)
     compiled.check(given, "a first step")
     with torch.no_grad():
         compiled.model.layer.weight.mul_(-2)
@@ -228,17 +239,17 @@ def _two(subject: Subject, _: object) -> None:
     both = [Compiled(subject, dtype, seed) for seed in (1, 2)]
     for number in range(3):
         for which, compiled in enumerate(both):
-            given = inputs((2, 1, None), number)
+            given = inputs((2, 1, None), number, subject.device)
             compiled.check(given, f"two models in turns, step {number} of model {which + 1}")
     both[0].compilation.close()
-    both[1].check(inputs((2, 1, None), 9), "once another model's steps were closed")
+    both[1].check(inputs((2, 1, None), 9, subject.device), "once another model's steps were closed")
 
 
 def _close(subject: Subject, _: object) -> None:
     """The model is what it was."""
     compiled = Compiled(subject, _first(subject))
     model, forward = compiled.model, type(compiled.model).forward
-    given = inputs((2, 1, None), 1)
+    given = inputs((2, 1, None), 1, subject.device)
     compiled(*given)
     compiled.compilation.close()
     compiled.compilation.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
+from jackfield_plugins.compiler.inductor_cache import cannot_keep
 from jackfield_plugins.compiler.tracing import cannot_trace
 
 if TYPE_CHECKING:
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CudaGraphOptions:
-    """`whole`: whole decode steps are recorded while a model is loaded, where that can be done."""
+    """What is recorded.
+
+    `whole`: whole decode steps are recorded while a model is loaded, where that can be done.
+    `fuse`: inductor writes what such a step does between two attentions anew, in fewer kernels.
+    """
 
     whole: bool = True
+    fuse: bool = True
 
 
 class CudaGraphCompiler(Compiler):
@@ -40,7 +46,10 @@ class CudaGraphCompiler(Compiler):
         return [] if torch.cuda.is_available() else ["needs a CUDA GPU; none is here"]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        return super().refuse(requirements, options) or cannot_trace()
+        reasons = super().refuse(requirements, options) or cannot_trace()
+        if not reasons and options.whole and options.fuse and (without := cannot_keep()):
+            return [f"{'; '.join(without)}; or take fuse=false"]
+        return reasons
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().unrecordable(requirements, options)
@@ -52,7 +61,7 @@ class CudaGraphCompiler(Compiler):
 
         assert context.model is not None
         graphs = CudaGraphs(context.device)
-        return RecordedCompilation(type(context.model).__name__, graphs)
+        return RecordedCompilation(type(context.model).__name__, graphs, fuse=context.options.fuse)
 
 
 @hookimpl

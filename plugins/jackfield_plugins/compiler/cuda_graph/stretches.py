@@ -11,7 +11,8 @@ from torch.fx.passes.split_module import split_module
 
 from jackfield.contracts import in_units
 from jackfield.errors import ExecutionError
-from jackfield_plugins.compiler.cuda_graph.whole import Whole
+from jackfield_plugins.compiler.cuda_graph.whole import Recording, Whole
+from jackfield_plugins.compiler.inductor_lowering import fused
 from jackfield_plugins.compiler.torch_compile import TorchCompilation
 
 if TYPE_CHECKING:
@@ -37,10 +38,14 @@ class RecordedCompilation(TorchCompilation):
 
     name = "cuda_graph"
 
-    def __init__(self, model: str, recorder: Recorder) -> None:
+    def __init__(self, model: str, recorder: Recorder, *, fuse: bool) -> None:
         super().__init__(model, recorder.source, bucketed=True)
         self._recorder = recorder
+        self._fuse = fuse
         self._made: list[Whole] = []
+        self._last: Recording | None = None  # that was played
+        #: By where a step lies, what plays it and what that fills, of a model that was looked at.
+        self._known: dict[tuple[int, ...], tuple[Callable[[], None], Any]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -52,16 +57,41 @@ class RecordedCompilation(TorchCompilation):
 
     def record(self, step: ModelStep) -> ModelStep:
         # Tracing takes seconds; one graph is recorded for all sizes but one.
-        return self._compiled(step, self._lower_whole, bucketed=False)
+        checked = self._compiled(step, self._lower_whole, bucketed=False)
+        known = self._known
+
+        def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
+            """By `checked`, which looks at the whole model, once for each request that comes."""
+            if self.anew:
+                self.anew = False  # before it is looked at: what comes meanwhile is looked at again
+                known.clear()
+            place = ids.data_ptr(), positions.data_ptr(), ids.shape[1]
+            if (there := known.get(place)) is not None:
+                play, found = there
+                play()
+                return found
+            self._last = None
+            found = checked(ids, positions, keep)
+            if self._last is not None:
+                known[place] = self._last.play, found
+                self._last = None
+            return found
+
+        return run
 
     def _lower_whole(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        if self._fuse:
+            self.source = f"{self._recorder.source}, fused by inductor"
+            return self._recorded_whole(fused(graph, inputs), inputs)
         return aot_autograd(fw_compiler=self._recorded_whole)(graph, inputs)
 
-    def _recorded_whole(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self._made.append(Whole(graph, self._record_whole, inputs))
+    def _recorded_whole(self, run: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+        self._made.append(Whole(run, self._record_whole, inputs))
         return self._counting(self._made[-1])
 
     def close(self) -> None:
+        self._known.clear()
+        self._last = None
         for made in self._made:
             made.close()
 
@@ -84,6 +114,7 @@ class RecordedCompilation(TorchCompilation):
     def _counting(self, made: Stretches | Whole) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             found = made(*inputs)
+            self._last = getattr(made, "last", None)
             if made.recorded:
                 made.recorded = False
                 self.count()
