@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.utils import import_utils
 
 from jackfield.bridge import opaque
 from jackfield.contracts import CompilerCapabilities
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs, stretches
+from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
 
 if TYPE_CHECKING:
     import pytest
@@ -209,12 +209,8 @@ class Again:
 
 
 def record_on(monkeypatch: pytest.MonkeyPatch, recorder: Any, *, whole: bool = True) -> None:
-    """Have `cuda_graph` run here, with `recorder` in the place of a GPU's, and nothing fused."""
-
-    def unfused(graph: Any, inputs: Any) -> Any:
-        return aot_autograd(fw_compiler=lambda traced, _: traced)(graph, inputs)
-
+    """Have `cuda_graph` run here, with `recorder` in the place of a GPU's."""
     monkeypatch.setattr(graphs, "CudaGraphs", recorder)
-    monkeypatch.setattr(stretches, "fused", unfused)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: Tape.now is not None)
     monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=whole))
     monkeypatch.setattr(CudaGraphCompiler, "available", lambda _: [])

@@ -30,7 +30,7 @@ READERS = {
     "plugins/jackfield_plugins/kernel/cpu_rms_norm/call.py": ("rms norm",),
     "plugins/jackfield_plugins/cache/paged/storing/__init__.py": "by test_native_writes.py",
     "plugins/jackfield_plugins/compiler/native/calls.py": "hands over memory of its own",
-    "plugins/jackfield_plugins/compiler/native/holding.py": "compares addresses",
+    "plugins/jackfield_plugins/compiler/holding.py": "compares addresses",
     "plugins/jackfield_plugins/compiler/native/memory.py": "aligns memory of its own",
     "plugins/jackfield_plugins/compiler/native/linears.py": "of tensors held to their graph",
     "plugins/jackfield_plugins/compiler/native/operators.py": "of tensors held to their graph",

@@ -17,12 +17,13 @@ from tape import Tapes, record_on
 import jackfield
 from jackfield.bridge import step_trial
 from jackfield.contracts import BoundAttention, PackedStep
-from jackfield.errors import PluginError
+from jackfield.errors import PlanError, PluginError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
 from jackfield_plugins.cache.paged import PagedCache
 from jackfield_plugins.cache.paged.fixed import FixedPlace
 from jackfield_plugins.cache.paged.store import PagedKVCache
+from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler
 from jackfield_plugins.compiler.cuda_graph.whole import Whole
 
 POOL = "paged?page_size=4&num_tokens=512"
@@ -247,8 +248,7 @@ def test_a_compiler_that_plays_something_else_is_named(monkeypatch: pytest.Monke
     def stale(self: Any, *inputs: Any) -> Any:
         found = run(self, *inputs)
         self.kept = getattr(self, "kept", {})
-        key = tuple(found[0].shape)
-        return self.kept.setdefault(key, [one.clone() for one in found])
+        return self.kept.setdefault(tuple(found.shape), found.clone())
 
     monkeypatch.setattr(Whole, "__call__", stale)
     gathers = offer(monkeypatch, Gathers())
@@ -257,6 +257,45 @@ def test_a_compiler_that_plays_something_else_is_named(monkeypatch: pytest.Monke
         said(build("llama"), attn_implementation=gathers)
     for named in ("attention 'gathers'", "cache 'paged'", "compiler 'cuda_graph'"):
         assert named in str(caught.value)
+
+
+def test_what_nobody_named_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` took the compiler: its wrong steps are no error, and are not played."""
+    gathers = offer(monkeypatch, Gathers())
+    model, names = build("llama"), {"cache_implementation": POOL, "attn_implementation": gathers}
+    texts = prompts((3, 9))
+    with jackfield.load(model, compile="none", **names) as engine:
+        due = [c.token_ids for c in engine.generate(texts, max_new_tokens=6)]
+    monkeypatch.setattr(CudaGraphCompiler, "rank", lambda *_: 20)
+    run = Whole.__call__
+    monkeypatch.setattr(Whole, "__call__", lambda self, *given: run(self, *given).flip(-1))
+    with jackfield.load(model, **names) as engine:
+        assert engine.plan["compiler"].how == "auto"
+        seen = engine.report()["compiler"].compiled
+        assert seen.rows == ()
+        assert seen.given_up.startswith("none is recorded whole: attention 'gathers' of stranger")
+        assert [c.token_ids for c in engine.generate(texts, max_new_tokens=6)] == due
+        assert engine._bound.cache.inner._fixed == []
+        assert not engine.report()["compiler"].calls
+    assert "logits are off by" in caplog.text
+
+
+def test_auto_records_where_attention_and_cache_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers = offer(monkeypatch, Gathers())
+    monkeypatch.setattr(CudaGraphCompiler, "rank", lambda *_: 20)
+    model = build("llama")
+    for attention, cache, due in (
+        (gathers, POOL, "cuda_graph"),
+        ("sdpa", POOL, "none"),
+        (gathers, "paged", "none"),  # whose pools grow on a CPU
+        ("sdpa", "dynamic", "none"),
+    ):
+        plan = jackfield.plan(model, attn_implementation=attention, cache_implementation=cache)
+        assert plan["compiler"].registered.name == due, (attention, cache)
+    with pytest.raises(PlanError, match="cannot be recorded in whole steps: does not declare"):
+        jackfield.plan(model, attn_implementation="sdpa", compile="cuda_graph")
 
 
 def test_nothing_of_a_trial_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

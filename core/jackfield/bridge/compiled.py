@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jackfield.bridge.attention import AttentionBinding
     from jackfield.bridge.native_attention import NativeAttention
     from jackfield.bridge.opaque import Attend
-    from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
+    from jackfield.contracts import Compilation, KVCache, ModelInputs
     from jackfield.contracts.native import NativeOperators
     from jackfield.registry.backends import Registered
 
@@ -93,15 +93,18 @@ class CompiledForward:
         most: int,
         longest: int | None,
         backends: Seq[Registered],
+        *,
+        named: bool,
     ) -> None:
         """Record whole decode steps of up to `most` sequences, of up to `longest` tokens each.
 
-        The model runs what was planned. `backends` are those that a recording may show to be wrong.
+        The model runs what was planned. `backends` are those that a recording may show to be wrong,
+        which is an error where somebody `named` the compiler.
         """
         made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
         vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         trial = StepTrial(cache, self._uncompiled, vocab_size, longest)
-        made.record(cache, attention, most, trial, backends)
+        made.record(cache, attention, most, trial, backends, named=named)
         self.recorded = made
 
     def ahead(self, most: int, *, packed: bool) -> list[int]:
@@ -126,14 +129,16 @@ class CompiledForward:
 
     def __call__(self, inputs: ModelInputs) -> torch.Tensor:
         if inputs.fixed is not None and self.recorded is not None:
-            logits = self.recorded(inputs.fixed, self._loose)
-            self.steps += 1
-            return logits[0, : inputs.rows, None]
+            before = self.recorded.played
+            logits = self.recorded(inputs, self._loose)
+            self.steps += self.recorded.played - before
+            return logits
         kwargs = inputs.kwargs
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
             return self._compare(inputs)
-        if TAKEN in kwargs or not (inputs.decode or self._reads(kwargs)):
+        asked = self._decodes if inputs.decode else self._reads
+        if TAKEN in kwargs or not asked(kwargs):
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
@@ -162,10 +167,21 @@ class CompiledForward:
         with self._guard:
             return bool(self.compilation.reads(*size))
 
-    def _loose(self, fixed: FixedStep) -> torch.Tensor:
+    def _decodes(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a decode step is compiled."""
+        with self._guard:
+            return bool(self.compilation.decodes(*kwargs["input_ids"].shape))
+
+    def _loose(self, inputs: ModelInputs) -> torch.Tensor:
         """A step that lies at a fixed place, not recorded whole."""
+        fixed = inputs.fixed
+        assert fixed is not None
+        if not self._decodes(inputs.kwargs):
+            return self._uncompiled(inputs)
         with within(OpaqueStep(self.attend, self._modules, 1, fixed.rows)), self._guard:
-            return self._compiled(fixed.input_ids, fixed.position_ids, None)
+            logits = self._compiled(fixed.input_ids, fixed.position_ids, None)
+        self.steps += 1
+        return logits[0, : inputs.rows, None]
 
     def _fill(self, count: int) -> int:
         with self._guard:

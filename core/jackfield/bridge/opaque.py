@@ -44,7 +44,8 @@ class OpaqueStep:
 
     The first `rows` rows and `width` columns are the step's own tokens, the rest was filled up.
     `attend` is the attention as it is called in steps that are not compiled. Where keys and values
-    lie in a cache of transformers, it is `past`, and `masks` has the mask of each layer.
+    lie in a cache of transformers, it is `past`, and `masks` has the mask of each layer. One that
+    is `recorded` lies at a fixed place, and may run as it is while it is recorded.
     """
 
     attend: Attend
@@ -54,6 +55,7 @@ class OpaqueStep:
     past: Any = None
     masks: Mapping[int, torch.Tensor | None] | None = None
     native: NativeAttention | None = None
+    recorded: bool = False
 
     def native_calls(
         self,
@@ -166,6 +168,8 @@ def opaque(attend: Attend) -> Attend:
             return _operator(query, key, value, module.layer_idx, *_travelling(kwargs)), None
         step = _now.step
         if isinstance(step, OpaqueStep):
+            if step.recorded:
+                return _run(query, key, value, module.layer_idx, *_travelling(kwargs)), None
             raise ExecutionError(
                 "a step runs uncompiled that was to be compiled: its compiler does not compile it, "
                 "or torch is told not to (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
@@ -181,7 +185,8 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
     """`mask`, which makes none where a compiler reads it; see `OpaqueStep.masks`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        return None if _is_read() else mask(*args, **kwargs)
+        recorded = isinstance(_now.step, OpaqueStep) and _now.step.recorded
+        return None if recorded or _is_read() else mask(*args, **kwargs)
 
     return made
 

@@ -70,33 +70,50 @@ class RecordedSteps:
         most: int,
         trial: StepTrial,
         backends: Seq[Registered],
+        *,
+        named: bool,
     ) -> None:
         """Record steps of up to `most` sequences, before the first one comes.
 
         `backends` are the attention, the cache and the compiler. Raises PluginError where a
         recorded step says something else than an eager one; it names those that are not jackfield's
-        own, or all.
+        own, or all. Where nobody `named` the compiler, that is a warning, and none is recorded.
         """
         self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
-        for rows in sizes:
-            fixed = None
-            try:
-                with attention.recording():  # nobody asked for these calls
-                    texts, due, noise = trial.eagerly(rows, most)
-                    fixed = cache.fix(rows)
-                    self._record(fixed, backends)
-                    found = trial.decode(texts, rows, self._played)
-            except ExecutionError as error:
-                if fixed is not None:
-                    cache.loosen(rows)
-                self._give_up(rows, error)
-                break
-            _compare(rows, found, due, bound_of(due[0].dtype, noise), backends)
-            self.sizes += (rows,)
+        try:
+            for rows in sizes:
+                if not self._tried(rows, most, trial, backends):
+                    break
+        except PluginError as error:
+            if named:
+                raise
+            for rows in self.sizes:
+                cache.loosen(rows)
+            self.sizes = ()
+            self.given_up = f"none is recorded whole: {error}"
+            logger.warning("of decode steps %s", self.given_up)
         cache.forget()
         self.played = 0
+
+    def _tried(self, rows: int, most: int, trial: StepTrial, backends: Seq[Registered]) -> bool:
+        """Record steps of so many rows; whether that can be done."""
+        fixed, cache = None, self._cache
+        try:
+            with self._attention.recording():  # nobody asked for these calls
+                texts, due, noise = trial.eagerly(rows, most)
+                fixed = cache.fix(rows)
+                self.sizes += (rows,)
+                self._record(fixed, backends)
+                found = trial.decode(texts, rows, self._played)
+        except ExecutionError as error:
+            if fixed is not None:
+                cache.loosen(rows)
+            self._give_up(rows, error)
+            return False
+        _compare(rows, found, due, bound_of(due[0].dtype, noise), backends)
+        return True
 
     def _record(self, fixed: FixedStep, backends: Seq[Registered]) -> None:
         """Record a size. What a backend raises meanwhile is no more than that this cannot be."""
@@ -116,27 +133,31 @@ class RecordedSteps:
         return self.logits(inputs.fixed)[0, : inputs.rows, None]
 
     def __call__(
-        self, fixed: FixedStep, otherwise: Callable[[FixedStep], torch.Tensor]
+        self, inputs: ModelInputs, otherwise: Callable[[ModelInputs], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits `[1, rows, vocab]` of a step; by `otherwise` where it cannot be recorded any more.
+        """Logits `[sequences, 1, vocab]` of a step at a fixed place.
+
+        By `otherwise` where it cannot be recorded any more.
 
         A step may be computed several times: it writes the same to the same places.
         """
+        fixed = inputs.fixed
+        assert fixed is not None
         try:
             found = self.logits(fixed)
         except ExecutionError as error:
             self._cache.loosen(fixed.rows)
             self._give_up(fixed.rows, error)
-            return otherwise(fixed)
+            return otherwise(inputs)
         self._attention.played(self._calls[fixed.rows])
         self.played += 1
-        return found
+        return found[0, : inputs.rows, None]
 
     def logits(self, fixed: FixedStep) -> torch.Tensor:
         """The same, or an ExecutionError. Records where that was not done."""
         rows, attention = fixed.rows, self._attention
         assert attention.forward is not None
-        step = OpaqueStep(attention.forward, self._modules, 1, rows)
+        step = OpaqueStep(attention.forward, self._modules, 1, rows, recorded=True)
         with within(step), self._guard, attention.recording() as calls:
             logits = self._run(fixed.input_ids, fixed.position_ids, None)
         if calls:
@@ -152,7 +173,7 @@ class RecordedSteps:
     def _give_up(self, rows: int, error: JackfieldError) -> None:
         self._calls.pop(rows, None)
         self.sizes = tuple(size for size in self.sizes if size != rows)
-        self.given_up = f"{rows} rows are recorded between attentions: {error}"
+        self.given_up = f"{rows} rows are not recorded whole: {error}"
         logger.warning("steps of %s", self.given_up)
 
     def close(self) -> None:

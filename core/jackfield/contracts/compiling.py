@@ -127,7 +127,7 @@ class Compilation(ABC):
     def reads(self, rows: int, width: int) -> bool:
         """Whether a step that reads prompts is compiled as well; by default none is.
 
-        Asked in each such step. Steps in which every sequence decodes always are.
+        Asked in each such step. Of those in which every sequence decodes, `decodes` is asked.
 
         Args:
             rows: Of its ids, filled up.
@@ -135,6 +135,16 @@ class Compilation(ABC):
         """
         del rows, width
         return False
+
+    def decodes(self, rows: int, width: int) -> bool:
+        """Whether a decode step that is not played whole is compiled; by default it is.
+
+        Args:
+            rows: Of its ids.
+            width: Tokens of a row.
+        """
+        del rows, width
+        return True
 
     @abstractmethod
     def compile(self, step: ModelStep) -> ModelStep:
@@ -185,8 +195,8 @@ class Compilation(ABC):
 
         What it returns is called with each of `sizes` while a model is loaded, and then records;
         later it plays, and records again where a tensor or the model is not what it was. The
-        attention is called while it records, any number of times, and never while it plays. Asked
-        for where the backend declares `records`.
+        attention is called while it records, any number of times, and never while it plays. What is
+        recorded may be the step as it is. Asked for where the backend declares `records`.
 
         Args:
             step: As in `compile`, with the attention in it.

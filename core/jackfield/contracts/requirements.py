@@ -138,6 +138,8 @@ class Requirements:
         page_multiple: Of the attention: it reads pages where they lie if their size is a multiple
             of it.
         compiled: Of the compiler: steps are compiled, around the attention and what the cache does.
+        recorded: Of the compiler: decode steps are recorded whole, with the attention and what the
+            cache does, so both must be `recordable`; other steps run as the model's code has them.
     """
 
     architecture: str
@@ -191,6 +193,7 @@ class Requirements:
     page_size: int | None = None
     page_multiple: int = 1
     compiled: bool = False
+    recorded: bool = False
 
     @property
     def computing_devices(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from jackfield.guarded import all_of, guarded
 from jackfield.planning.beside import Beside
 from jackfield.planning.planning import Plan
 from jackfield.registry.backends import Choice
+from jackfield.spelling import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +188,8 @@ class BoundModel:
         if self.compiled is not None and self.plan.recording == ():
             backends = [self.plan[kind].registered for kind in ("attention", "cache", "compiler")]
             longest = self.plan.requirements.context_length
-            self.compiled.record(self.cache, self.attention, most, longest, backends)
+            named = self.plan["compiler"].how != AUTO
+            self.compiled.record(self.cache, self.attention, most, longest, backends, named=named)
 
     def install(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""

@@ -265,5 +265,5 @@ class Plan:
 
 def _recorded(against: tuple[str, ...]) -> str:
     if not against:
-        return "whole decode steps; those with drafts between attentions"
+        return "whole decode steps"
     return f"between attentions; whole decode steps are not: {'; '.join(against)}"

@@ -112,8 +112,18 @@ def reasons_against(registered: Registered, needs: Requirements, options: Any) -
         *(() if needs.elsewhere else reasons_of(registered, "available")),
         *reasons_of(registered, "refuse", needs, options),
         *reasons_of(registered, "impossible", needs),
+        *_reasons_against_recording(registered, needs, options),
     )
     return list(dict.fromkeys(reasons))
+
+
+def _reasons_against_recording(
+    registered: Registered, needs: Requirements, options: Any
+) -> list[str]:
+    if not needs.recorded or registered.kind not in ("attention", "cache"):
+        return []
+    against = reasons_of(registered, "unrecordable", needs, options)
+    return [f"cannot be recorded in whole steps: {reason}" for reason in against]
 
 
 def reasons_of(registered: Registered, check: str, *arguments: Any) -> list[str]:

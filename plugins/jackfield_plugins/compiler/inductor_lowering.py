@@ -31,7 +31,7 @@ class InductorCompilation(TorchCompilation):
         else:
             compiled = torch._dynamo.lookup_backend(options.backend)(graph, inputs)
         self.count()
-        return compiled  # type: ignore[no-any-return]
+        return compiled
 
 
 def fused(graph: Any, inputs: Any, mode: str = "default") -> Callable[..., Any]:

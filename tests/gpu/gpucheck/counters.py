@@ -30,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "paged, triton, cuda_graph between": {
         "attn_implementation": "triton", "cache_implementation": POOL,
-        "compile": "cuda_graph?whole=false",
+        "compile": "cuda_graph?record=between",
     },
     "paged, sdpa": {"attn_implementation": "sdpa", "cache_implementation": POOL},
 }  # fmt: skip

@@ -15,7 +15,7 @@ FLASH = {
 }
 TRITON = {"attn_implementation": "triton", "cache_implementation": POOL}
 GRAPHS = {"compile": "cuda_graph"}
-PIECES = {"compile": "cuda_graph?whole=false"}
+PIECES = {"compile": "cuda_graph?record=between"}
 WHOLE, BETWEEN = "paged, triton, cuda_graph", "paged, triton, cuda_graph between attentions"
 AIMS = {"share_of_bandwidth": 0.8, "times_generate": 4.0}
 

@@ -43,7 +43,7 @@ RUNS = (
     _run("paged, sdpa", "sdpa", PAGED),
     _run("paged, eager", "eager", PAGED),
     _run("paged, triton, cuda_graph", "triton", PAGED, compile="cuda_graph"),
-    _run("paged, triton, cuda_graph between", "triton", PAGED, compile="cuda_graph?whole=false"),
+    _run("paged, triton, cuda_graph between", "triton", PAGED, compile="cuda_graph?record=between"),
     _run("paged, triton, norms", "triton", PAGED, kernels="triton-rms-norm"),
     _run("paged, triton, drafts", "triton", PAGED, decoding="prompt_lookup"),
     _run("paged, triton, chunks of 5", "triton", PAGED, prefill_chunk_size=5),

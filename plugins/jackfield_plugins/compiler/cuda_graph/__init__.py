@@ -9,8 +9,8 @@ change with each step. After "full" and "piecewise" graphs, as vLLM calls them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
 from jackfield.contracts import BindContext, Compiler, CompilerCapabilities, Requirements
@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 class CudaGraphOptions:
     """What is recorded.
 
-    `whole`: whole decode steps are recorded while a model is loaded, where that can be done.
-    `fuse`: inductor writes what such a step does between two attentions anew, in fewer kernels.
+    `record`: "whole" decode steps, while a model is loaded, with all else run as it is; what lies
+    "between" two attentions, when such a step first comes; or "both", whole steps where that can be
+    done. `fuse`: inductor writes what a whole step does between two attentions anew, in fewer
+    kernels, which takes it some time while a model is loaded.
     """
 
-    whole: bool = True
-    fuse: bool = True
+    record: Literal["whole", "between", "both"] = "whole"
+    fuse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fuse and self.record == "between":
+            raise ValueError("fuse is for steps that are recorded whole; take record=both")
 
 
 class CudaGraphCompiler(Compiler):
@@ -40,28 +46,35 @@ class CudaGraphCompiler(Compiler):
     options = CudaGraphOptions
     capabilities = CompilerCapabilities(devices=frozenset({"cuda"}), records=True)
 
+    def rank(self, requirements: Requirements) -> int | None:
+        """For `auto` on a GPU, where steps of few tokens wait for Python."""
+        return 10 if requirements.device == "cuda" else None
+
     def available(self) -> list[str]:
         import torch
 
         return [] if torch.cuda.is_available() else ["needs a CUDA GPU; none is here"]
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        reasons = super().refuse(requirements, options) or cannot_trace()
-        if not reasons and options.whole and options.fuse and (without := cannot_keep()):
-            return [f"{'; '.join(without)}; or take fuse=false"]
-        return reasons
+        reasons = super().refuse(requirements, options)
+        if not reasons and (options.fuse or options.record != "whole"):
+            reasons = cannot_trace()
+        return reasons or (cannot_keep() if options.fuse else [])
+
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        implied = super().imply(requirements, options)
+        return replace(implied, recorded=True) if options.record == "whole" else implied
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().unrecordable(requirements, options)
-        return reasons if options.whole else [*reasons, "whole=false"]
+        return [*reasons, "record=between"] if options.record == "between" else reasons
 
     def bind(self, context: BindContext) -> Compilation:
+        from jackfield_plugins.compiler.cuda_graph.compilation import RecordedCompilation
         from jackfield_plugins.compiler.cuda_graph.graphs import CudaGraphs
-        from jackfield_plugins.compiler.cuda_graph.stretches import RecordedCompilation
 
         assert context.model is not None
-        graphs = CudaGraphs(context.device)
-        return RecordedCompilation(type(context.model).__name__, graphs, fuse=context.options.fuse)
+        return RecordedCompilation(context.model, CudaGraphs(context.device), context.options)
 
 
 @hookimpl

@@ -1,132 +1,17 @@
-"""A traced step, cut at its attentions into stretches that are recorded, or recorded whole."""
+"""A traced step, cut at its attentions into stretches that are recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx.passes.split_module import split_module
-
-from jackfield.contracts import in_units
-from jackfield.errors import ExecutionError
-from jackfield_plugins.compiler.cuda_graph.whole import Recording, Whole
-from jackfield_plugins.compiler.inductor_lowering import fused
-from jackfield_plugins.compiler.torch_compile import TorchCompilation
-
-if TYPE_CHECKING:
-    from jackfield.contracts.compiling import ModelStep
-    from jackfield_plugins.compiler.cuda_graph.graphs import Recorder
 
 _ATTEND = "jackfield::attend"
 
 #: `Recorder.record`.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
-
-
-#: The largest step that is recorded whole. Larger ones keep a GPU busy for longer than it takes
-#: to launch what lies between two attentions.
-MOST_ROWS = 64
-
-#: No more whole steps are recorded once these take so many bytes, beside what they return.
-MOST_BYTES = 1 << 30
-
-
-class RecordedCompilation(TorchCompilation):
-    """Each shape is recorded when its first step runs, and again where what it read has moved."""
-
-    name = "cuda_graph"
-
-    def __init__(self, model: str, recorder: Recorder, *, fuse: bool) -> None:
-        super().__init__(model, recorder.source, bucketed=True)
-        self._recorder = recorder
-        self._fuse = fuse
-        self._made: list[Whole] = []
-        self._last: Recording | None = None  # that was played
-        #: By where a step lies, what plays it and what that fills, of a model that was looked at.
-        self._known: dict[tuple[int, ...], tuple[Callable[[], None], Any]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return self._recorder.num_bytes
-
-    def sizes(self, most: int) -> list[int]:
-        """Powers of two, up to where all of `most` have room."""
-        return [1 << n for n in range(self.fill(min(most, MOST_ROWS)).bit_length())]
-
-    def record(self, step: ModelStep) -> ModelStep:
-        # Tracing takes seconds; one graph is recorded for all sizes but one.
-        checked = self._compiled(step, self._lower_whole, bucketed=False)
-        known = self._known
-
-        def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
-            """By `checked`, which looks at the whole model, once for each request that comes."""
-            if self.anew:
-                self.anew = False  # before it is looked at: what comes meanwhile is looked at again
-                known.clear()
-            place = ids.data_ptr(), positions.data_ptr(), ids.shape[1]
-            if (there := known.get(place)) is not None:
-                play, found = there
-                play()
-                return found
-            self._last = None
-            found = checked(ids, positions, keep)
-            if self._last is not None:
-                known[place] = self._last.play, found
-                self._last = None
-            return found
-
-        return run
-
-    def _lower_whole(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        if self._fuse:
-            self.source = f"{self._recorder.source}, fused by inductor"
-            return self._recorded_whole(fused(graph, inputs), inputs)
-        return aot_autograd(fw_compiler=self._recorded_whole)(graph, inputs)
-
-    def _recorded_whole(self, run: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
-        self._made.append(Whole(run, self._record_whole, inputs))
-        return self._counting(self._made[-1])
-
-    def close(self) -> None:
-        self._known.clear()
-        self._last = None
-        for made in self._made:
-            made.close()
-
-    def _record_whole(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        if (taken := self._recorder.num_bytes) > MOST_BYTES:
-            raise ExecutionError(
-                f"{self.name} records no more whole steps: recordings take {in_units(taken)}, of "
-                f"{in_units(MOST_BYTES)} that they may"
-            )
-        return self._record(run)
-
-    def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        # What it makes of a graph changes no tensor that it is given, so a stretch can be repeated.
-        return aot_autograd(fw_compiler=self._recorded)(graph, inputs)
-
-    def _recorded(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        del inputs
-        return self._counting(Stretches(graph, self._record))
-
-    def _counting(self, made: Stretches | Whole) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            found = made(*inputs)
-            self._last = getattr(made, "last", None)
-            if made.recorded:
-                made.recorded = False
-                self.count()
-            return found
-
-        return run
-
-    def _record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        try:
-            return self._recorder.record(run)
-        except RuntimeError as error:  # torch's word for all that a GPU cannot do
-            raise ExecutionError(self.complaint(error)) from error
 
 
 class Stretches:

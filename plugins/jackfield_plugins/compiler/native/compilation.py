@@ -10,8 +10,8 @@ import torch
 
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError, first_line
+from jackfield_plugins.compiler.holding import Held
 from jackfield_plugins.compiler.native.graph import Graph
-from jackfield_plugins.compiler.native.holding import Held
 from jackfield_plugins.compiler.native.kept import KeptGraphs
 from jackfield_plugins.compiler.native.linears import KERNEL, few
 from jackfield_plugins.compiler.native.program import Program, StaleError

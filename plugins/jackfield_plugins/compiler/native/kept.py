@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from jackfield_plugins.compiler.holding import EVERYWHERE
 from jackfield_plugins.compiler.native.fingerprint import FROM, Fingerprints
 from jackfield_plugins.compiler.native.graph import Graph
-from jackfield_plugins.compiler.native.holding import EVERYWHERE
 from jackfield_plugins.native.keeping import KeepingError, cache_root, keep, kept, own_folder
 
 logger = logging.getLogger("jackfield")

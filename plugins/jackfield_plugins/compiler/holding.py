@@ -1,4 +1,4 @@
-"""Whether a model still is what its step was traced and laid out from. Asked in every step."""
+"""Whether a model still is what its step was traced or recorded from. Asked in every step."""
 
 from __future__ import annotations
 

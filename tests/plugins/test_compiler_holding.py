@@ -10,7 +10,7 @@ import torch
 from families import build
 from torch import nn
 
-from jackfield_plugins.compiler.native.holding import _STEPS, Held
+from jackfield_plugins.compiler.holding import _STEPS, Held
 
 
 def lies_elsewhere(module: nn.Module) -> None:
