@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -22,7 +23,7 @@ from transformers.utils import import_utils
 
 from jackfield.bridge import opaque
 from jackfield.contracts import CompilerCapabilities
-from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, graphs
+from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler, compilation, graphs
 
 if TYPE_CHECKING:
     import pytest
@@ -209,7 +210,16 @@ class Again:
 
 
 def record_on(monkeypatch: pytest.MonkeyPatch, recorder: Any, *, whole: bool = True) -> None:
-    """Have `cuda_graph` run here, with `recorder` in the place of a GPU's."""
+    """Have `cuda_graph` run here, with `recorder` in the place of a GPU's.
+
+    What inductor compiles no tape sees, so only its graph is played there.
+    """
+
+    def unfused(graph: Any, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=lambda traced, _: traced)(graph, inputs)
+
+    if issubclass(recorder, Tapes):
+        monkeypatch.setattr(compilation, "fused", unfused)
     monkeypatch.setattr(graphs, "CudaGraphs", recorder)
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: Tape.now is not None)
     monkeypatch.setattr(CudaGraphCompiler, "capabilities", CompilerCapabilities(records=whole))

@@ -20,18 +20,18 @@ from tape import Tapes, launching, record_on
 RECORDED = {
     "engines": {
         "paged, triton, cuda_graph", "paged, triton, cuda_graph between",
+        "paged, triton, cuda_graph, fused", "paged, triton, cuda_graph, drafts",
         "static, sdpa, cuda_graph", "dynamic, sdpa, cuda_graph",
     },
     "counters": {
         f"{what}: {label}"
         for what in ("waits a step", "compilations after warm-up")
         for label, arguments in counters.ENGINES.items()
-        if "compile" in arguments
+        if "cuda_graph" in arguments.get("compile", "")
     },
     "decode_one": {
         decode_one.WHOLE, f"{decode_one.WHOLE}: texts", f"{decode_one.WHOLE}: profile",
-        decode_one.BETWEEN, f"{decode_one.BETWEEN}: texts", "static, sdpa, cuda_graph",
-        "whole steps, against those between attentions",
+        decode_one.FUSED, f"{decode_one.FUSED}: texts", "static, sdpa, cuda_graph between",
     },
     "decode_many": {decode_one.WHOLE, f"{decode_one.WHOLE}, against generate_batch"},
 }  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_stage_is_right_where_steps_are_recorded(
 
 @pytest.mark.usefixtures("recording")
 def test_an_engine_whose_steps_are_recorded_is_judged() -> None:
-    recorded = next(run for run in engines.RUNS if "compile" in run.load)
+    recorded = next(run for run in engines.RUNS if run.load["compile"] == "cuda_graph")
     alone = replace(recorded, load={**recorded.load, "max_batch_size": 1})
     bench = Bench(Host(), replace(TINY, prompts=(3,)), Results("engines", print))
     found = engines.judged(bench, alone)

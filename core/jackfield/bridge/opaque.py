@@ -185,8 +185,10 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
     """`mask`, which makes none where a compiler reads it; see `OpaqueStep.masks`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
+        if _is_read():  # which comes first: torch 2.11 cannot read what a step is
+            return None
         recorded = isinstance(_now.step, OpaqueStep) and _now.step.recorded
-        return None if recorded or _is_read() else mask(*args, **kwargs)
+        return None if recorded else mask(*args, **kwargs)
 
     return made
 

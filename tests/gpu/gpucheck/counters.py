@@ -20,7 +20,9 @@ from jackfield.errors import UsageError
 POOL = "paged?num_tokens=8192"
 ENGINES: dict[str, dict[str, Any]] = {
     "auto": {},
-    "paged, triton": {"attn_implementation": "triton", "cache_implementation": POOL},
+    "paged, triton": {
+        "attn_implementation": "triton", "cache_implementation": POOL, "compile": "none",
+    },
     "paged, flash 2": {
         "attn_implementation": "flash_attention_2",
         "cache_implementation": f"{POOL}&page_size=256",

@@ -7,16 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpucheck.bench import Bench
-from gpucheck.decode_one import (
-    BETWEEN,
-    FLASH,
-    GRAPHS,
-    PIECES,
-    PROFILES,
-    TRITON,
-    WHOLE,
-    against_pieces,
-)
+from gpucheck.decode_one import FLASH, FUSE, FUSED, GRAPHS, PROFILES, TRITON, WHOLE
 from gpucheck.judging import Tokens
 from gpucheck.results import SkippedError
 from gpucheck.speed import AT_FIRST, Race, Run, profile_engine, race_engine, race_rival
@@ -25,10 +16,10 @@ AIM = 1.5  # times the speed of `generate_batch`
 BATCH_TOKENS = 4096  # of a step, for all: every prompt is read in the first one
 _MOST = {"max_batch_tokens": BATCH_TOKENS}
 ENGINES: dict[str, dict[str, Any]] = {
-    "paged, triton": {**TRITON, **_MOST},
     WHOLE: {**TRITON, **GRAPHS, **_MOST},
+    "paged, triton": {**TRITON, **_MOST},
     "paged, flash 2": {**FLASH, **_MOST},
-    BETWEEN: {**TRITON, **PIECES, **_MOST},
+    FUSED: {**TRITON, **FUSE, **_MOST},
 }
 
 
@@ -36,9 +27,8 @@ def run(bench: Bench) -> None:
     race = Race.of(bench, bench.sizes.batch, bench.sizes.batch_prompt)
     expected = race.generate(bench.sizes.decode_tokens)
     theirs = None
-    taken: dict[str, float | None] = {}
     for number, (label, how) in enumerate(ENGINES.items()):
-        taken[label] = seconds = race_engine(race, label, how, expected, {})
+        seconds = race_engine(race, label, how, expected, {})
         if number == 0:  # the rest takes longest to compile, and may be cut
             with bench.results.check("generate_batch: start"), batching(race) as batch:
                 theirs = race_rival(race, "generate_batch", batch, expected)
@@ -48,7 +38,6 @@ def run(bench: Bench) -> None:
                 f"{label}, against generate_batch", times_generate_batch=times,
                 aim=f"times_generate_batch at least {AIM}", met=times >= AIM,
             )  # fmt: skip
-    against_pieces(bench, taken)
     for label in PROFILES:
         profile_engine(race, label, ENGINES[label])
 

@@ -32,18 +32,26 @@ class Run:
 
 
 def _run(label: str, attention: str, cache: str, dtype: str = "float32", **more: Any) -> Run:
-    return Run(
-        label, {"attn_implementation": attention, "cache_implementation": cache, **more}, dtype
-    )
+    chosen = {"attn_implementation": attention, "cache_implementation": cache, "compile": "none"}
+    return Run(label, {**chosen, **more}, dtype)
 
 
 PAGED = "paged?num_tokens=2048"
+BETWEEN = "cuda_graph?record=between"
 RUNS = (
     _run("paged, triton", "triton", PAGED),
     _run("paged, sdpa", "sdpa", PAGED),
     _run("paged, eager", "eager", PAGED),
     _run("paged, triton, cuda_graph", "triton", PAGED, compile="cuda_graph"),
-    _run("paged, triton, cuda_graph between", "triton", PAGED, compile="cuda_graph?record=between"),
+    _run("paged, triton, cuda_graph, fused", "triton", PAGED, compile="cuda_graph?fuse=true"),
+    _run("paged, triton, cuda_graph between", "triton", PAGED, compile=BETWEEN),
+    _run(
+        "paged, triton, cuda_graph, drafts",
+        "triton",
+        PAGED,
+        compile="cuda_graph",
+        decoding="prompt_lookup",
+    ),
     _run("paged, triton, norms", "triton", PAGED, kernels="triton-rms-norm"),
     _run("paged, triton, drafts", "triton", PAGED, decoding="prompt_lookup"),
     _run("paged, triton, chunks of 5", "triton", PAGED, prefill_chunk_size=5),
@@ -54,8 +62,8 @@ RUNS = (
     _run("dynamic, sdpa", "sdpa", "dynamic"),
     _run("dynamic, flash 2", "flash_attention_2", "dynamic", "bfloat16"),
     _run("static, sdpa", "sdpa", "static"),
-    _run("static, sdpa, cuda_graph", "sdpa", "static", compile="cuda_graph"),
-    _run("dynamic, sdpa, cuda_graph", "sdpa", "dynamic", compile="cuda_graph"),
+    _run("static, sdpa, cuda_graph", "sdpa", "static", compile=BETWEEN),
+    _run("dynamic, sdpa, cuda_graph", "sdpa", "dynamic", compile=BETWEEN),
     _run("offloaded, sdpa", "sdpa", "offloaded"),
     _run("offloaded_static, sdpa", "sdpa", "offloaded_static"),
 )

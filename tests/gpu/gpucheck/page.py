@@ -59,7 +59,8 @@ def page(whole: Mapping[str, Any] | None) -> str:
     if whole is None:
         return INTRO + NOTHING
     results: list[Values] = whole["results"]
-    parts = [INTRO, f"## {whole['gpu'] or 'No GPU'}, {whole['date']}\n", machine(results)]
+    parts = [INTRO, f"## {whole['gpu'] or 'No GPU'}, {whole['date']}\n", whole.get("note", "")]
+    parts.append(machine(results))
     parts += [summary(whole["stages"], results), aims(results)]
     for name, title in _TIMED.items():
         parts.append(timed(title, [r for r in results if r["stage"] == name]))

@@ -15,7 +15,11 @@ from gpucheck.speed import Race
 POOL = "paged?num_tokens=65536&prefix_sharing=false"  # a prompt that is read again is computed
 CHUNK = 8192
 ENGINES: dict[str, dict[str, Any]] = {
-    "paged, triton": {"attn_implementation": "triton", "cache_implementation": POOL},
+    "paged, triton": {
+        "attn_implementation": "triton",
+        "cache_implementation": POOL,
+        "compile": "none",
+    },
     "paged, flash 2": {
         "attn_implementation": "flash_attention_2",
         "cache_implementation": f"{POOL}&page_size=256",

@@ -119,6 +119,9 @@ def run_one(
         try:
             code = process.wait(limit)
             ended = "whole" if code == 0 else f"ended with exit status {code}"
+            # To write down where it is can kill a process that torch traces.
+            if code == -signal.SIGSEGV and time.monotonic() - started > limit - LAST_WORDS:
+                ended = f"was cut at its limit of {stage.limit} s"
         except subprocess.TimeoutExpired:
             ended = f"was cut at its limit of {stage.limit} s"
         finally:

@@ -125,12 +125,14 @@ def race_engine(
     bench, count = race.bench, race.bench.sizes.decode_tokens
     if label in bench.results.made:
         return None
+    started = time.perf_counter()
     with bench.results.check(label) as found, loaded(race.model, arguments) as engine:
 
         def ours(tokens: int) -> Tokens:
             done = engine.generate(race.prompts, max_new_tokens=tokens)
             return [completion.token_ids for completion in done]
 
+        found["seconds_to_load"] = time.perf_counter() - started
         texts = ours(count)  # and all that is compiled or recorded is so now
         seconds = race.in_turn({"ours": ours, "generate": race.generate})
         found.update(race.figures(seconds["ours"]))

@@ -17,15 +17,15 @@ class Stage:
 
 STAGES = (
     Stage(
-        "machine", "machine", 20,
+        "machine", "machine", 15,
         "GPU, driver, libraries, compilers, headers, and the signatures that backends rely on",
     ),
     Stage(
-        "kernels", "kernels", 85,
+        "kernels", "kernels", 80,
         "packed attentions and norms against float64: windows, softcaps, sinks, drafts, pages",
     ),
     Stage(
-        "engines", "engines", 60,
+        "engines", "engines", 65,
         "CUDA graphs, offloaded caches, swapped pages, quantizers, placement: tokens of `generate`",
     ),
     Stage(
@@ -37,14 +37,14 @@ STAGES = (
         "waits a step, compilations after warm-up, pools of later engines, `deterministic`",
     ),
     Stage(
-        "decode-1", "decode_one", 135,
+        "decode-1", "decode_one", 140,
         "8 billion parameters, one sequence: share of the bandwidth, against `generate`, profile",
     ),
     Stage(
-        "decode-32", "decode_many", 70,
+        "decode-32", "decode_many", 105,
         "8 billion parameters, 32 sequences: against `generate` and `generate_batch`, profile",
     ),
-    Stage("prefill", "prefill", 45, "8 billion parameters, prompts of 2,048 and 32,768 tokens"),
-    Stage("check", "checking", 45, "`jackfield check` over the backends that are for a GPU"),
-    Stage("tests", "existing_tests", 30, "the tests of `make test` that only run where a GPU is"),
+    Stage("prefill", "prefill", 35, "8 billion parameters, prompts of 2,048 and 32,768 tokens"),
+    Stage("check", "checking", 30, "`jackfield check` over the backends that are for a GPU"),
+    Stage("tests", "existing_tests", 15, "the tests of `make test` that only run where a GPU is"),
 )  # fmt: skip
