@@ -97,11 +97,33 @@ def test_auto_takes_the_best_packed_attention(
     no_hub(monkeypatch)
     for name in packages:
         installed(monkeypatch, name)
-    plan = jackfield.plan(config_of(family), dtype=dtype, cache_implementation=cache)
+    model, asked = config_of(family), {"dtype": dtype, "cache_implementation": cache}
+    plan = jackfield.plan(model, compile="none", **asked)
     assert chosen(plan) == ("paged", takes)
     assert faster(plan) == would_be_faster == plan.to_dict()["faster"]
     for name in would_be_faster:
         assert f"would be faster: attention {name} (" in str(plan)
+
+
+@pytest.mark.parametrize("packages", [[], ["flash_attn"], ["flash_attn_interface"]])
+def test_steps_that_are_recorded_come_before_the_best_attention(
+    packages: list[str], monkeypatch: pytest.MonkeyPatch, hopper: FakeCuda
+) -> None:
+    """With each of its own steps launched by Python, no attention is as fast."""
+    no_hub(monkeypatch)
+    for name in packages:
+        installed(monkeypatch, name)
+    plan = jackfield.plan(config_of("llama"), dtype="bfloat16")
+    assert (*chosen(plan), plan["compiler"].registered.name) == ("paged", "triton", "cuda_graph")
+    assert not [name for name in faster(plan) if name == "flash_attention_2"]
+    assert "recorded: whole decode steps" in str(plan)
+    if packages == ["flash_attn"]:
+        named = jackfield.plan(
+            config_of("llama"), dtype="bfloat16", attn_implementation="flash_attention_2"
+        )
+        assert named["compiler"].registered.name == "none"
+    for other in ({"cache_implementation": "dynamic"}, {"kernels": "triton-rms-norm"}):
+        assert jackfield.plan(config_of("llama"), **other)["compiler"].registered.name == "none"
 
 
 def test_padded_rows_keep_sdpa(hopper: FakeCuda) -> None:
@@ -133,7 +155,9 @@ def test_pages_that_flash_cannot_read_in_place_are_for_triton(hopper: FakeCuda) 
     found = {}
     for size in (16, 256):
         cache = f"paged?page_size={size}"
-        plan = jackfield.plan(config_of("llama"), dtype="bfloat16", cache_implementation=cache)
+        plan = jackfield.plan(
+            config_of("llama"), dtype="bfloat16", cache_implementation=cache, compile="none"
+        )
         found[size] = chosen(plan)[1]
     assert found == {16: "triton", 256: "flash_attention_2"}
 
@@ -177,4 +201,5 @@ def test_a_gpu_that_is_elsewhere_is_planned_for_in_the_same_way() -> None:
     found = jackfield.estimate(
         config_of("llama"), dtype="bfloat16", device_map="cuda", device_memory="80GB"
     )
-    assert chosen(found.plan) == ("paged", "flash_attention_3")
+    plan = found.plan
+    assert (*chosen(plan), plan["compiler"].registered.name) == ("paged", "triton", "cuda_graph")

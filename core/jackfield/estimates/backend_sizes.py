@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jackfield.contracts import Requirements
@@ -11,6 +11,7 @@ from jackfield.errors import JackfieldError
 from jackfield.planning.planning import Plan
 from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Registered
+from jackfield.spelling import AUTO
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
     """(backend, its options, whether it is chosen, reasons against it) for each of `kind`."""
     from jackfield.registry.discovery import registry
 
+    needs = planned.requirements
+    if planned["compiler"].how == AUTO:  # another plan would have none
+        needs = replace(needs, compiled=False, recorded=False)
     found: list[tuple[Registered, Any, bool, list[str]]] = []
     for registered in registry().of_kind(kind):
         if planned[kind].registered is registered:
@@ -87,7 +91,6 @@ def _backends(planned: Plan, kind: str) -> list[tuple[Registered, Any, bool, lis
         except JackfieldError as error:
             found.append((registered, None, False, [str(error)]))
             continue
-        needs = planned.requirements
         reasons = reasons_against(registered, needs, options)
         found.append((registered, options, False, reasons))
     return found

@@ -13,7 +13,7 @@ from jackfield.contracts import Requirements
 from jackfield.devices import free_bytes, numbered
 from jackfield.errors import JackfieldError
 from jackfield.planning.memory import CacheMemory, StepLimits, step_bytes
-from jackfield.planning.solving import Refusal, reasons_of
+from jackfield.planning.solving import UNRECORDED, Refusal, reasons_of
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO
 
@@ -49,7 +49,8 @@ class Plan:
     def faster(self) -> tuple[Refusal, ...]:
         """The attentions that `auto` would rather have chosen, with what stands against each.
 
-        Those for other devices are none of them.
+        Those for other devices are none of them, nor those that no whole step is recorded with,
+        which saves more.
         """
         if self["attention"].how != AUTO:
             return ()
@@ -58,6 +59,7 @@ class Plan:
             refusal
             for refusal, r in backends
             if r.kind == "attention" and device in r.backend.capabilities.devices  # type: ignore[attr-defined]
+            if not all(reason.startswith(UNRECORDED) for reason in refusal.reasons)
         )
 
     @property

@@ -28,6 +28,10 @@ ARGUMENTS = {
 }
 
 
+#: How reasons begin against what is no part of a step that is recorded whole.
+UNRECORDED = "cannot be recorded in whole steps"
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A backend that was considered and not taken, with every reason.
@@ -123,7 +127,7 @@ def _reasons_against_recording(
     if not needs.recorded or registered.kind not in ("attention", "cache"):
         return []
     against = reasons_of(registered, "unrecordable", needs, options)
-    return [f"cannot be recorded in whole steps: {reason}" for reason in against]
+    return [f"{UNRECORDED}: {reason}" for reason in against]
 
 
 def reasons_of(registered: Registered, check: str, *arguments: Any) -> list[str]:
