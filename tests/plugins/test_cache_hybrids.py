@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, STATES_APART, Family, build, oracle, prompts
 
 import jackfield
@@ -20,6 +21,11 @@ from jackfield.registry.backends import Registered
 PROMPTS = prompts((2, 5, 12))
 COUNTS = (3, 10, 6)
 GATED = FAMILIES["llama"].arguments
+
+SMALL = {
+    "vocab_size": GATED["vocab_size"], "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 HYBRIDS = {
     "lfm2": Family("Lfm2Config", {**GATED, "layer_types": ["conv", "full_attention"]}),
@@ -35,6 +41,10 @@ HYBRIDS = {
          "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
          "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
+    "mamba2": Family(
+        "Mamba2Config",
+        {**SMALL, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    ),
 }  # fmt: skip
 
 
@@ -44,11 +54,24 @@ def hybrid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return build("hybrid")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+#: Models that only keep states. The code of the first two begins each piece of a prompt anew.
+STATES = {
+    "mamba": Family("MambaConfig", {**SMALL, "intermediate_size": 64}),
+    "falcon-mamba": Family("FalconMambaConfig", {**SMALL, "intermediate_size": 64}),
+    "mamba2": HYBRIDS["mamba2"],
+}
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", [*HYBRIDS, *STATES])
 def test_rows_that_end_early_leave_the_others_right(
-    hybrid: Any, cache: str, attention: str
+    monkeypatch: pytest.MonkeyPatch, family: str, cache: str, attention: str
 ) -> None:
+    if family in STATES and attention != "auto":
+        pytest.skip("no layer attends")
+    monkeypatch.setitem(FAMILIES, "hybrid", {**HYBRIDS, **STATES}[family])
+    hybrid = build("hybrid")
     with jackfield.load(
         hybrid, cache_implementation=cache, attn_implementation=attention
     ) as engine:
@@ -235,3 +258,67 @@ def test_a_text_is_scored_the_same_in_pages(hybrid: Any, monkeypatch: pytest.Mon
             found.append(token_logprobs(engine, ids))
     # What recurs is computed in float32, in a model of float64 too, and rounded between pieces.
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_beams": 3}, {"do_sample": True, "seed": 7, "num_return_sequences": 2}, {"stop": None}],
+    ids=str,
+)
+def test_states_alone_are_copied_and_cancelled(
+    monkeypatch: pytest.MonkeyPatch, family: str, asked: dict[str, Any]
+) -> None:
+    """Beams are transformers' own, samples are those of one request at a time."""
+    monkeypatch.setitem(FAMILIES, "states", STATES[family])
+    model = build("states")
+    with jackfield.load(model, decoding="beam" if "num_beams" in asked else "auto") as engine:
+        gone = engine.submit(PROMPTS[2], max_new_tokens=90)
+        found = engine.generate(PROMPTS, max_new_tokens=8, **asked)
+        gone.cancel()
+        alone = [engine.generate(prompt, max_new_tokens=8, **asked) for prompt in PROMPTS]
+        assert [one.token_ids for one in found] == [one.token_ids for part in alone for one in part]
+        report = found[0].report
+        assert "attention" not in {one.kind for one in report.observations if one.calls}
+    if "num_beams" in asked:
+        ids = torch.tensor([PROMPTS[2]])
+        theirs = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
+        assert found[2].token_ids == theirs[0, len(PROMPTS[2]) :].tolist()
+
+
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"attn_implementation": "sdpa"}, "would never be called: no layer of .* attends"),
+        ({"attn_implementation": "plugin:triton"}, "would never be called: no layer of .* attends"),
+        ({"decoding": "prompt_lookup"}, "cannot take back tokens of linear_attention layers"),
+        ({"cache_implementation": "offloaded"}, "does not hold linear_attention layers"),
+        ({"compile": "native"}, "cannot take the state of linear-attention layers"),
+    ],
+    ids=str,
+)
+def test_what_models_of_states_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, family: str, asked: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setitem(FAMILIES, "states", STATES[family])
+    with pytest.raises(PlanError, match=why):
+        jackfield.plan(build("states").config, **asked)
+
+
+def test_states_take_as_much_however_long_a_text_is() -> None:
+    config = transformers.Mamba2Config(**STATES["mamba2"].arguments)
+    for cache in ("paged", "dynamic"):
+        memory = jackfield.plan(config, cache_implementation=cache).memory()
+        assert memory is not None
+        assert not memory.grows
+        assert "a request, however long" in str(memory)
+
+
+def test_matrices_that_code_multiplies_with_are_not_quantized() -> None:
+    config = transformers.MambaConfig(**STATES["mamba"].arguments)
+    for quantizer in ("int8-cpu", "torchao", "bnb-8bit"):
+        with pytest.raises(PlanError, match="stores matrices in forms of its own"):
+            jackfield.plan(config, quantization=quantizer)
+    other = transformers.FalconMambaConfig(**STATES["falcon-mamba"].arguments)
+    assert jackfield.plan(other, quantization="int8-cpu").requirements.plain_matrices is None

@@ -44,6 +44,11 @@ def _undrivable(
         if getattr(type(model), "generate", None) is not GenerationMixin.generate:
             return "generates by code of its own, which is not run here; call its own generate"
         return f"takes no {lacking[0]}, which its decoder is called with" if lacking else None
+    keeps_states = {*layer_types} == {"linear_attention"} and not hasattr(
+        text, "num_attention_heads"
+    )
+    if keeps_states and {"cache_params", "attention_mask"} <= {*taken}:
+        return None
     missing = {"past_key_values", "attention_mask"} - set(taken)
     if missing or not hasattr(text, "num_attention_heads"):
         what = f"takes no {min(missing)}" if missing else "has no attention heads"

@@ -30,6 +30,7 @@ def forward_of(
     """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
+    other_name = "past_key_values" not in parameters and "cache_params" in parameters
     prefix, encodes = READS_A_PREFIX.holds(model), has_encoder(model.config)
     # What a config asks for training is handed on to each attention, and nobody reads it here.
     router = {"output_router_logits"} & parameters.keys()
@@ -43,6 +44,9 @@ def forward_of(
             kwargs = for_the_whole(kwargs)
         if silent:
             kwargs = {**kwargs, **silent}
+        if other_name:  # of a model whose layers all have a state
+            kwargs = dict(kwargs)
+            kwargs["cache_params"] = kwargs.pop("past_key_values", None)
         keep = kwargs["logits_to_keep"]
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}

@@ -122,8 +122,10 @@ def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     # Models ask a mask whether all of it is valid.
     if not has_encoder(meta_model.config):
-        own: dict[str, Any] = {"input_ids": ids, "attention_mask": None, "past_key_values": cache}
-        if "logits_to_keep" in inspect.signature(meta_model.forward).parameters:
+        taken = inspect.signature(meta_model.forward).parameters
+        name = "past_key_values" if "past_key_values" in taken else "cache_params"
+        own: dict[str, Any] = {"input_ids": ids, "attention_mask": None, name: cache}
+        if "logits_to_keep" in taken:
             own["logits_to_keep"] = 1  # as in every step of ours
         meta_model(**own, use_cache=True)
         return

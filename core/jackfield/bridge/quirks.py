@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _POSITIONS = re.compile(r"Position(al)?Embedding")
 _COUNTING = ("JetMoeTopKGating", "XmodOutput")  # classes that share out a step's rows
+_MULTIPLIES = re.compile(r"self\.\w+\.weight @")
 _READS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)")
 
 
@@ -89,6 +90,14 @@ def _reads_the_name(model: PreTrainedModel) -> bool:
         return bool(model.config.reorder_and_upcast_attn)
     module = sys.modules.get(type(model).__module__)
     return module is not None and bool(_READS_NAME.search(inspect.getsource(module)))
+
+
+def _multiplies_by_itself(model: PreTrainedModel) -> bool:
+    module = sys.modules.get(type(model).__module__)
+    if module is None:
+        return False
+    source = inspect.getsource(module)
+    return bool(_MULTIPLIES.search(source)) and "_is_quantized" not in source
 
 
 NUMBERS_COLUMNS = Quirk(
@@ -168,7 +177,16 @@ COUNTS_ROWS = Quirk(
     "refused by compilers that need shapes that are known",
 )
 
+MULTIPLIES_BY_ITSELF = Quirk(
+    _multiplies_by_itself,
+    ("mamba",),
+    "the matrix of a linear layer (dt_proj) is multiplied with by the code around it; FalconMamba "
+    "calls the layer where its config says _is_quantized",
+    "refused by quantizers, which store matrices in other forms",
+)
+
 TABLE = (
     NUMBERS_COLUMNS, READS_A_PREFIX, STRETCHES_POSITIONS, KEEPS_STATE, HAS_ITS_OWN_CACHE,
     READS_THE_NAME, ROTATES_BY_LENGTH, HAS_EXPERTS_OF_NOTHING, COUNTS_ROWS,
+    MULTIPLIES_BY_ITSELF,
 )  # fmt: skip

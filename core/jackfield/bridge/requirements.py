@@ -40,6 +40,7 @@ from jackfield.bridge.probe import Call, Probe, irregular, probe, seen_features
 from jackfield.bridge.quirks import (
     COUNTS_ROWS,
     HAS_EXPERTS_OF_NOTHING,
+    MULTIPLIES_BY_ITSELF,
     READS_A_PREFIX,
     ROTATES_BY_LENGTH,
     STRETCHES_POSITIONS,
@@ -132,7 +133,7 @@ def describe(
     seen = probed(model)
     calls = seen.calls
     check_calls(model, calls)
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 0))  # none where no layer attends
     kv_heads = {heads // int(getattr(m, "num_key_value_groups", 1)) for _, m in layers} or {heads}
     return Requirements(
         architecture=type(model).__name__,
@@ -153,7 +154,7 @@ def describe(
         encoder=f"{type(model).__name__} has an encoder" if has_encoder(config) else None,
         encoder_length=_encoder_length(model),
         kv_numbers=seen.cached,
-        **shapes_by_layer(calls, len(types)),
+        **(shapes_by_layer(calls, len(types)) if heads else _nothing_but_states(seen)),
         token_numbers=numbers_of_a_token(model),
         weights=weights,
         joined_weights=None if live else joined_weights(model),
@@ -166,6 +167,11 @@ def describe(
         irregular=irregular(calls, windows(config)) or _two_attentions(config),
         branches=_branches(model),
         counts_rows="rows are shared out by numbers" if COUNTS_ROWS.holds(model) else None,
+        plain_matrices=(
+            "its code multiplies with a linear layer's matrix by itself"
+            if MULTIPLIES_BY_ITSELF.holds(model)
+            else None
+        ),
         experts_implementation=experts_of(model, dtype, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
@@ -188,6 +194,11 @@ def shapes_by_layer(calls: Sequence[Call], layers: int) -> dict[str, Any]:
         "packed_numbers": tuple(numbers.get(layer, 0) for layer in range(layers) if numbers),
         "packed_shapes": tuple(shapes.get(layer, _NOTHING) for layer in range(layers) if shapes),
     }
+
+
+def _nothing_but_states(seen: Probe) -> dict[str, Any]:
+    """The same of a model that attends nowhere; nothing where its step was not seen."""
+    return {"packed_numbers": seen.cached, "packed_shapes": tuple(_NOTHING for _ in seen.cached)}
 
 
 def probed(model: PreTrainedModel) -> Probe:
@@ -270,7 +281,7 @@ def _features(
     """feature -> evidence, for everything beyond plain causal attention."""
     name = type(model).__name__
     found: dict[str, str] = {}
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 0))  # none where no layer attends
     groups = max((int(getattr(m, "num_key_value_groups", 1)) for _, m in layers), default=1)
     if groups > 1:
         found["grouped_query"] = f"{heads} query heads on {heads // groups} key/value heads"

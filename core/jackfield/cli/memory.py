@@ -142,7 +142,8 @@ def _print(found: Estimate) -> None:
     each = "" if needs.tp_size == 1 else f", for each of {needs.tp_size} processes"
     out.print(f"device memory {free} ({whose}), weights {weights}{each}")
     if memory is not None:
-        out.print(f"longest request that fits: {memory.longest:,} tokens")
+        longest = f"{memory.longest:,} tokens" if memory.grows else "any"
+        out.print(f"longest request that fits: {longest}")
     if not found.steps:
         out.print("steps: unknown, since the model's code does not run without its weights")
     out.print()

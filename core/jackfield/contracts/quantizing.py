@@ -309,14 +309,17 @@ class Quantizer(Backend):
         return Quantization(self.config_of(context))
 
     def impossible(self, requirements: Requirements) -> list[str]:
-        """That several processes share the model, where it does not declare `tensor_parallel`.
+        """That several processes share the model, where it does not declare `tensor_parallel`, or
+        that the model's code uses a layer's matrix by itself.
 
         Args:
             requirements: The job.
         """
+        why = requirements.plain_matrices
+        reasons = [f"stores matrices in forms of its own ({why})"] if why else []
         if self.capabilities.tensor_parallel:
-            return []
-        return one_process(requirements, "stores layers that are whole (tensor_parallel)")
+            return reasons
+        return reasons + one_process(requirements, "stores layers that are whole (tensor_parallel)")
 
     def config_of(self, context: BindContext) -> QuantizationConfigMixin | None:
         """The caller's own config, None for a checkpoint that has one, or `make_config`.

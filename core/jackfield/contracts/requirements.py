@@ -114,6 +114,8 @@ class Requirements:
         pieces: The model, evidence: a prompt that is read in several steps would be wrong.
         holes: The model, evidence: a token that is masked out once it was read would be wrong.
         fixed: The model, evidence: a cache with columns that are not written yet would be wrong.
+        plain_matrices: The model, evidence: a linear layer's matrix is used by other code than the
+            layer's, so it has to be a plain tensor.
         encoder: The model, evidence: an encoder reads the prompt, once, and a sequence is what the
             decoder says.
         encoder_length: The model: how many tokens its encoder reads at most; None: no limit.
@@ -177,6 +179,7 @@ class Requirements:
     pieces: str | None = None
     holes: str | None = None
     fixed: str | None = None
+    plain_matrices: str | None = None
     encoder: str | None = None
     encoder_length: int | None = None
     experts_implementation: str | None = None
@@ -194,6 +197,11 @@ class Requirements:
     page_multiple: int = 1
     compiled: bool = False
     recorded: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layer attends. Of models that do not, each keeps a state (Mamba)."""
+        return self.num_attention_heads > 0
 
     @property
     def computing_devices(self) -> tuple[str, ...]:

@@ -70,6 +70,11 @@ class CacheMemory:
         """What a short request costs per token, before any window is full; pages counted whole."""
         return -(-self.request_bytes(1024) // 1024)
 
+    @property
+    def grows(self) -> bool:
+        """Whether longer requests take more; those of models that only keep states do not."""
+        return self.request_bytes(1 << 20) > self.request_bytes(1)
+
     def fits(self, tokens: int, requests: int) -> bool:
         """Whether that many requests of `tokens` tokens fit together."""
         if self.needed is not None:
@@ -100,6 +105,11 @@ class CacheMemory:
         return [n for n in (256, 1024, 4096, 16384, 65536) if n < most] + ([most] if most else [])
 
     def __str__(self) -> str:
+        if not self.grows:
+            return (
+                f"{in_units(self.request_bytes(1))} a request, however long, "
+                f"{in_units(self.available)} for them: {self.requests(1)} fit together"
+            )
         fit = ", ".join(f"{self.requests(n)} of {n}" for n in self._lengths())
         return (
             f"{self.bytes_per_token} bytes a token, {in_units(self.available)} for them: "

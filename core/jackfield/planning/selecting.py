@@ -32,6 +32,11 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     if needs.varies:
         raise PlanError(needs.varies)
     selections = selected(selections, registry)
+    if not needs.attends and selections.get("attention", AUTO) != AUTO:
+        raise PlanError(
+            f"attn_implementation={selections['attention']!r} would never be called: no layer of "
+            f"{needs.architecture} attends, each keeps a state; drop it"
+        )
     kernels = selections.pop("kernel", AUTO)
     if kernels != AUTO and selections.get("compiler", AUTO) == AUTO:
         selections["compiler"] = "none"  # which layers that are called one by one can do without

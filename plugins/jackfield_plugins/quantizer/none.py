@@ -30,6 +30,9 @@ class NoQuantizer(Quantizer):
     def rank(self, requirements: Requirements) -> int | None:
         return self.auto_rank
 
+    def impossible(self, requirements: Requirements) -> list[str]:
+        return []
+
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         if requirements.stored is None:
             return []
