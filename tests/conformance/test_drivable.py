@@ -14,7 +14,7 @@ from jackfield.errors import CheckpointError, PlanError, PromptError, UsageError
 TINY = {"vocab_size": VOCAB, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
-@pytest.mark.parametrize("name", ["OpenAIGPTConfig", "MambaConfig", "RwkvConfig"])
+@pytest.mark.parametrize("name", ["OpenAIGPTConfig", "RwkvConfig"])
 def test_a_model_without_a_kv_cache_is_refused(name: str) -> None:
     config = getattr(transformers, name)(vocab_size=VOCAB, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="does not generate with a KV cache"):

@@ -71,7 +71,7 @@ class Requirements:
         device: The job: a torch device type, None while transformers itself is loading the model
             and has not said where.
         device_index: The job: the number of that device, None: the current one.
-        num_attention_heads: Attention: query heads of a layer.
+        num_attention_heads: Attention: query heads of a layer; 0: none attends (`attends`).
         num_key_value_heads: Attention: key and value heads, of the layer that has the fewest.
         head_dims: Attention: the sizes of heads that there are, ascending.
         layer_types: Layers: "full_attention", "sliding_attention", "chunked_attention" or
