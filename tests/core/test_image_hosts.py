@@ -147,7 +147,22 @@ def test_an_answer_is_whole_short_and_soon(
             request.wfile.flush()
             time.sleep(0.05)
 
+    def trickle(begin: bytes, more: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+        """Bytes, one by one, that are no part of an image."""
+
+        def send(request: BaseHTTPRequestHandler) -> None:
+            request.wfile.write(begin)
+            for _ in range(60):
+                request.wfile.write(more)
+                request.wfile.flush()
+                time.sleep(0.05)
+
+        return send
+
     pages |= {
+        "/headers": trickle(b"HTTP/1.1 200 OK\r\nX-Long: ", b"x"),
+        "/early": trickle(b"", b"HTTP/1.1 102 Processing\r\n\r\n"),
+        "/chunk": trickle(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5;", b"a"),
         "/absent": page(b"<html>", 404),
         "/text": page(b"no image"),
         "/long": page(b"x" * 5001),
@@ -160,13 +175,27 @@ def test_an_answer_is_whole_short_and_soon(
     for path, why in (
         ("/absent", "answers 404"), ("/text", "these bytes are no image"),
         ("/long", "sends more than 5000 bytes"), ("/cut", "cannot be fetched"),
-        ("/packed", "sends the image packed"), ("/drips", "for longer than 0.5 s"),
+        ("/packed", "sends the image packed"), ("/drips", "takes longer than 0.5 s"),
+        *((path, "takes longer than 0.5 s") for path in ("/headers", "/early", "/chunk")),
         ("/silent", "cannot be fetched: timed out"), ("/nothing", "these bytes are no image"),
     ):  # fmt: skip
+        began = time.monotonic()
         with pytest.raises(PromptError, match=f"^message 0, part 0: .*{why}"):
             read(base + path, base)
+        assert time.monotonic() - began < 2.5, path
     with pytest.raises(PromptError, match=r"cannot be fetched: .*refused"):
         read("http://127.0.0.1:9/a.png", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SSL_CERT_FILE", "/nonexistent"), ("ALL_PROXY", "socks9://nowhere")]
+)
+def test_an_environment_that_makes_no_client_is_told(
+    site: tuple[str, Site], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PromptError, match=r"^message 0, part 0: .* cannot be fetched: "):
+        read(f"{site[0]}/a.png", site[0])
 
 
 def test_names_of_hosts() -> None:
@@ -177,7 +206,7 @@ def test_names_of_hosts() -> None:
     }  # fmt: skip
     for wrong in (
         "", "*", "*.example.org", "ftp://example.org", "example.org/images", "https://a?b",
-        "me@example.org", "a b", "https://", "example.org:x", "https://a#b",
+        "me@example.org", "a b", "x.org:0", "https://", "example.org:x", "https://a#b",
     ):  # fmt: skip
         with pytest.raises(UsageError, match="is no host"):
             ImageHosts([wrong])

@@ -10,6 +10,7 @@ import inspect
 import types
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,10 @@ class CompiledForward:
 
     def __call__(self, inputs: ModelInputs) -> torch.Tensor:
         if inputs.fixed is not None and self.recorded is not None:
+            with self._guard:
+                plays = self.compilation.plays()
+            if not plays:
+                return self._loose(inputs)
             before = self.recorded.played
             logits = self.recorded(inputs, self._loose)
             self.steps += self.recorded.played - before
@@ -176,11 +181,12 @@ class CompiledForward:
         """A step that lies at a fixed place, not recorded whole."""
         fixed = inputs.fixed
         assert fixed is not None
-        if not self._decodes(inputs.kwargs):
-            return self._uncompiled(inputs)
-        with within(OpaqueStep(self.attend, self._modules, 1, fixed.rows)), self._guard:
-            logits = self._compiled(fixed.input_ids, fixed.position_ids, None)
-        self.steps += 1
+        compiled = self._decodes(inputs.kwargs)
+        run, guard = (self._compiled, self._guard) if compiled else (self._step, nullcontext())
+        step = OpaqueStep(self.attend, self._modules, 1, fixed.rows, recorded=not compiled)
+        with within(step), guard:
+            logits = run(fixed.input_ids, fixed.position_ids, None)
+        self.steps += compiled
         return logits[0, : inputs.rows, None]
 
     def _fill(self, count: int) -> int:

@@ -7,9 +7,11 @@ neither be long nor slow.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from jackfield.errors import PromptError, UsageError, first_line, quoted
@@ -56,17 +58,21 @@ class ImageHosts:
 
         end = time.monotonic() + WITHIN
         try:
-            with httpx.Client(timeout=SILENCE, headers=_HEADERS) as client:
+            with httpx.Client(timeout=SILENCE, headers=_HEADERS) as client, _closing(client):
                 url = self._allowed(where, httpx.URL(address))
                 for _ in range(REDIRECTS + 1):
                     with client.stream("GET", url) as answer:
                         if not answer.has_redirect_location:
-                            return _body(where, answer, most, end)
+                            return _body(where, answer, most)
                         url = self._allowed(where, url.join(answer.headers["location"]))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except PromptError:
+            raise
+        except Exception as error:  # the network's, an address's, or what a closed client raises
             why = first_line(error) or type(error).__name__
+            late = time.monotonic() >= end
             raise PromptError(
-                f"{where}: {quoted(address)} cannot be fetched: {why[:200]}"
+                f"{where}: {quoted(address)} cannot be fetched: "
+                + (f"it takes longer than {WITHIN:g} s" if late else why[:200])
             ) from error
         raise PromptError(f"{where}: {quoted(address)} redirects more than {REDIRECTS} times")
 
@@ -109,6 +115,18 @@ def hosts_of(given: object) -> ImageHosts | None:
     return ImageHosts(names)
 
 
+@contextlib.contextmanager
+def _closing(client: httpx.Client) -> Iterator[None]:
+    """Have what a client reads fail once `WITHIN` has passed, wherever it waits for bytes."""
+    timer = threading.Timer(WITHIN, client.close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _host(name: str) -> Host:
     import httpx
 
@@ -118,7 +136,7 @@ def _host(name: str) -> Host:
         found = _of(url)
     except (httpx.InvalidURL, ValueError) as error:
         raise UsageError(f"image_hosts: {quoted(name)} is no host: {first_line(error)}") from None
-    plain = url.raw_path in (b"", b"/") and not (url.userinfo or url.fragment)
+    plain = found.port and url.raw_path in (b"", b"/") and not (url.userinfo or url.fragment)
     if found.scheme not in _PORTS or not _NAME.fullmatch(found.name) or not plain:
         raise UsageError(
             f"image_hosts: {quoted(name)} is no host; write HOST, HOST:PORT or http://HOST:PORT, "
@@ -129,11 +147,13 @@ def _host(name: str) -> Host:
 
 def _of(url: httpx.URL) -> Host:
     return Host(
-        url.scheme, url.raw_host.decode("ascii").lower(), url.port or _PORTS.get(url.scheme, 0)
+        url.scheme,
+        url.raw_host.decode("ascii").lower(),
+        _PORTS.get(url.scheme, 0) if url.port is None else url.port,
     )
 
 
-def _body(where: str, answer: httpx.Response, most: int, end: float) -> bytes:
+def _body(where: str, answer: httpx.Response, most: int) -> bytes:
     """What an answer brings. Raises PromptError for another answer than a whole, short one."""
     host = quoted(answer.url.host)
     if answer.status_code != 200:
@@ -145,6 +165,4 @@ def _body(where: str, answer: httpx.Response, most: int, end: float) -> bytes:
         data += piece
         if len(data) > most:
             raise PromptError(f"{where}: {host} sends more than {most} bytes, which are the most")
-        if time.monotonic() > end:
-            raise PromptError(f"{where}: {host} sends the image for longer than {WITHIN:g} s")
     return bytes(data)

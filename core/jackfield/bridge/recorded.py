@@ -18,7 +18,7 @@ import torch
 
 from jackfield.bridge.opaque import OpaqueStep, within
 from jackfield.bridge.step_trial import StepTrial, bound_of, distance
-from jackfield.errors import ExecutionError, JackfieldError, PluginError, first_line
+from jackfield.errors import ExecutionError, PluginError, first_line
 from jackfield.guarded import fault, guarded
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ class RecordedSteps:
         self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
+        with self._guard:
+            plays = self._compilation.plays()
+        if not plays:
+            self._give_all_up("the model has hooks, which a recording would not call")
+            return
         try:
             for rows in sizes:
                 if not self._tried(rows, most, trial, backends):
@@ -91,9 +96,7 @@ class RecordedSteps:
                 raise
             for rows in self.sizes:
                 cache.loosen(rows)
-            self.sizes = ()
-            self.given_up = f"none is recorded whole: {error}"
-            logger.warning("of decode steps %s", self.given_up)
+            self._give_all_up(error)
         cache.forget()
         self.played = 0
 
@@ -107,10 +110,12 @@ class RecordedSteps:
                 self.sizes += (rows,)
                 self._record(fixed, backends)
                 found = trial.decode(texts, rows, self._played)
-        except ExecutionError as error:
+        except PluginError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no memory, and whatever a model raises
             if fixed is not None:
                 cache.loosen(rows)
-            self._give_up(rows, error)
+            self._give_up(rows, first_line(error))
             return False
         _compare(rows, found, due, bound_of(due[0].dtype, noise), backends)
         return True
@@ -170,7 +175,14 @@ class RecordedSteps:
             )
         return logits
 
-    def _give_up(self, rows: int, error: JackfieldError) -> None:
+    def _give_all_up(self, why: object) -> None:
+        self.sizes = ()
+        self.given_up = f"none is recorded whole: {why}"
+        logger.warning("of decode steps %s", self.given_up)
+        with guarded(self._registered, "close"):
+            self._compilation.close()
+
+    def _give_up(self, rows: int, error: object) -> None:
         self._calls.pop(rows, None)
         self.sizes = tuple(size for size in self.sizes if size != rows)
         self.given_up = f"{rows} rows are not recorded whole: {error}"

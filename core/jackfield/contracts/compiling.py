@@ -190,6 +190,13 @@ class Compilation(ABC):
         del most
         return []
 
+    def plays(self) -> bool:
+        """Whether steps that were recorded are played now, or run as they are; asked before each.
+
+        By default they are played.
+        """
+        return True
+
     def record(self, step: ModelStep) -> ModelStep:
         """Like `compile`, for steps whose tensors and attention lie at fixed places.
 

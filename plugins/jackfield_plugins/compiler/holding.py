@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem, is_
 from typing import Any
 
@@ -20,6 +20,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _OF_TORCH = nn.Module.__annotations__.keys() - {"training"}
+_DEEP = 4  # containers in containers
 _STEPS = 16  # in which all of a model is looked at, if no request comes
 
 
@@ -31,13 +32,18 @@ class Held:
 
     To look at all of it takes as long as some layers do, since weights have pushed it out of the
     caches. So all of it is looked at when a request comes, and a part in every step.
+
+    `closely`: nothing else guards what was made of the model. All of a class counts then, and each
+    attribute by which object it is; and memory that weights have left stays until somebody looks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, closely: bool = False) -> None:
         modules = list(model.modules())
         classes = dict.fromkeys(map(type, modules))
-        self._parts = [_Modules(modules[at::_STEPS]) for at in range(min(_STEPS, len(modules)))]
-        self._code = _Code(list(classes))
+        self._parts = [
+            _Modules(modules[at::_STEPS], closely) for at in range(min(_STEPS, len(modules)))
+        ]
+        self._code = _Code(list(classes), closely)
         self._next = 0
         self._threads = torch.get_num_threads()
 
@@ -45,7 +51,13 @@ class Held:
         """Whether the next part is the same, and torch has as many threads."""
         self._next = (self._next + 1) % len(self._parts)
         part = self._parts[self._next]
-        return torch.get_num_threads() == self._threads and part.is_structure() and part.is_place()
+        same = torch.get_num_threads() == self._threads and part.is_structure() and part.is_place()
+        return same and (self._next > 0 or self._code.is_same())
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether somebody is called for modules, who may do something else each time."""
+        return any(EVERYWHERE) or any(part.is_hooked for part in self._parts)
 
     def is_structure(self) -> bool:
         """Whether modules, their code, hooks and settings are the same."""
@@ -60,8 +72,10 @@ class Held:
 class _Code:
     """What is called for all modules of a class, of a file or at all."""
 
-    def __init__(self, classes: Sequence[Any]) -> None:
+    def __init__(self, classes: Sequence[Any], closely: bool) -> None:
         self._classes = classes
+        bases = dict.fromkeys(base for cls in classes for base in cls.__mro__) if closely else ()
+        self._bodies = [(base, dict(vars(base))) for base in bases if not is_torch(base.__module__)]
         self._methods = self._of_classes()
         self._functions = [
             (vars(sys.modules[file]), key, function)
@@ -79,6 +93,7 @@ class _Code:
     def is_same(self) -> bool:
         return (
             all(map(is_, self._of_classes(), self._methods))
+            and all(_is_same(vars(base), body) for base, body in self._bodies)
             and all(home.get(key) is function for home, key, function in self._functions)
             and self._hooking() == self._hooked
         )
@@ -87,7 +102,8 @@ class _Code:
 class _Modules:
     """Some modules, as they are now."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], closely: bool) -> None:
+        self._closely = closely
         self._homes: list[Any] = []
         self._names: list[str] = []
         self._found: list[Any] = []
@@ -100,6 +116,15 @@ class _Modules:
                     self._found.append(found)
                     if isinstance(found, torch.Tensor):
                         self._tensors.append(found)
+        if closely:
+            self._tensors += [
+                found
+                for module in modules
+                for name, found in vars(module).items()
+                if isinstance(found, torch.Tensor)
+            ]
+        plain = (torch.Tensor, nn.Parameter)
+        self._memory = [t.untyped_storage() for t in self._tensors if closely and type(t) in plain]
         #: which can be turned where they lie: of others the shape would no longer fit the model
         self._square = [t for t in self._tensors if t.dim() == 2 and t.shape[0] == t.shape[1]]
         self._addresses = self._now()
@@ -109,8 +134,13 @@ class _Modules:
         self._own = [vars(module) for module in modules]
         self._forwards = self._patched()
         self._settings = [(own, n) for own in self._own for n in own if _is_setting(n, own[n])]
-        self._set = [copy.copy(own[name]) for own, name in self._settings]
+        self._set = [copy.deepcopy(own[name]) for own, name in self._settings]
         self._kinds = list(map(type, self._set))
+        self._all = [
+            (home, dict(home))
+            for module in modules if closely
+            for home in (module._parameters, module._buffers, module._modules, vars(module))
+        ]  # fmt: skip
 
     def _now(self) -> list[int]:
         where = [tensor.data_ptr() for tensor in self._tensors]
@@ -140,16 +170,30 @@ class _Modules:
             and self._hooking() == self._hooked
             and all(map(is_, self._patched(), self._forwards))
             and self._is_set()
+            and all(_is_same(home, before) for home, before in self._all)
         )
+
+    @property
+    def is_hooked(self) -> bool:
+        return any(self._hooks)
 
     def is_place(self) -> bool:
         return self._now() == self._addresses
 
 
+def _is_same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
+    """Whether there are the same names, each for the same object."""
+    return len(now) == len(before) and all(
+        now.get(name, ...) is one for name, one in before.items()
+    )
+
+
 def _is_setting(name: str, found: Any) -> bool:
-    if name in _OF_TORCH:
-        return False
+    return name not in _OF_TORCH and _is_plain(found, _DEEP)
+
+
+def _is_plain(found: Any, deep: int) -> bool:
     if type(found) in _CONTAINERS:
         inside = found.values() if type(found) is dict else found
-        return all(type(one) in _PLAIN for one in inside)
+        return deep > 0 and all(_is_plain(one, deep - 1) for one in inside)
     return type(found) in _PLAIN

@@ -54,7 +54,7 @@ class InductorCompiler(Compiler):
         from jackfield_plugins.compiler.inductor_lowering import InductorCompilation
 
         assert context.model is not None
-        return InductorCompilation(context.options, type(context.model).__name__)
+        return InductorCompilation(context.options, context.model)
 
 
 def _cannot_build() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,13 +12,16 @@ from jackfield_plugins.compiler.inductor_cache import cache_folder
 from jackfield_plugins.compiler.torch_compile import TorchCompilation
 from jackfield_plugins.native.compiling import compiler
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class InductorCompilation(TorchCompilation):
     """Each graph is handed to the torch compiler that the options name."""
 
     name = "inductor"
 
-    def __init__(self, options: Any, model: str) -> None:
+    def __init__(self, options: Any, model: nn.Module) -> None:
         source = f"torch {torch.__version__}, {options.backend}"
         bucketed = options.shapes == "bucketed"
         super().__init__(model, source, bucketed=bucketed, prefill=options.prefill)

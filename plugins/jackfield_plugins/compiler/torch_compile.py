@@ -15,8 +15,11 @@ import torch
 
 from jackfield.contracts import Compilation
 from jackfield.errors import ExecutionError
+from jackfield_plugins.compiler.holding import Held
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from jackfield.contracts.compiling import ModelStep
 
 #: From a traced graph and an example of its inputs to what runs in its place.
@@ -34,20 +37,24 @@ class TorchCompilation(Compilation):
     each function leaves every engine and every shape its own. It also remembers by file, line and
     name which numbers have changed from call to call, and makes them inputs: the numbers of
     another model, which are inputs made anew in every step; so each has a name of its own too.
-    `name` is the backend's, `model` what
-    errors call the model. `bucketed`: a graph for each power of two, up to which steps are filled;
-    otherwise one for a single token and one for any number of them.
+    `name` is the backend's. `bucketed`: a graph for each power of two, up to which steps are
+    filled; otherwise one for a single token and one for any number of them.
 
     torch calls `lower` with each graph that it traced of what `compile` is given.
     """
 
     name: ClassVar[str]
+    closely: ClassVar[bool] = False  # that the model is looked at, in every step
 
-    def __init__(self, model: str, source: str, *, bucketed: bool, prefill: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, source: str, *, bucketed: bool, prefill: bool = False
+    ) -> None:
         self.source = source
         self._prefill = prefill
         self._bucketed = bucketed
         self._model = model
+        self._held: Held | None = None
+        self._functions: list[dict[tuple[int | None, ...], ModelStep]] = []
         self._began = 0.0
         self._collects = False
 
@@ -77,8 +84,10 @@ class TorchCompilation(Compilation):
     def _compiled(self, step: ModelStep, lower: Lower, *, bucketed: bool) -> ModelStep:
         """`step` with a graph for each shape, or `bucketed` or not, made by `lower`."""
         compiled: dict[tuple[int | None, ...], ModelStep] = {}
+        self._functions.append(compiled)
 
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
+            self._look()
             shape: tuple[int | None, ...] = (*ids.shape, None if keep is None else len(keep))
             if not bucketed:  # one is always special; else what a size is means nothing
                 shape = tuple(n and min(n, 2) for n in shape)
@@ -124,8 +133,29 @@ class TorchCompilation(Compilation):
             options={"guard_filter_fn": _without_tables},
         )
 
+    def _look(self) -> None:
+        """Forget what does not hold any more, torch's functions for steps and what is made of them.
+
+        torch itself sees neither a hook that comes nor one that goes.
+        """
+        held, anew = self._held, self.anew
+        self.anew = False  # before it is looked at: what comes meanwhile is looked at again
+        if held is not None and not anew and (not self.closely or held.next_is_same()):
+            return
+        structure = held is None or held.is_structure()
+        if not structure:
+            for functions in self._functions:
+                functions.clear()
+        if held is None or not (structure and held.is_place()):
+            self._moved()
+            self._held = Held(self._model, closely=self.closely)
+
+    def _moved(self) -> None:
+        """The model is not what it was, or its weights lie elsewhere."""
+
     def complaint(self, error: BaseException) -> str:
-        return f"{self.name} cannot compile {self._model}: {cause(error)}; load it without compile"
+        model = type(self._model).__name__
+        return f"{self.name} cannot compile {model}: {cause(error)}; load it without compile"
 
 
 def _mark(*tensors: torch.Tensor | None) -> None:

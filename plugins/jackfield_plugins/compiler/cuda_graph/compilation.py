@@ -11,8 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from jackfield.contracts import in_units
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.cuda_graph.stretches import Stretches
-from jackfield_plugins.compiler.cuda_graph.whole import Recording, Whole
-from jackfield_plugins.compiler.holding import Held
+from jackfield_plugins.compiler.cuda_graph.whole import AGAIN, Recording, Whole
 from jackfield_plugins.compiler.inductor_lowering import fused
 from jackfield_plugins.compiler.torch_compile import TorchCompilation
 
@@ -36,13 +35,13 @@ class RecordedCompilation(TorchCompilation):
     """Each shape is recorded when its first step runs, and again where what it read has moved."""
 
     name = "cuda_graph"
+    closely = True
 
     def __init__(self, model: nn.Module, recorder: Recorder, options: CudaGraphOptions) -> None:
-        super().__init__(type(model).__name__, recorder.source, bucketed=True)
-        self._whose = model
+        super().__init__(model, recorder.source, bucketed=True)
         self._recorder = recorder
         self._options = options
-        self._held: Held | None = None
+        self._changes = 0  # that were found whenever somebody looked, one after the other
         self._made: list[Whole] = []
         self._last: Recording | None = None  # that was played
         #: By where a step lies, what plays it and what that fills, of a model that was looked at.
@@ -58,6 +57,15 @@ class RecordedCompilation(TorchCompilation):
 
     def decodes(self, rows: int, width: int) -> bool:
         return self._options.record != "whole"
+
+    def plays(self) -> bool:
+        """Not with hooks, which a recording would not call, nor where the model always changes."""
+        changes = self._changes
+        self._look()
+        if self._changes == changes:
+            self._changes = 0
+        assert self._held is not None
+        return self._changes <= AGAIN and not self._held.is_hooked
 
     def record(self, step: ModelStep) -> ModelStep:
         checked = self._traced(step) if self._options.fuse else self._as_it_is(step)
@@ -78,17 +86,10 @@ class RecordedCompilation(TorchCompilation):
 
         return run
 
-    def _look(self) -> None:
-        """Forget what does not hold any more."""
-        held, anew = self._held, self.anew
-        self.anew = False  # before it is looked at: what comes meanwhile is looked at again
-        if held is not None and not anew and held.next_is_same():
-            return
-        if held is None or not (held.is_structure() and held.is_place()):
-            self._known.clear()
-            if not self._options.fuse:  # else torch looks for what is still the same
-                self._drop()
-            self._held = Held(self._whose)
+    def _moved(self) -> None:
+        self._changes += 1
+        self._known.clear()
+        self._drop()
 
     def _as_it_is(self, step: ModelStep) -> ModelStep:
         """`step`, recorded as the model's code has it."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 #: As often may a size be recorded anew because a tensor has moved.
-_AGAIN = 8
+AGAIN = 8
 
 
 class Recording(NamedTuple):
@@ -47,6 +47,7 @@ class Whole:
 
     def close(self) -> None:
         self._recordings.clear()
+        self._times.clear()
         self.last = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -56,8 +57,8 @@ class Whole:
         if found is None or found.addresses != addresses:
             self._recordings.pop(size, None)  # its memory is free for the next one
             found = self.last = None
-            if self._times[size] > _AGAIN:
-                raise ExecutionError(f"a step lies elsewhere than {_AGAIN} recordings of it read")
+            if self._times[size] > AGAIN:
+                raise ExecutionError(f"a step lies elsewhere than {AGAIN} recordings of it read")
             self._times[size] += 1
             result, play = self._record(lambda: self._run(*inputs))
             found = self._recordings[size] = Recording(addresses, result, play)
