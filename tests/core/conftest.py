@@ -108,5 +108,5 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr("jackfield.registry.loading.tried", lambda *_: None)
     monkeypatch.syspath_prepend(made.folder)
     yield made
-    for name in [name for name in sys.modules if name.startswith("outside_")]:
+    for name in [name for name in list(sys.modules) if name.startswith("outside_")]:
         del sys.modules[name]

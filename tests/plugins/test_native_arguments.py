@@ -43,6 +43,7 @@ READERS = {
     "plugins/jackfield_plugins/native/arguments.py": "says what is wrong",
     "plugins/jackfield_plugins/native/__init__.py": "loads libraries",
     "plugins/jackfield_plugins/native/compiling.py": "loads libraries",
+    "plugins/jackfield_plugins/compiler/cuda_graph/compilation.py": "compares addresses",
     "plugins/jackfield_plugins/compiler/cuda_graph/stretches.py": "compares addresses",
     "plugins/jackfield_plugins/compiler/cuda_graph/whole.py": "compares addresses",
     "plugins/jackfield_plugins/attention/triton/launch.py": "runs on a GPU, by its own tests",

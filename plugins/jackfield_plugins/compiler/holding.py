@@ -44,6 +44,8 @@ class Held:
             _Modules(modules[at::_STEPS], closely) for at in range(min(_STEPS, len(modules)))
         ]
         self._code = _Code(list(classes), closely)
+        #: Whether somebody is called for modules, who may do something else each time.
+        self.is_hooked = any(EVERYWHERE) or any(part.is_hooked for part in self._parts)
         self._next = 0
         self._threads = torch.get_num_threads()
 
@@ -54,14 +56,13 @@ class Held:
         same = torch.get_num_threads() == self._threads and part.is_structure() and part.is_place()
         return same and (self._next > 0 or self._code.is_same())
 
-    @property
-    def is_hooked(self) -> bool:
-        """Whether somebody is called for modules, who may do something else each time."""
-        return any(EVERYWHERE) or any(part.is_hooked for part in self._parts)
-
     def is_structure(self) -> bool:
         """Whether modules, their code, hooks and settings are the same."""
         return self._code.is_same() and all(part.is_structure() for part in self._parts)
+
+    def is_code(self) -> bool:
+        """Whether code and hooks are the same: torch guards settings, parts and what they are."""
+        return self._code.is_same() and all(part.is_code() for part in self._parts)
 
     def is_place(self) -> bool:
         """Whether weights lie where they lay, and torch has as many threads."""
@@ -136,11 +137,15 @@ class _Modules:
         self._settings = [(own, n) for own in self._own for n in own if _is_setting(n, own[n])]
         self._set = [copy.deepcopy(own[name]) for own, name in self._settings]
         self._kinds = list(map(type, self._set))
-        self._all = [
-            (home, dict(home))
-            for module in modules if closely
-            for home in (module._parameters, module._buffers, module._modules, vars(module))
-        ]  # fmt: skip
+        #: Dictionaries in which nothing may be added, and what else modules have.
+        self._sized: list[dict[str, Any]] = []
+        self._others: list[tuple[dict[str, Any], str]] = []
+        if closely:
+            for module, own in zip(modules, self._own, strict=True):
+                self._sized += [module._parameters, module._buffers, module._modules, own]
+                self._others += [(own, n) for n in own if not _is_own(n, own[n])]
+        self._sizes = list(map(len, self._sized))
+        self._before = [own[name] for own, name in self._others]
 
     def _now(self) -> list[int]:
         where = [tensor.data_ptr() for tensor in self._tensors]
@@ -166,11 +171,18 @@ class _Modules:
             return False
         return (
             same
-            and all(map(is_, map(type, self._modules), self._types))
+            and self.is_code()
+            and self._is_set()
+            and list(map(len, self._sized)) == self._sizes
+            and all(own.get(n) is one for (own, n), one in zip(self._others, self._before))  # noqa: B905
+        )
+
+    def is_code(self) -> bool:
+        """Whether types of modules, hooks and what stands for their code are the same."""
+        return (
+            all(map(is_, map(type, self._modules), self._types))
             and self._hooking() == self._hooked
             and all(map(is_, self._patched(), self._forwards))
-            and self._is_set()
-            and all(_is_same(home, before) for home, before in self._all)
         )
 
     @property
@@ -190,6 +202,11 @@ def _is_same(now: Mapping[str, Any], before: dict[str, Any]) -> bool:
 
 def _is_setting(name: str, found: Any) -> bool:
     return name not in _OF_TORCH and _is_plain(found, _DEEP)
+
+
+def _is_own(name: str, found: Any) -> bool:
+    """Whether an attribute is torch's or a setting, which are looked at in other ways."""
+    return name in _OF_TORCH or _is_plain(found, _DEEP)
 
 
 def _is_plain(found: Any, deep: int) -> bool:

@@ -136,17 +136,17 @@ class TorchCompilation(Compilation):
     def _look(self) -> None:
         """Forget what does not hold any more, torch's functions for steps and what is made of them.
 
-        torch itself sees neither a hook that comes nor one that goes.
+        torch itself sees neither a hook that comes nor one that goes; it keeps what it made for
+        other settings, an adapter that is switched off for example.
         """
         held, anew = self._held, self.anew
         self.anew = False  # before it is looked at: what comes meanwhile is looked at again
         if held is not None and not anew and (not self.closely or held.next_is_same()):
             return
-        structure = held is None or held.is_structure()
-        if not structure:
+        if held is not None and not held.is_code():
             for functions in self._functions:
                 functions.clear()
-        if held is None or not (structure and held.is_place()):
+        if held is None or not (held.is_structure() and held.is_place()):
             self._moved()
             self._held = Held(self._model, closely=self.closely)
 

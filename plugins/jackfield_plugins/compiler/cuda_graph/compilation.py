@@ -59,7 +59,10 @@ class RecordedCompilation(TorchCompilation):
         return self._options.record != "whole"
 
     def plays(self) -> bool:
-        """Not with hooks, which a recording would not call, nor where the model always changes."""
+        """Not with hooks, which a recording would not call, nor where the model always changes.
+
+        Forgets what does not hold any more.
+        """
         changes = self._changes
         self._look()
         if self._changes == changes:
@@ -72,7 +75,6 @@ class RecordedCompilation(TorchCompilation):
         known = self._known
 
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
-            self._look()
             place = ids.data_ptr(), positions.data_ptr(), ids.shape[1]
             if (there := known.get(place)) is not None:
                 play, found = there
