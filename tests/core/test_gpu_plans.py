@@ -203,3 +203,9 @@ def test_a_gpu_that_is_elsewhere_is_planned_for_in_the_same_way() -> None:
     )
     plan = found.plan
     assert (*chosen(plan), plan["compiler"].registered.name) == ("paged", "triton", "cuda_graph")
+
+
+def test_a_plan_for_a_gpu_that_is_elsewhere_can_be_read() -> None:
+    plan = jackfield.estimate("demo", device_map="h200", dtype="bfloat16").plan
+    assert "recorded: whole decode steps" in str(plan)
+    assert plan.memory() is None

@@ -21,7 +21,7 @@ from recordable import offer
 from tape import Again, Host, Tapes, launching, record_on
 
 import jackfield
-from jackfield.errors import ExecutionError
+from jackfield.errors import ExecutionError, PlanError
 from jackfield.registry.backends import Registered
 from jackfield_plugins.cache.paged import fixed
 from jackfield_plugins.compiler.cuda_graph import compilation, stretches
@@ -274,14 +274,22 @@ def test_the_plan_says_what_is_recorded() -> None:
     moves = "its pools grow, and so move (with 'paged?num_tokens=…' they do not)"
     for attention, cache, told in (
         ("gathers", POOL, "whole decode steps"),
-        ("sdpa", POOL, no + sdpa),
-        ("gathers", "paged", f"{no}cache paged ({moves})"),
-        ("sdpa", "static", f"{no}{sdpa}; cache static (does not declare recordable)"),
+        ("sdpa", POOL, sdpa),
+        ("gathers", "paged", f"cache paged ({moves})"),
+        ("sdpa", "static", f"{sdpa}; cache static (does not declare recordable)"),
     ):
         names = {"attn_implementation": attention, "cache_implementation": cache}
-        plan = jackfield.plan(model, compile=BOTH, **names)
-        assert f"\n  recorded: {told}\n" in str(plan)
-        assert plan.to_dict()["recording"]["whole"] == told.startswith("whole")
+        if told.startswith("whole"):
+            plan = jackfield.plan(model, compile=BOTH, **names)
+            assert f"\n  recorded: {told}\n" in str(plan)
+            assert plan.to_dict()["recording"]["whole"]
+        else:
+            with pytest.raises(PlanError, match="cannot be recorded in whole steps"):
+                jackfield.plan(model, compile=BOTH, **names)
+            plan = jackfield.plan(model, compile="cuda_graph?record=between", **names)
+            assert f"{no}compiler cuda_graph (record=between); " in str(plan)
+            assert told in str(plan)
+            assert not plan.to_dict()["recording"]["whole"]
     plan = jackfield.plan(model, compile="none", cache_implementation=POOL)
     assert plan.recording is plan.to_dict()["recording"] is None
     assert "recorded" not in str(plan)

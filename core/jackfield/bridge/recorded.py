@@ -178,7 +178,7 @@ class RecordedSteps:
     def _give_all_up(self, why: object) -> None:
         self.sizes = ()
         self.given_up = f"none is recorded whole: {why}"
-        logger.warning("of decode steps %s", self.given_up)
+        logger.warning("of the decode steps %s", self.given_up)
         with guarded(self._registered, "close"):
             self._compilation.close()
 

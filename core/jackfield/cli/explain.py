@@ -63,6 +63,8 @@ def _print(found: Explanation) -> None:
         out.print(f"  {plan.shared}")
     if plan is not None and plan.adapter:
         out.print(f"  adapter: {plan.adapter}")
+    if plan is not None and plan.recorded is not None:
+        out.print(f"  recorded: {plan.recorded}")
     for refusal in plan.faster if plan is not None else ():
         out.print(f"  would be faster: {refusal.registered.kind} {refusal}")
     if plan is not None and (memory := plan.memory()):

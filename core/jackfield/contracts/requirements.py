@@ -141,7 +141,7 @@ class Requirements:
             of it.
         compiled: Of the compiler: steps are compiled, around the attention and what the cache does.
         recorded: Of the compiler: decode steps are recorded whole, with the attention and what the
-            cache does, so both must be `recordable`; other steps run as the model's code has them.
+            cache does, so both must be `recordable`.
     """
 
     architecture: str

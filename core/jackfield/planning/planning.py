@@ -76,6 +76,16 @@ class Plan:
         return tuple(against)
 
     @property
+    def recorded(self) -> str | None:
+        """`recording` in words; None: nothing is recorded."""
+        against = self.recording
+        if against is None:
+            return None
+        if not against:
+            return "whole decode steps"
+        return f"between attentions; whole decode steps are not: {'; '.join(against)}"
+
+    @property
     def experts(self) -> str | None:
         """How the experts of a mixture run, and why so; None: as transformers has them."""
         needs = self.requirements
@@ -188,6 +198,8 @@ class Plan:
 
     def _free(self, device: str | None) -> int | None:
         """What one process may count on being free; those that share a model share a CPU, too."""
+        if self.requirements.elsewhere:
+            return None
         free = free_bytes(device)
         beside = self.requirements.tp_size if numbered(device) == "cpu" else 1
         return None if free is None else free // beside
@@ -237,8 +249,8 @@ class Plan:
         for kind, choice in self.choices.items():
             r = choice.registered
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
-        if self.recording is not None:
-            lines.append(f"  recorded: {_recorded(self.recording)}")
+        if self.recorded is not None:
+            lines.append(f"  recorded: {self.recorded}")
         if self.placement:
             lines.append(f"  weights: {self.placement}")
         if self.shared:
@@ -263,9 +275,3 @@ class Plan:
         if self.assistant is not None:
             lines += [f"  assistant: {line.strip()}" for line in str(self.assistant).splitlines()]
         return "\n".join(lines)
-
-
-def _recorded(against: tuple[str, ...]) -> str:
-    if not against:
-        return "whole decode steps"
-    return f"between attentions; whole decode steps are not: {'; '.join(against)}"

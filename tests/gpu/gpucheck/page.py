@@ -32,7 +32,10 @@ process. `python -m gpucheck --only decode-1` (with `PYTHONPATH=tests/gpu`) runs
 
 `generate_batch` runs without CUDA graphs here: that is what transformers does with an attention that has masks, as `sdpa` has.
 
-`make gpu-page` writes this page from `build/gpu/gpu.json`.
+`make gpu-page` writes this page from `build/gpu/gpu.json`. *Share of bandwidth*: the bytes that a step reads at least, over the bytes a
+second that a large copy moves. *Times generate*: plain eager `generate` in turn with it. *Regret*: by how much the logit of a token that was
+chosen is below the best one of plain transformers, which may be `bound` by rounding. *Host share*: of a profiled run, the part in which
+the GPU has nothing to do; a profile slows what the host does, so it compares with nothing else.
 """
 NOTHING = """
 **No GPU has run it yet.** What is here was tested on processors: kernels under Triton's interpreter and compiled for three

@@ -26,8 +26,8 @@ class CudaGraphOptions:
     """What is recorded.
 
     `record`: "whole" decode steps, while a model is loaded, with all else run as it is; what lies
-    "between" two attentions, when such a step first comes; or "both", whole steps where that can be
-    done. `fuse`: inductor writes what a whole step does between two attentions anew, in fewer
+    "between" two attentions, when such a step first comes; or "both", the second for what the first
+    leaves. `fuse`: inductor writes what a whole step does between two attentions anew, in fewer
     kernels, which takes it some time while a model is loaded.
     """
 
@@ -63,7 +63,7 @@ class CudaGraphCompiler(Compiler):
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
         implied = super().imply(requirements, options)
-        return replace(implied, recorded=True) if options.record == "whole" else implied
+        return implied if options.record == "between" else replace(implied, recorded=True)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().unrecordable(requirements, options)
