@@ -176,6 +176,7 @@ def test_beams_fork_between_compiled_steps(cache: str) -> None:
 def test_an_adapter_that_is_switched() -> None:
     peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
     model = build("llama")
+    torch.manual_seed(0)  # of some draws the text says nothing
     model.add_adapter(
         peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     )
