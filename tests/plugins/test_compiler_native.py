@@ -176,6 +176,7 @@ def test_an_attention_without_a_native_form_is_called_from_python() -> None:
 def test_an_adapter_that_is_switched() -> None:
     peft = pytest.importorskip("peft", reason="needs jackfield[peft]")
     model = build("llama")
+    torch.manual_seed(0)  # of some draws the text says nothing
     model.add_adapter(
         peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     )
