@@ -13,6 +13,9 @@ from tape import Again, Tapes, record_on
 from torch import nn
 
 import jackfield
+from jackfield.bridge.step_trial import StepTrial
+from jackfield.errors import ExecutionError
+from jackfield_plugins.compiler.cuda_graph import CudaGraphCompiler
 
 POOL = "paged?page_size=4&num_tokens=512"
 (TEXT,) = prompts((7,))
@@ -145,7 +148,9 @@ def test_a_step_that_inductor_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     compared("cuda_graph?fuse=true", "a tensor for another")
 
 
-def test_hooks_are_called_in_every_step() -> None:
+def test_hooks_are_called_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also those that do something else each time; once they are gone, steps are played again."""
     own, names = model(), {"attn_implementation": "gathers", "cache_implementation": POOL}
     with jackfield.load(own, compile="cuda_graph", max_batch_size=1, **names) as engine:
@@ -155,12 +160,16 @@ def test_hooks_are_called_in_every_step() -> None:
         engine.generate(TEXT, max_new_tokens=8)
         assert len(calls) == 8
         assert engine.report()["compiler"].compiled.whole == played
+        assert caplog.text.count("are not played from recordings now: it has hooks") == 1
         hook.remove()
         engine.generate(TEXT, max_new_tokens=8)
         assert engine.report()["compiler"].compiled.whole == played + 7
     hooked = model()
     hooked.model.layers[0].register_forward_hook(lambda *_: None)
-    with jackfield.load(hooked, compile="cuda_graph", max_batch_size=1, **names) as engine:
+    with pytest.raises(ExecutionError, match=r"the model has hooks.*; load it without compile"):
+        jackfield.load(hooked, compile="cuda_graph", max_batch_size=1, **names)
+    monkeypatch.setattr(CudaGraphCompiler, "rank", lambda *_: 20)  # which `auto` takes then
+    with jackfield.load(hooked, max_batch_size=1, **names) as engine:
         assert "has hooks" in engine.report()["compiler"].compiled.given_up
         assert engine.generate(TEXT, max_new_tokens=4)[0].error is None
 
@@ -192,16 +201,17 @@ def test_a_model_that_is_changed_all_day_is_played_all_day() -> None:
         assert (seen.rows, seen.given_up, seen.whole) == ((1,), None, 36)
 
 
-def test_memory_that_is_not_there_costs_the_recording_and_not_the_engine(
+def test_memory_that_is_not_there_costs_the_recordings_that_nobody_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from jackfield.bridge.step_trial import StepTrial
-
     def eagerly(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(StepTrial, "eagerly", eagerly)
     names = {"attn_implementation": "gathers", "cache_implementation": POOL}
-    with jackfield.load(model(), compile="cuda_graph", max_batch_size=1, **names) as engine:
+    with pytest.raises(ExecutionError, match="CUDA out of memory; load it without compile"):
+        jackfield.load(model(), compile="cuda_graph", max_batch_size=1, **names)
+    monkeypatch.setattr(CudaGraphCompiler, "rank", lambda *_: 20)
+    with jackfield.load(model(), max_batch_size=1, **names) as engine:
         assert "CUDA out of memory" in engine.report()["compiler"].compiled.given_up
         assert engine.generate(TEXT, max_new_tokens=4)[0].error is None

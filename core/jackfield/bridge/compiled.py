@@ -142,8 +142,8 @@ class CompiledForward:
         past = kwargs.get("past_key_values")
         if past is not None and not self._compared:
             return self._compare(inputs)
-        asked = self._decodes if inputs.decode else self._reads
-        if TAKEN in kwargs or not asked(kwargs):
+        compiled = self._decodes() if inputs.decode else self._reads(kwargs)
+        if TAKEN in kwargs or not compiled:
             return self._uncompiled(inputs)
         rows, width = kwargs["input_ids"].shape
         masks = None if past is None else self._masks(kwargs)
@@ -172,16 +172,16 @@ class CompiledForward:
         with self._guard:
             return bool(self.compilation.reads(*size))
 
-    def _decodes(self, kwargs: dict[str, Any]) -> bool:
+    def _decodes(self) -> bool:
         """Whether a decode step is compiled."""
         with self._guard:
-            return bool(self.compilation.decodes(*kwargs["input_ids"].shape))
+            return bool(self.compilation.decodes())
 
     def _loose(self, inputs: ModelInputs) -> torch.Tensor:
         """A step that lies at a fixed place, not recorded whole."""
         fixed = inputs.fixed
         assert fixed is not None
-        compiled = self._decodes(inputs.kwargs)
+        compiled = self._decodes()
         run, guard = (self._compiled, self._guard) if compiled else (self._step, nullcontext())
         step = OpaqueStep(self.attend, self._modules, 1, fixed.rows, recorded=not compiled)
         with within(step), guard:

@@ -78,27 +78,35 @@ class RecordedSteps:
         `backends` are the attention, the cache and the compiler. Raises PluginError where a
         recorded step says something else than an eager one; it names those that are not jackfield's
         own, or all. Where nobody `named` the compiler, that is a warning, and none is recorded.
+        Where somebody did, and nothing is recorded nor compiled, raises ExecutionError.
         """
         self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
         with self._guard:
             plays = self._compilation.plays()
-        if not plays:
+        if plays:
+            try:
+                for rows in sizes:
+                    if not self._tried(rows, most, trial, backends):
+                        break
+            except PluginError as error:
+                if named:
+                    raise
+                for rows in self.sizes:
+                    cache.loosen(rows)
+                self._give_all_up(error)
+        else:
             self._give_all_up("the model has hooks, which a recording would not call")
-            return
-        try:
-            for rows in sizes:
-                if not self._tried(rows, most, trial, backends):
-                    break
-        except PluginError as error:
-            if named:
-                raise
-            for rows in self.sizes:
-                cache.loosen(rows)
-            self._give_all_up(error)
         cache.forget()
         self.played = 0
+        if named and not self.sizes and not self._compiles():
+            raise ExecutionError(f"{self._registered}: {self.given_up}; load it without compile")
+
+    def _compiles(self) -> bool:
+        """Whether decode steps that are not played are compiled."""
+        with self._guard:
+            return bool(self._compilation.decodes())
 
     def _tried(self, rows: int, most: int, trial: StepTrial, backends: Seq[Registered]) -> bool:
         """Record steps of so many rows; whether that can be done."""

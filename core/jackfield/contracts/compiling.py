@@ -136,14 +136,8 @@ class Compilation(ABC):
         del rows, width
         return False
 
-    def decodes(self, rows: int, width: int) -> bool:
-        """Whether a decode step that is not played whole is compiled; by default it is.
-
-        Args:
-            rows: Of its ids.
-            width: Tokens of a row.
-        """
-        del rows, width
+    def decodes(self) -> bool:
+        """Whether a decode step that is not played whole is compiled; by default it is."""
         return True
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from jackfield_plugins.compiler.cuda_graph import CudaGraphOptions
     from jackfield_plugins.compiler.cuda_graph.graphs import Recorder
 
+logger = logging.getLogger("jackfield")
+
 #: The largest step that is recorded whole. Larger ones keep a GPU busy for longer than it takes
 #: to launch them.
 MOST_ROWS = 64
@@ -41,6 +44,7 @@ class RecordedCompilation(TorchCompilation):
         super().__init__(model, recorder.source, bucketed=True)
         self._recorder = recorder
         self._options = options
+        self._stopped = ""  # why nothing is played now
         self._changes = 0  # that were found whenever somebody looked, one after the other
         self._made: list[Whole] = []
         self._last: Recording | None = None  # that was played
@@ -55,7 +59,7 @@ class RecordedCompilation(TorchCompilation):
         """Powers of two, up to where all of `most` have room."""
         return [1 << n for n in range(self.fill(min(most, MOST_ROWS)).bit_length())]
 
-    def decodes(self, rows: int, width: int) -> bool:
+    def decodes(self) -> bool:
         return self._options.record != "whole"
 
     def plays(self) -> bool:
@@ -68,7 +72,14 @@ class RecordedCompilation(TorchCompilation):
         if self._changes == changes:
             self._changes = 0
         assert self._held is not None
-        return self._changes <= AGAIN and not self._held.is_hooked
+        why = "it has hooks, which a recording would not call" if self._held.is_hooked else ""
+        if self._changes > AGAIN:
+            why = "it changes in every step"
+        if why and why != self._stopped:
+            model = type(self._model).__name__
+            logger.warning("steps of %s are not played from recordings now: %s", model, why)
+        self._stopped = why
+        return not why
 
     def record(self, step: ModelStep) -> ModelStep:
         checked = self._traced(step) if self._options.fuse else self._as_it_is(step)
