@@ -160,9 +160,11 @@ def test_hooks_are_called_in_every_step(
         engine.generate(TEXT, max_new_tokens=8)
         assert len(calls) == 8
         assert engine.report()["compiler"].compiled.whole == played
-        assert caplog.text.count("are not played from recordings now: it has hooks") == 1
+        assert caplog.text.count("are not played from recordings now: the model has hooks") == 1
+        assert "has hooks" in engine.report()["compiler"].compiled.given_up
         hook.remove()
         engine.generate(TEXT, max_new_tokens=8)
+        assert engine.report()["compiler"].compiled.given_up is None
         assert engine.report()["compiler"].compiled.whole == played + 7
     hooked = model()
     hooked.model.layers[0].register_forward_hook(lambda *_: None)

@@ -130,9 +130,7 @@ class CompiledForward:
 
     def __call__(self, inputs: ModelInputs) -> torch.Tensor:
         if inputs.fixed is not None and self.recorded is not None:
-            with self._guard:
-                plays = self.compilation.plays()
-            if not plays:
+            if not self.recorded.plays():
                 return self._loose(inputs)
             before = self.recorded.played
             logits = self.recorded(inputs, self._loose)
@@ -183,7 +181,7 @@ class CompiledForward:
         assert fixed is not None
         compiled = self._decodes()
         run, guard = (self._compiled, self._guard) if compiled else (self._step, nullcontext())
-        step = OpaqueStep(self.attend, self._modules, 1, fixed.rows, recorded=not compiled)
+        step = OpaqueStep(self.attend, self._modules, 1, fixed.rows, run_as_it_is=not compiled)
         with within(step), guard:
             logits = run(fixed.input_ids, fixed.position_ids, None)
         self.steps += compiled

@@ -45,7 +45,7 @@ class OpaqueStep:
     The first `rows` rows and `width` columns are the step's own tokens, the rest was filled up.
     `attend` is the attention as it is called in steps that are not compiled. Where keys and values
     lie in a cache of transformers, it is `past`, and `masks` has the mask of each layer. One that
-    is `recorded` lies at a fixed place, and may run as it is while it is recorded.
+    may `run_as_it_is` lies at a fixed place, and nothing has to compile it.
     """
 
     attend: Attend
@@ -55,7 +55,7 @@ class OpaqueStep:
     past: Any = None
     masks: Mapping[int, torch.Tensor | None] | None = None
     native: NativeAttention | None = None
-    recorded: bool = False
+    run_as_it_is: bool = False
 
     def native_calls(
         self,
@@ -168,7 +168,7 @@ def opaque(attend: Attend) -> Attend:
             return _operator(query, key, value, module.layer_idx, *_travelling(kwargs)), None
         step = _now.step
         if isinstance(step, OpaqueStep):
-            if step.recorded:
+            if step.run_as_it_is:
                 return _run(query, key, value, module.layer_idx, *_travelling(kwargs)), None
             raise ExecutionError(
                 "a step runs uncompiled that was to be compiled: its compiler does not compile it, "
@@ -187,8 +187,10 @@ def unmasked(mask: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         if _is_read():  # which comes first: torch 2.11 cannot read what a step is
             return None
-        recorded = isinstance(_now.step, OpaqueStep) and _now.step.recorded
-        return None if recorded else mask(*args, **kwargs)
+        step = _now.step
+        if isinstance(step, OpaqueStep) and step.run_as_it_is:
+            return None
+        return mask(*args, **kwargs)
 
     return made
 

@@ -36,8 +36,8 @@ class RecordedSteps:
     """The steps of one model that were recorded whole, by how many rows they have.
 
     `played` counts steps, `sizes` are the rows that are recorded now; `given_up` says why larger
-    ones, or all, are not: a size that cannot be recorded goes through the compiled step from then
-    on, and nothing of it is kept.
+    ones, or all, are not: steps of a size that cannot be recorded run as all others do from then
+    on, and nothing of it is kept. `paused` says why none is played now.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class RecordedSteps:
         self.played = 0
         self.sizes: tuple[int, ...] = ()
         self.given_up: str | None = None
+        self.paused: str | None = None
         self._compilation = compilation
         self._registered = registered
         self._guard = guarded(registered, "its recorded step")
@@ -83,9 +84,7 @@ class RecordedSteps:
         self._cache, self._attention = cache, attention
         with guarded(self._registered, "sizes"):
             sizes = self._compilation.sizes(most)
-        with self._guard:
-            plays = self._compilation.plays()
-        if plays:
+        if self.plays():
             try:
                 for rows in sizes:
                     if not self._tried(rows, most, trial, backends):
@@ -97,11 +96,20 @@ class RecordedSteps:
                     cache.loosen(rows)
                 self._give_all_up(error)
         else:
-            self._give_all_up("the model has hooks, which a recording would not call")
+            self._give_all_up(self.paused)
         cache.forget()
         self.played = 0
         if named and not self.sizes and not self._compiles():
             raise ExecutionError(f"{self._registered}: {self.given_up}; load it without compile")
+
+    def plays(self) -> bool:
+        """Whether steps that were recorded are played now. A warning says why they are not."""
+        with self._guard:
+            why = self._compilation.not_played()
+        if why != self.paused and why is not None and self.sizes:
+            logger.warning("steps are not played from recordings now: %s", why)
+        self.paused = why
+        return why is None
 
     def _compiles(self) -> bool:
         """Whether decode steps that are not played are compiled."""
@@ -118,9 +126,7 @@ class RecordedSteps:
                 self.sizes += (rows,)
                 self._record(fixed, backends)
                 found = trial.decode(texts, rows, self._played)
-        except PluginError:
-            raise
-        except Exception as error:  # noqa: BLE001 - no memory, and whatever a model raises
+        except (ExecutionError, RuntimeError, MemoryError) as error:  # torch's, mostly of memory
             if fixed is not None:
                 cache.loosen(rows)
             self._give_up(rows, first_line(error))
@@ -170,7 +176,7 @@ class RecordedSteps:
         """The same, or an ExecutionError. Records where that was not done."""
         rows, attention = fixed.rows, self._attention
         assert attention.forward is not None
-        step = OpaqueStep(attention.forward, self._modules, 1, rows, recorded=True)
+        step = OpaqueStep(attention.forward, self._modules, 1, rows, run_as_it_is=True)
         with within(step), self._guard, attention.recording() as calls:
             logits = self._run(fixed.input_ids, fixed.position_ids, None)
         if calls:
@@ -187,8 +193,8 @@ class RecordedSteps:
         self.sizes = ()
         self.given_up = f"none is recorded whole: {why}"
         logger.warning("of the decode steps %s", self.given_up)
-        with guarded(self._registered, "close"):
-            self._compilation.close()
+        with self._guard:
+            self._compilation.forget()
 
     def _give_up(self, rows: int, error: object) -> None:
         self._calls.pop(rows, None)

@@ -184,12 +184,16 @@ class Compilation(ABC):
         del most
         return []
 
-    def plays(self) -> bool:
-        """Whether steps that were recorded are played now, or run as they are; asked before each.
+    def not_played(self) -> str | None:
+        """Why steps that were recorded run as they are now; None, by default: they are played.
 
-        By default they are played.
+        Asked before each of them, and before they are recorded.
         """
-        return True
+        return None
+
+    def forget(self) -> None:
+        """Let go of what was recorded: no whole step is played any more; `compile` goes on."""
+        return
 
     def record(self, step: ModelStep) -> ModelStep:
         """Like `compile`, for steps whose tensors and attention lie at fixed places.
@@ -204,7 +208,7 @@ class Compilation(ABC):
 
         Raises:
             ExecutionError: A size cannot be recorded. Nothing is left of it, and steps of that size
-                go through what `compile` returned.
+                run as all others do.
         """
         raise NotImplementedError(f"{type(self).__name__} records no whole steps")
 
@@ -285,14 +289,17 @@ class Compiler(Backend):
         return reasons
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
-        """That steps are compiled (`compiled`).
+        """That steps are compiled (`compiled`), and whole ones recorded where they are
+        (`recorded`).
 
         Args:
             requirements: The job, with what the kinds decided before imply.
             options: An instance of `options`.
         """
-        del options
-        return replace(requirements, compiled=True) if self.compiles else requirements
+        if not self.compiles:
+            return requirements
+        records = self.capabilities.records and not self.unrecordable(requirements, options)
+        return replace(requirements, compiled=True, recorded=records)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         """Why it records no whole steps of this job, though it `records`; empty: it does.

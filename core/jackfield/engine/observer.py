@@ -91,7 +91,10 @@ class Observer:
         compiled = Compiled(made.graphs, made.seconds, num_bytes=made.num_bytes)
         if (whole := self._compiled.recorded) is not None:
             compiled = replace(
-                compiled, whole=whole.played, rows=whole.sizes, given_up=whole.given_up
+                compiled,
+                whole=whole.played,
+                rows=whole.sizes,
+                given_up=whole.given_up or whole.paused,
             )
         return replace(seen, compiled=compiled)
 

@@ -82,7 +82,8 @@ class Plan:
         if against is None:
             return None
         if not against:
-            return "whole decode steps"
+            drafts = ", but those with drafts" if self.requirements.rollback else ""
+            return f"whole decode steps{drafts}"
         return f"between attentions; whole decode steps are not: {'; '.join(against)}"
 
     @property

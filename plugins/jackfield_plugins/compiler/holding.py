@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from operator import getitem, is_
 from typing import Any
 
 import torch
 from torch import nn
-
-from jackfield_plugins.compiler.native.fingerprint import functions_of, is_torch
 
 #: Hooks that are called for all modules there are.
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
@@ -104,7 +104,6 @@ class _Modules:
     """Some modules, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module], closely: bool) -> None:
-        self._closely = closely
         self._homes: list[Any] = []
         self._names: list[str] = []
         self._found: list[Any] = []
@@ -214,3 +213,25 @@ def _is_plain(found: Any, deep: int) -> bool:
         inside = found.values() if type(found) is dict else found
         return deep > 0 and all(_is_plain(one, deep - 1) for one in inside)
     return type(found) in _PLAIN
+
+
+def functions_of(home: str) -> dict[str, Any]:
+    """The functions that a module's code finds by their names."""
+    beside = vars(sys.modules[home]) if home in sys.modules else {}
+    return {name: one for name, one in list(beside.items()) if is_code(one) or is_called(one)}
+
+
+def is_called(found: Any) -> bool:
+    return callable(found) and not isinstance(found, type)
+
+
+def is_torch(home: str) -> bool:
+    """Whether a module is one of torch's, which stay as they are."""
+    return home == "builtins" or home.partition(".")[0] == "torch"
+
+
+_WRAPPERS = (staticmethod, classmethod, property, functools.partial, functools.partialmethod)
+
+
+def is_code(found: Any) -> bool:
+    return isinstance(found, (types.FunctionType, types.MethodType, *_WRAPPERS))

@@ -151,7 +151,7 @@ def asked(
     head_dims: tuple[int, int],
     dtype: torch.dtype,
     seed: int,
-    device: str = "cpu",
+    device: str,
     *,
     slid: bool = False,
 ) -> Asked:

@@ -106,7 +106,7 @@ def pieces_of(
     head_dims: tuple[int, int],
     dtype: torch.dtype,
     seed: int,
-    device: str = "cpu",
+    device: str,
 ) -> list[Piece]:
     """Random numbers for each sequence, all tokens of it, on `device`.
 

@@ -9,7 +9,7 @@ change with each step. After "full" and "piecewise" graphs, as vLLM calls them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
@@ -57,13 +57,9 @@ class CudaGraphCompiler(Compiler):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        if not reasons and (options.fuse or options.record != "whole"):
-            reasons = cannot_trace()
-        return reasons or (cannot_keep() if options.fuse else [])
-
-    def imply(self, requirements: Requirements, options: Any) -> Requirements:
-        implied = super().imply(requirements, options)
-        return implied if options.record == "between" else replace(implied, recorded=True)
+        if options.fuse or options.record != "whole":
+            reasons += cannot_trace()
+        return reasons + (cannot_keep() if options.fuse else [])
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().unrecordable(requirements, options)

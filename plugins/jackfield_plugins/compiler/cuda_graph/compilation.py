@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from jackfield_plugins.compiler.cuda_graph import CudaGraphOptions
     from jackfield_plugins.compiler.cuda_graph.graphs import Recorder
 
-logger = logging.getLogger("jackfield")
-
 #: The largest step that is recorded whole. Larger ones keep a GPU busy for longer than it takes
 #: to launch them.
 MOST_ROWS = 64
@@ -44,7 +41,6 @@ class RecordedCompilation(TorchCompilation):
         super().__init__(model, recorder.source, bucketed=True)
         self._recorder = recorder
         self._options = options
-        self._stopped = ""  # why nothing is played now
         self._changes = 0  # that were found whenever somebody looked, one after the other
         self._made: list[Whole] = []
         self._last: Recording | None = None  # that was played
@@ -62,8 +58,8 @@ class RecordedCompilation(TorchCompilation):
     def decodes(self) -> bool:
         return self._options.record != "whole"
 
-    def plays(self) -> bool:
-        """Not with hooks, which a recording would not call, nor where the model always changes.
+    def not_played(self) -> str | None:
+        """Hooks, which a recording would not call; or that the model always changes.
 
         Forgets what does not hold any more.
         """
@@ -72,14 +68,9 @@ class RecordedCompilation(TorchCompilation):
         if self._changes == changes:
             self._changes = 0
         assert self._held is not None
-        why = "it has hooks, which a recording would not call" if self._held.is_hooked else ""
-        if self._changes > AGAIN:
-            why = "it changes in every step"
-        if why and why != self._stopped:
-            model = type(self._model).__name__
-            logger.warning("steps of %s are not played from recordings now: %s", model, why)
-        self._stopped = why
-        return not why
+        if self._held.is_hooked:
+            return "the model has hooks, which a recording would not call"
+        return "the model changes in every step" if self._changes > AGAIN else None
 
     def record(self, step: ModelStep) -> ModelStep:
         checked = self._traced(step) if self._options.fuse else self._as_it_is(step)
@@ -101,8 +92,7 @@ class RecordedCompilation(TorchCompilation):
 
     def _moved(self) -> None:
         self._changes += 1
-        self._known.clear()
-        self._drop()
+        self.forget()
 
     def _as_it_is(self, step: ModelStep) -> ModelStep:
         """`step`, recorded as the model's code has it."""
@@ -110,7 +100,7 @@ class RecordedCompilation(TorchCompilation):
         def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> Any:
             inputs = (ids, positions, ids.shape[1])
             if not self._made:
-                whole = Whole(lambda ids, at, _: step(ids, at, keep), self._record_whole, inputs)
+                whole = Whole(lambda ids, at, _: step(ids, at, None), self._record_whole, inputs)
                 self._made.append(whole)
             self._began = time.perf_counter()
             return self._counting(self._made[-1])(*inputs)
@@ -127,14 +117,14 @@ class RecordedCompilation(TorchCompilation):
         self._made.append(Whole(fused(graph, inputs), self._record_whole, inputs))
         return self._counting(self._made[-1])
 
-    def _drop(self) -> None:
+    def forget(self) -> None:
+        self._known.clear()
         self._last = None
         for made in self._made:
             made.close()
 
     def close(self) -> None:
-        self._known.clear()
-        self._drop()
+        self.forget()
         self._held = None
 
     def _record_whole(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:

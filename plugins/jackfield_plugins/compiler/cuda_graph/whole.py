@@ -1,4 +1,4 @@
-"""A traced step that is recorded whole, its attentions and what they read and write included."""
+"""A step that is recorded whole, its attentions and what they read and write included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recording(NamedTuple):
 
 
 class Whole:
-    """`run`, a traced step, as one recording for each size of its inputs.
+    """`run`, a step, as one recording for each size of its inputs.
 
     Every tensor is read where it lies, and looked at in each call: where one is not where it was
     recorded, the step is recorded anew, a few times. `recorded`: that happened since somebody set

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+from jackfield_plugins.compiler.holding import functions_of, is_called, is_code, is_torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, range, slice)
@@ -77,33 +78,11 @@ class Fingerprints:
         own = {base for base in bases if not is_torch(base.__module__)}
         for cls in sorted(own, key=_name):
             for name, found in sorted(vars(cls).items()):
-                if _is_code(found) or _is_called(found):
+                if is_code(found) or is_called(found):
                     yield f"{_name(cls)}.{name} {self.of(found)}"
         for home in sorted({cls.__module__ for cls in own}):
             for name, found in sorted(functions_of(home).items()):
                 yield f"{home}.{name} {self.of(found)}"
-
-
-def functions_of(home: str) -> dict[str, Any]:
-    """The functions that a module's code finds by their names."""
-    beside = vars(sys.modules[home]) if home in sys.modules else {}
-    return {name: one for name, one in list(beside.items()) if _is_code(one) or _is_called(one)}
-
-
-def _is_called(found: Any) -> bool:
-    return callable(found) and not isinstance(found, type)
-
-
-def is_torch(home: str) -> bool:
-    """Whether a module is one of torch's, which stay as they are."""
-    return home == "builtins" or home.partition(".")[0] == "torch"
-
-
-_WRAPPERS = (staticmethod, classmethod, property, functools.partial, functools.partialmethod)
-
-
-def _is_code(found: Any) -> bool:
-    return isinstance(found, (types.FunctionType, types.MethodType, *_WRAPPERS))
 
 
 def _parts(value: Any) -> list[Any] | None:
