@@ -48,8 +48,8 @@ def load(
     ``plugin:distribution/name``, with ``?option=value`` at its end, or a list of these (declared
     fallbacks); a bare name means the same as ``plugin:name``. `quantization` may also be one of
     transformers' quantization config objects. `kernels` are fused layers, all that
-    are named; "auto" is none. `compile` may also be a bool. `dtype` is "auto", a name such as
-    "bfloat16" or a torch.dtype.
+    are named; "auto" takes some where steps of a GPU are recorded, "none" takes none. `compile` may
+    also be a bool. `dtype` is "auto", a name such as "bfloat16" or a torch.dtype.
 
     None is the same as leaving an argument out. Keywords of `from_pretrained` and `pipeline` are
     taken where they mean one of these, and otherwise answered with what to write: see

@@ -103,11 +103,12 @@ class CountingDevice(TorchFunctionMode):
     ) -> Any:
         return self.call(func, args, kwargs or {})
 
-    def wait(self, what: str) -> None:
-        """Whoever asked has waited, and what was begun is known to be done."""
+    def wait(self, what: str, begun: list[Callable[[], None]] | None = None) -> None:
+        """Whoever asked has waited, and what was `begun` (None: all) is known to be done."""
         self.waits[f"{what} in {_asker()}"] += 1
-        pending, self.pending = self.pending, []
-        for done in pending:
+        ended = [one for one in self.pending if begun is None or one in begun]
+        self.pending = [one for one in self.pending if one not in ended]
+        for done in ended:
             done()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,7 +295,7 @@ class _Event:
 
     def synchronize(self) -> None:
         if not self.query():
-            _now().wait("an event")
+            _now().wait("an event", self._before)
 
 
 class _Properties:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from families import build, config_of, prompts, references
 
 import jackfield
-from jackfield.contracts import Accepted, Sequence, Step, Strategy
-from jackfield.engine.decoder import Decoder
+from jackfield.contracts import Accepted, Sequence, Strategy
+from jackfield.engine.decoder import Choice, Decoder
+from jackfield.engine.steps import RunningStep
 from jackfield.planning.solving import reasons_against
 from jackfield.registry.discovery import registry
 from jackfield.spelling import parse
-
-if TYPE_CHECKING:
-    import torch
 
 LENGTHS = (3, 5, 12, 4)
 COUNT = 14
@@ -49,8 +47,8 @@ class Watched(Decoder):
         super().__init__({"sample": guesses}, frozenset({"sample"}))
         self.kept: list[list[int]] = []
 
-    def accept(self, step: Step, logits: torch.Tensor) -> list[Accepted]:
-        gains = super().accept(step, logits)
+    def accept(self, step: RunningStep, choice: Choice) -> list[Accepted]:
+        gains = super().accept(step, choice)
         self.kept.append([len(gain.tokens) for gain in gains])
         return gains
 

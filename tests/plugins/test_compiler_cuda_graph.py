@@ -6,6 +6,7 @@ A tape stands in for the GPU (`tape.py`). Only the last test records with CUDA i
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import time
@@ -278,11 +279,11 @@ def test_what_recordings_take_is_what_their_pools_hold(monkeypatch: pytest.Monke
     cuda = FakeCuda(monkeypatch)
     one, other = (graphs.CudaGraphs(torch.device("cuda")) for _ in range(2))
     assert one.num_bytes == 0
-    one.record(lambda: None)  # in pool 0
+    kept = [one.record(lambda: None)]  # in pool 0
     with pytest.raises(RuntimeError, match="broken"):
         one.record(lambda: (_ for _ in ()).throw(RuntimeError("broken")))
-    one.record(lambda: None)  # in pool 2
-    other.record(lambda: None)  # in pool 4
+    kept.append(one.record(lambda: None))  # in pool 2
+    kept.append(other.record(lambda: None))  # in pool 4
     sizes = {"pool 0": (5, 7), "pool 2": (11,), "pool 4": (100,), (0, 0): (1000,)}
     cuda.segments = [
         {"segment_pool_id": pool, "total_size": size} for pool, own in sizes.items() for size in own
@@ -290,6 +291,24 @@ def test_what_recordings_take_is_what_their_pools_hold(monkeypatch: pytest.Monke
     assert (one.num_bytes, other.num_bytes) == (23, 100)
     del cuda.segments[0]
     assert (one.num_bytes, other.num_bytes) == (18, 100)
+
+
+def test_a_pool_is_not_used_again_whose_recordings_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch ends with an assertion there: "use_count > 0"."""
+    cuda = FakeCuda(monkeypatch)
+    one = graphs.CudaGraphs(torch.device("cuda"))
+    kept = [one.record(lambda: None), one.record(lambda: None)]  # in pool 0
+    del kept[0]
+    kept.append(one.record(lambda: None))
+    kept.clear()
+    gc.collect()
+    one.record(lambda: None)
+    begun = [said for said in cuda.said if said.startswith("begin")]
+    assert [said.partition(",")[0] for said in begun] == ["begin in pool 0"] * 3 + [
+        "begin in pool 2"
+    ]
 
 
 def test_two_engines_record_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

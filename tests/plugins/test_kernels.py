@@ -130,7 +130,7 @@ def test_refusals(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "both replace LlamaRMSNorm" in refusal(model, [hub, hub])
     disk = refusal("demo", CPU, device_map={"": "cpu", "model.layers.0": "disk"})
     assert "weights lie on cpu, disk" in disk
-    assert "'auto' is none" in refusal(model, ["auto", hub])
+    assert "kernels='auto' goes with no other" in refusal(model, ["auto", hub])
     assert "there is no kernel 'triton'" in refusal(model, "triton")
     assert "cannot run" in refusal(build("llama", torch.float64), TRITON)
     monkeypatch.setenv("JACKFIELD_TRUSTED_PUBLISHERS", "")

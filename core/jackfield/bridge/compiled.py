@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from jackfield.bridge.attention import AttentionBinding
+    from jackfield.bridge.layers import Layers
     from jackfield.bridge.native_attention import NativeAttention
     from jackfield.bridge.opaque import Attend
     from jackfield.contracts import Compilation, KVCache, ModelInputs
@@ -94,15 +95,16 @@ class CompiledForward:
         most: int,
         longest: int | None,
         backends: Seq[Registered],
+        layers: Seq[Layers],
         *,
         named: bool,
     ) -> None:
         """Record whole decode steps of up to `most` sequences, of up to `longest` tokens each.
 
-        The model runs what was planned. `backends` are those that a recording may show to be wrong,
-        which is an error where somebody `named` the compiler.
+        The model runs what was planned, `layers` in it. `backends` are those that a recording may
+        show to be wrong, which is an error where somebody `named` the compiler.
         """
-        made = RecordedSteps(self.compilation, self._registered, self._step, self._modules)
+        made = RecordedSteps(self.compilation, self._registered, self._step, self._modules, layers)
         vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         trial = StepTrial(cache, self._uncompiled, vocab_size, longest)
         made.record(cache, attention, most, trial, backends, named=named)

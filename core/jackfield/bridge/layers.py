@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 from torch import nn
 
 from jackfield.contracts import BindContext, FusedLayer
-from jackfield.errors import ExecutionError, PlanError, quoted
+from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
 from jackfield.guarded import fault, guarded
 from jackfield.registry.backends import Choice, Registered
+from jackfield.spelling import AUTO
 
-_ROWS = 5  # of the random input on which both are compared
+logger = logging.getLogger("jackfield")
+
+_ROWS = (1, 2, 5)  # of the random inputs on which both are compared
 _ROUNDINGS = 4
 
 
@@ -28,6 +33,8 @@ class Layers:
     ) -> None:
         self.registered = registered
         self.calls = 0
+        self._noted: Counter[int] | None = None  # calls that are recorded, by layer
+        self._each = 0  # calls of a step that was recorded
         self._forwards = _forwards(registered, fused, modules)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
@@ -36,7 +43,7 @@ class Layers:
     def install(self) -> Callable[[], None]:
         """Put the kernel into its layers. Returns the function that takes it out."""
         for module, forward in self._forwards:
-            module.forward = self._counted(forward)
+            module.forward = self._counted(id(module), forward)
 
         def restore() -> None:
             for module, _ in self._forwards:
@@ -56,12 +63,31 @@ class Layers:
             for module, forward in here:
                 module.forward = forward
 
-    def _counted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
+            if self._noted is None:
+                self.calls += 1
+            else:
+                self._noted[number] += 1
             return forward(*args, **kwargs)
 
         return counted
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Calls meanwhile are those of a step, made any number of times, which nobody asked for."""
+        before, noted = self._noted, Counter[int]()
+        self._noted = noted
+        try:
+            yield
+        finally:
+            self._noted = before
+            if noted:
+                self._each = noted.total() // min(noted.values())
+
+    def played(self) -> None:
+        """Count a step that was recorded."""
+        self.calls += self._each
 
 
 def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Module]]:
@@ -97,12 +123,19 @@ def bind_layers(
 ) -> list[Layers]:
     """Each of the chosen kernels, bound to the model; nothing is changed in it yet.
 
-    Raises PlanError where one finds no layer, ExecutionError where it is not what it replaces.
+    Raises PlanError where one finds no layer, ExecutionError where it is not what it replaces. Who
+    was chosen by `auto` is left out then, with a warning.
     """
-    return [
-        Layers(choice.registered, choice.registered.bind(context(choice)), modules)
-        for choice, modules in zip(choices, layers_for(choices, model), strict=True)
-    ]
+    found = []
+    for choice, modules in zip(choices, layers_for(choices, model), strict=True):
+        try:
+            bound = choice.registered.bind(context(choice))
+            found.append(Layers(choice.registered, bound, modules))
+        except (ExecutionError, PluginError) as error:
+            if choice.how != AUTO:
+                raise
+            logger.warning("auto goes on without %s: %s", choice.registered, first_line(error))
+    return found
 
 
 def _forwards(
@@ -136,17 +169,29 @@ def _compare(registered: Registered, module: nn.Module, forward: Callable[..., A
     That is twice what the layer's own do, and a few roundings of the largest, as the layer may have
     been lucky.
     """
-    parameter = next(module.parameters())
-    rows = torch.randn(_ROWS, parameter.shape[-1], generator=torch.Generator().manual_seed(0))
-    given = rows.to(parameter.device, parameter.dtype)
-    own = module(given).double()
-    exact = copy.deepcopy(module).double()(given.double()).double()
-    with guarded(registered, f"its function in the place of {type(module).__name__}"):
-        new = forward(given.clone()).double()
+    parameter, draw = next(module.parameters()), torch.Generator().manual_seed(0)
+    in_float64 = copy.deepcopy(module).double()
+    for count in _ROWS:
+        rows = torch.randn(count, parameter.shape[-1], generator=draw)
+        given = rows.to(parameter.device, parameter.dtype)
+        own, exact = module(given).double(), in_float64(given.double()).double()
+        with guarded(registered, f"its function in the place of {type(module).__name__}"):
+            new = forward(given.clone()).double()
+        _hold(registered, module, own, exact, new)
+
+
+def _hold(
+    registered: Registered,
+    module: nn.Module,
+    own: torch.Tensor,
+    exact: torch.Tensor,
+    new: torch.Tensor,
+) -> None:
     if new.shape != own.shape:
         raise ExecutionError(f"{registered} gives {list(new.shape)}, and {list(own.shape)} is due")
     scale = exact.abs().max()
-    allowed = 2 * (own - exact).abs().max() + _ROUNDINGS * torch.finfo(parameter.dtype).eps * scale
+    eps = torch.finfo(next(module.parameters()).dtype).eps
+    allowed = 2 * (own - exact).abs().max() + _ROUNDINGS * eps * scale
     off = (new - exact).abs().max()
     if not off <= allowed:
         raise ExecutionError(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from jackfield.bridge.attention import AttentionBinding
+    from jackfield.bridge.layers import Layers
     from jackfield.contracts import Compilation, FixedStep, KVCache, ModelInputs
     from jackfield.contracts.compiling import ModelStep
     from jackfield.registry.backends import Registered
@@ -46,6 +47,7 @@ class RecordedSteps:
         registered: Registered,
         step: ModelStep,
         modules: Mapping[int, nn.Module],
+        layers: Seq[Layers] = (),
     ) -> None:
         self.played = 0
         self.sizes: tuple[int, ...] = ()
@@ -55,6 +57,7 @@ class RecordedSteps:
         self._registered = registered
         self._guard = guarded(registered, "its recorded step")
         self._modules = modules
+        self._layers = layers
         self._calls: dict[int, list[int]] = {}  # the layers that a size's recording calls
         self._attention: AttentionBinding
         self._cache: KVCache
@@ -120,7 +123,7 @@ class RecordedSteps:
         """Record steps of so many rows; whether that can be done."""
         fixed, cache = None, self._cache
         try:
-            with self._attention.recording():  # nobody asked for these calls
+            with self._attention.recording(), self._recording():  # nobody asked for these calls
                 texts, due, noise = trial.eagerly(rows, most)
                 fixed = cache.fix(rows)
                 self.sizes += (rows,)
@@ -169,6 +172,8 @@ class RecordedSteps:
             self._give_up(fixed.rows, error)
             return otherwise(inputs)
         self._attention.played(self._calls[fixed.rows])
+        for layers in self._layers:
+            layers.played()
         self.played += 1
         return found[0, : inputs.rows, None]
 
@@ -177,7 +182,7 @@ class RecordedSteps:
         rows, attention = fixed.rows, self._attention
         assert attention.forward is not None
         step = OpaqueStep(attention.forward, self._modules, 1, rows, run_as_it_is=True)
-        with within(step), self._guard, attention.recording() as calls:
+        with within(step), self._guard, self._recording(), attention.recording() as calls:
             logits = self._run(fixed.input_ids, fixed.position_ids, None)
         if calls:
             self._calls[rows] = calls
@@ -188,6 +193,15 @@ class RecordedSteps:
                 self._registered, f"must return logits [1, {rows}, vocab], got {list(logits.shape)}"
             )
         return logits
+
+    def _recording(self) -> contextlib.AbstractContextManager[object]:
+        """Of calls of kernels those of a step are noted meanwhile, and none is counted."""
+        if not self._layers:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for layers in self._layers:
+            stack.enter_context(layers.recording())
+        return stack
 
     def _give_all_up(self, why: object) -> None:
         self.sizes = ()

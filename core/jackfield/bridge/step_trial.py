@@ -135,7 +135,7 @@ def bound_of(dtype: torch.dtype, noise: float) -> float:
     """How far apart two ways of computing the same logits may be, which once were by `noise`."""
     # Layers of transformers compute in float32, also in float64.
     eps = max(torch.finfo(one).eps for one in (dtype, torch.float32))
-    return min(MOST_NOISE, max(math.sqrt(eps), 4 * noise))
+    return min(MOST_NOISE, max(2 * math.sqrt(eps), 4 * noise))
 
 
 def distance(found: torch.Tensor, due: torch.Tensor) -> float:

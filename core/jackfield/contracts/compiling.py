@@ -289,8 +289,8 @@ class Compiler(Backend):
         return reasons
 
     def imply(self, requirements: Requirements, options: Any) -> Requirements:
-        """That steps are compiled (`compiled`), and whole ones recorded where they are
-        (`recorded`).
+        """That steps are compiled (`compiled`) and therefore `traced`, and whole ones recorded
+        where they are (`recorded`).
 
         Args:
             requirements: The job, with what the kinds decided before imply.
@@ -299,7 +299,7 @@ class Compiler(Backend):
         if not self.compiles:
             return requirements
         records = self.capabilities.records and not self.unrecordable(requirements, options)
-        return replace(requirements, compiled=True, recorded=records)
+        return replace(requirements, compiled=True, traced=True, recorded=records)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         """Why it records no whole steps of this job, though it `records`; empty: it does.

@@ -24,6 +24,8 @@ class KernelCapabilities:
         devices: torch device types.
         dtypes: Those of the layer's parameters and inputs.
         batch_invariant: The bits of a row of its output do not depend on the other rows.
+        recordable: What its functions tell the device can be recorded and played again: they wait
+            for nothing, read nothing on the host, and launch the same for the same shapes.
 
     Raises:
         ValueError: A name is unknown, or a set is empty.
@@ -32,6 +34,7 @@ class KernelCapabilities:
     devices: frozenset[str]
     dtypes: frozenset[str] = frozenset(DTYPES)
     batch_invariant: bool = False
+    recordable: bool = False
 
     def __post_init__(self) -> None:
         unknown(self.dtypes, DTYPES, "dtype")
@@ -62,10 +65,11 @@ class Kernel(Backend):
     Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
     the first parameter.
 
-    Violations: the first layer of each class and shape is compared with the kernel, on 5 random
-    rows. An output of another shape, or one that is further from the layer's own in float64 than
-    twice the layer's rounding and a little, is an ExecutionError when the model is loaded. Errors
-    with other inputs are not detected. Calls are counted.
+    Violations: the first layer of each class and shape is compared with the kernel, on 1, 2 and 5
+    random rows. An output of another shape, or one that is further from the layer's own in float64
+    than twice the layer's rounding and a little, is an ExecutionError when the model is loaded, and
+    a warning where `auto` chose it, which then goes on without. Errors with other inputs are not
+    detected. Calls are counted. Where steps are recorded whole, it has to be `recordable`.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -90,7 +94,7 @@ class Kernel(Backend):
             reasons.append(
                 f"does not run with dtype {r.dtype} (only {', '.join(sorted(can.dtypes))})"
             )
-        if r.compiled:
+        if r.traced:
             reasons.append("is called and counted one by one, and steps are compiled as a whole")
         if r.offloaded or r.several_places:
             where = r.several_places or ", ".join(r.offloaded)
@@ -98,6 +102,16 @@ class Kernel(Backend):
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        """Why this job's steps cannot be recorded with its layers in them; empty: they can.
+
+        Args:
+            requirements: The job, as in `refuse`.
+            options: The options that were selected.
+        """
+        del requirements, options
+        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     def impossible(self, requirements: Requirements) -> list[str]:
         """That a model is shared by several processes, whose layers are parts of its own.

@@ -294,11 +294,18 @@ class PackedKVCache(KVCache):
             `BoundAttention.warm` is called with.
         rounding: What is stored for a token may be off by this part of the length of its keys, or
             of its values, from 0 to below 1. In some steps they are read back and compared.
+        overlaps: `prepare` only lays tokens out. So on a GPU it may be handed the last token of
+            each sequence as a placeholder, which is in `sequence.tokens` until it returns; before
+            the model is called, the token itself is written to `input_ids`, and it is in
+            `sequence.tokens` when `commit` is called, unless its text has ended in an error. The
+            step before is computed meanwhile: what `prepare` changes on the device is to come
+            after that, in the order of the current stream.
     """
 
     continuous: ClassVar[bool] = True
     page_size: int | None = None
     rounding: float = 0.25
+    overlaps: bool = False
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:

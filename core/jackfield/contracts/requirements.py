@@ -140,8 +140,10 @@ class Requirements:
         page_multiple: Of the attention: it reads pages where they lie if their size is a multiple
             of it.
         compiled: Of the compiler: steps are compiled, around the attention and what the cache does.
+        traced: Of the compiler: what it compiles is traced, so what a layer does in Python is done
+            once and not in each step.
         recorded: Of the compiler: decode steps are recorded whole, with the attention and what the
-            cache does, so both must be `recordable`.
+            cache does, and kernels in the place of layers, so all must be `recordable`.
     """
 
     architecture: str
@@ -196,6 +198,7 @@ class Requirements:
     page_size: int | None = None
     page_multiple: int = 1
     compiled: bool = False
+    traced: bool = False
     recorded: bool = False
 
     @property

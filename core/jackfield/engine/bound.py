@@ -187,9 +187,12 @@ class BoundModel:
         """Record whole decode steps of up to `most` sequences, where that was planned."""
         if self.compiled is not None and self.plan.recording == ():
             backends = [self.plan[kind].registered for kind in ("attention", "cache", "compiler")]
+            backends += [layers.registered for layers in self.layers]
             longest = self.plan.requirements.context_length
             named = self.plan["compiler"].how != AUTO
-            self.compiled.record(self.cache, self.attention, most, longest, backends, named=named)
+            self.compiled.record(
+                self.cache, self.attention, most, longest, backends, self.layers, named=named
+            )
 
     def install(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -27,12 +27,26 @@ from jackfield.requests.text_errors import complete_too_soon
 from jackfield.sampling.constraint import Wanted
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
-from jackfield.sampling.sampler import Sampler
+from jackfield.sampling.sampler import Chosen, Sampler
 from jackfield.sampling.structured import Structures
 
 logger = logging.getLogger("jackfield")
 
 _NOTHING = Accepted()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen in a step, on its way to the host.
+
+    Of `ready`, the places in the step of those that get a token, `own` are those for whom the
+    sampler has `chosen`; `beside` says of those with guidance where their pair is.
+    """
+
+    ready: Seq[int] = ()
+    own: Seq[int] = ()
+    beside: Mapping[int, int] = field(default_factory=dict)
+    chosen: Chosen | None = None
 
 
 class Decoder:
@@ -94,39 +108,57 @@ class Decoder:
             own = [f for f in step.scheduled if f.samples and _has_a_row(f.sequence)]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
-    def accept(self, step: RunningStep, logits: torch.Tensor) -> list[Accepted]:
-        """What each sequence gains by `logits` (`[scheduled, k, vocab]`, may be modified in place).
+    def choose(self, step: RunningStep, logits: torch.Tensor) -> Choice:
+        """Have tokens chosen by `logits` (`[scheduled, k, vocab]`, may be modified in place).
 
         The last `1 + len(drafts)` positions of a row's k are those of its last own token and its
         drafts. One that does not reach the end of its sequence gains nothing.
         """
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
-        gains = [_NOTHING] * len(step.scheduled)
         allowed = None if self._allowed is None else self._found(self._allowed)
         if self.searcher is not None:
             ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
-        if ready:
-            own = [i for i in ready if _has_a_row(step.scheduled[i].sequence)]
-            scheduled = [step.scheduled[i] for i in own]
-            drafts = [item.drafts for item in scheduled]
-            block = self._sampler.block(logits.device)
-            rows = _rows(logits, own, drafts, block)
-            beside = {} if len(own) == len(ready) else _negative(step, own)
-            negative = [step.scheduled[i].drafts for i in beside]
-            led_from = _rows(logits, [*beside.values()], negative, block) if beside else None
-            sequences = [item.sequence for item in scheduled]
-            chosen = self._sampler.sample(sequences, rows, drafts, allowed, led_from)
-            for i, item, gain in zip(own, scheduled, chosen, strict=True):
+        if not ready:
+            return Choice()
+        own = [i for i in ready if _has_a_row(step.scheduled[i].sequence)]
+        scheduled = [step.scheduled[i] for i in own]
+        drafts = [item.drafts for item in scheduled]
+        block = self._sampler.block(logits.device)
+        rows = _rows(logits, own, drafts, block)
+        beside = {} if len(own) == len(ready) else _negative(step, own)
+        negative = [step.scheduled[i].drafts for i in beside]
+        led_from = _rows(logits, [*beside.values()], negative, block) if beside else None
+        sequences = [item.sequence for item in scheduled]
+        chosen = self._sampler.choose(sequences, rows, drafts, allowed, led_from)
+        return Choice(ready, own, beside, chosen)
+
+    def accept(self, step: RunningStep, choice: Choice) -> list[Accepted]:
+        """What each sequence of `step` gains by its `choice`, once it is there."""
+        gains = [_NOTHING] * len(step.scheduled)
+        if choice.chosen is not None:
+            for i, gain in zip(choice.own, choice.chosen.gains(), strict=True):
+                item = step.scheduled[i]
                 constrained = item.sequence.constraint is not None
                 gains[i] = self._advance(item.sequence, gain) if constrained else gain
                 if self.drafting:
                     self._learn(item, gain)
-            for i, at in beside.items():
+            for i, at in choice.beside.items():
                 gains[at] = Accepted(gains[i].tokens)
         self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
-        if self.drafting and step.decode and len(ready) == len(gains):
+        if self.drafting and step.decode and len(choice.ready) == len(gains):
             self._time(step, gains)
         return gains
+
+    def blind(self, step: RunningStep) -> bool:
+        """Whether what follows can be chosen before anybody has read what is chosen in `step`."""
+        return (
+            not self.drafting
+            and self._sampler.blind
+            and all(
+                item.sequence.unit is None and item.sequence.constraint is None
+                for item in step.scheduled
+            )
+        )
 
     def _found(self, allowed: Future[torch.Tensor]) -> torch.Tensor:
         """What may follow; waits where the model was faster."""

@@ -104,6 +104,7 @@ class GuardedPackedCache(GuardedCache, PackedKVCache):
         super().__init__(inner, who)
         self._pages = inner
         self.page_size = inner.page_size
+        self.overlaps = inner.overlaps
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> PackedLayer:
         return self._pages.write(layer, keys, values)

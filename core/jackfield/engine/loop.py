@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from jackfield.contracts import Accepted, KVCache, ModelInputs
+from jackfield.engine.ahead import Begun, feed, unread
 from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
@@ -34,7 +35,8 @@ from jackfield.sampling.fenced import OwnFailure, fenced
 class Loop:
     """Runs sequences to their end. Not thread-safe: one caller steps. `steps` counts them.
 
-    `clock` is the one that schedulers are told, in seconds.
+    `clock` is the one that schedulers are told, in seconds. `overlaps`: a step may be begun before
+    the tokens of the one before are read.
     """
 
     def __init__(
@@ -60,6 +62,9 @@ class Loop:
         self.running: list[RunningSequence] = []
         self._timed: SequenceHeap[RunningSequence] = SequenceHeap()  # by their deadlines
         self._full = False  # the cache refused who is next, and holds no less since
+        self.overlaps = False
+        self._begun: Begun | Exception | None = None  # the next step, or why it cannot be begun
+        self._leaving: list[RunningSequence] = []  # those in it whose text has ended
         self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
         self.images: StepImages | None = None
@@ -102,15 +107,42 @@ class Loop:
         """Make every running sequence one step longer. Requires work: `waiting` or `running`."""
         self.turns += 1
         late = self._expire()
-        late += self._admit()
-        late += self._starved()
+        if self._begun is None:
+            late += self._admit()
+            late += self._starved()
         begin = self.clock()  # images that were read are none of what tokens cost
         if not self.running:  # whatever waited came too late
             return late
-        drafts = self.decoding.propose(self.running)
-        step = self._fitting(drafts)
+        begun = self._take_up()
+        if begun is None:
+            begun = self._begin(self._fitting(self.decoding.propose(self.running)))
+        step, overlaps = begun.step, self._may_overlap(begun)
+        if overlaps:
+            self._commit(step, begun.kept)
+            self._begun = self._following(begun)
+        accepted = self.decoding.accept(step, begun.choice)
+        if not overlaps:
+            self._commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
+        if any(item.num_tokens > 1 for item in step.scheduled):
+            self._full = False  # a window holds less than its prompt did
+        events = late + self._emit(step, accepted)
+        if self._pace is not None:
+            self._pace.count(step.scheduled, self.clock() - begin, waited=begun.waited)
+        return events
+
+    def _take_up(self) -> Begun | None:
+        """The step that was begun already. Raises why it could not be."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Exception):
+            raise begun
+        return begun
+
+    def _begin(self, step: RunningStep, before: Begun | None = None) -> Begun:
+        """Have a step computed, and its tokens chosen; those of `before` are what it feeds."""
         self.decoding.expect(step)
         inputs = self.cache.prepare(step)
+        if before is not None:
+            feed(inputs, step, before)
         if self.images is not None:
             inputs = self.images.put_into(step, inputs)
         with self.adapting(step, inputs):
@@ -121,14 +153,49 @@ class Loop:
                 self.verifying(step, inputs, logits)
         self.steps += 1
         waited = _is_waited_for(step, logits)  # afterwards there are more tokens
-        accepted = self.decoding.accept(step, logits)
-        self.cache.commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
-        if any(item.num_tokens > 1 for item in step.scheduled):
-            self._full = False  # a window holds less than its prompt did
-        events = late + self._emit(step, accepted)
-        if self._pace is not None:
-            self._pace.count(step.scheduled, self.clock() - begin, waited=waited)
-        return events
+        return Begun(step, self.decoding.choose(step, logits), waited)
+
+    def _may_overlap(self, begun: Begun) -> bool:
+        """Whether the next step needs no more of this one than the ids that it chose.
+
+        Who waits and could enter then is not passed over.
+        """
+        if not self.overlaps or self.images is not None or self.verifying is not None:
+            return False
+        step, going = begun.step, sum(not item.ended for item in begun.step.scheduled)
+        if len(begun.choice.own) != len(step.scheduled) or going != len(self.running):
+            return False
+        closed = not self.waiting or self._full or self._places() < 1
+        return closed and self.decoding.blind(step)
+
+    def _following(self, begun: Begun) -> Begun | Exception | None:
+        """The step behind `begun`, begun as well; None: there is none, or no room for it now."""
+        going = begun.goes_on
+        if not going:
+            return None
+        running, self.running = self.running, going
+        try:
+            with unread(going):
+                step = self._schedule({sequence: [] for sequence in going})
+                return self._begin(step, begun) if self.cache.fits(step) else None
+        except Exception as error:  # noqa: BLE001 - raised once all have the tokens they gained
+            self.doing = None
+            return error
+        finally:
+            self.running = running
+
+    def _commit(self, step: RunningStep, kept: Seq[int]) -> None:
+        """Keep what a step fed; those whose text had ended when it was computed leave with it."""
+        self.cache.commit(step, kept)
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            self.cache.release(leaving)
+
+    def _settle(self) -> None:
+        """Nobody is left in the step that was begun."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Begun):
+            self._commit(begun.step, begun.kept)
 
     def _expire(self) -> list[Event]:
         """End the requests whose deadline has passed."""
@@ -330,6 +397,8 @@ class Loop:
             sequence = item.sequence
             if sequence.answer is not sequence or not (gain.tokens or gain.error):
                 continue  # it gets what another gains, or has read a part of its prompt
+            if item.ended:
+                continue  # when this step was begun, nobody knew
             if gain.error is not None:
                 sequence.fail(gain.error)
             events.append(self._take(sequence, gain))
@@ -372,22 +441,31 @@ class Loop:
             self._full = False
             self.metrics.ended(finished)
             self._release(finished)
+            if not self.running:
+                self._settle()
 
     def _release(self, ended: Seq[RunningSequence]) -> None:
         sequences = [one for sequence in ended for one in sequence.members]
         for sequence in sequences:
             self._timed.discard(sequence)
             self.waiting.call_back(sequence)
-        acts = [lambda: self.cache.release(sequences), lambda: self.decoding.release(sequences)]
+        acts = [lambda: self._leave(sequences), lambda: self.decoding.release(sequences)]
         if not (self.running or self.waiting):
             acts.append(self.decoding.rest)
         all_of(acts)
 
+    def _leave(self, sequences: list[RunningSequence]) -> None:
+        """Have the cache forget these; what it has prepared already comes first."""
+        if isinstance(self._begun, Begun):
+            self._leaving += sequences
+        else:
+            self.cache.release(sequences)
+
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
-        self.doing = None
-        lost = [*self.running, *self.waiting]
-        self.running, self._full = [], False
+        self.doing = self._begun = None
+        lost = [*self.running, *self.waiting, *self._leaving]
+        self.running, self._leaving, self._full = [], [], False
         self.waiting.clear()
         for sequence in lost:
             sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt

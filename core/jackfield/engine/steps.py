@@ -15,6 +15,11 @@ class ScheduledRunning(ScheduledSequence):
 
     sequence: RunningSequence
 
+    @property
+    def ended(self) -> bool:
+        """Whether the text has ended, before this step or in it."""
+        return self.sequence.finish_reason is not None
+
     def kept(self, gain: Accepted) -> int:
         """How many of the fed tokens stay: its own, and the drafts that were accepted."""
         if not self.drafts:

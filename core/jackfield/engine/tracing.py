@@ -108,6 +108,8 @@ class Tracing:
 
     def _hook_loop(self) -> None:
         loop = self._loop
+        # Else a step has parts of two in it; so what is traced has the waits that others have not.
+        self._hooks.wrap(loop, "overlaps", lambda _: False)
         self._hooks.wrap(loop, "step", self._step)
         for name, said in (("_admit", "who enters"), ("_fitting", "who feeds how many tokens")):
             self._time(loop, name, Work(kinds.SCHEDULING, said))
@@ -189,6 +191,7 @@ class Tracing:
             self._time(decoder.strategies[name], "propose", work)
         self._time(decoder, "expect", Work(kinds.SAMPLING, "what the sampler needs"))
         sampling = Work(kinds.SAMPLING, "sampling", where="device")
+        self._time(decoder, "choose", sampling)
         self._time(decoder, "accept", sampling)
         self._time(decoder, "_found", Work(kinds.STRUCTURES, "waiting for what may follow"))
         advance = Work(kinds.STRUCTURES, "structure of a text")

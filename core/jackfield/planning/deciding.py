@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from jackfield.registry.backends import Registry
 from jackfield.spelling import AUTO, Quantizable
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger("jackfield")
@@ -79,7 +81,7 @@ class Job:
             plan = decide(registry, spread_over(needs, where), selections)
             if plan["quantizer"].registered is quantizer:
                 break
-        self.check_layers(plan)
+        plan = self.with_layers(plan)
         self._check_adapter(plan)
         held = {name: found.adapter for name, found in (self.beside or {}).items()}
         return replace(plan, placement=where, adapter=self._adapter(), adapters=held)
@@ -106,17 +108,27 @@ class Job:
                 f"which {plan['compiler'].registered} would compile without it; drop compile"
             )
 
-    def check_layers(self, plan: Plan) -> None:
-        """Raise PlanError where a kernel finds no layer in the model, or two find the same.
+    def with_layers(self, plan: Plan) -> Plan:
+        """`plan`, of whose kernels that `auto` chose those are left that find a layer of their own.
 
+        Raises PlanError where one that is named finds no layer in the model, or two find the same.
         Of a model that is not loaded, as far as its config shows its layers: what a quantizer or an
         adapter puts in their place is known later.
         """
-        live = self.source.live
-        if plan.kernels and live is not None:
-            layers_for(plan.kernels, live)
-        elif plan.kernels and self.found is None and _as_it_is(plan):
-            layers_for(plan.kernels, meta_model(self.source.config))
+        if not plan.kernels:
+            return plan
+        model: nn.Module | None = self.source.live
+        if model is None and self.found is None and _as_it_is(plan):
+            model = meta_model(self.source.config)
+        kept = [choice for choice in plan.kernels if choice.how != AUTO]
+        if model is None:
+            return replace(plan, kernels=tuple(kept))
+        layers_for(kept, model)
+        for choice in plan.kernels:
+            with contextlib.suppress(PlanError):
+                if choice.how == AUTO and layers_for([*kept, choice], model):
+                    kept.append(choice)
+        return replace(plan, kernels=tuple(kept))
 
     def _adapter(self) -> Any:
         return self.found.adapter if self.found else live_adapter(self.source)

@@ -1,10 +1,11 @@
-"""Which kernels replace a model's layers: all that are named, each checked by itself."""
+"""Which kernels replace a model's layers: all that are named, or those that `auto` finds."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError
+from jackfield.planning.candidates import Candidates
 from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.spelling import AUTO, Selectable, Selection, parse_all
@@ -14,18 +15,26 @@ if TYPE_CHECKING:
     from jackfield.registry.backends import Registry
 
 
+#: No kernel, where `auto` would take some.
+NONE = "none"
+
+
 def chosen_kernels(
     registry: Registry, needs: Requirements, value: Selectable
 ) -> tuple[Choice, ...]:
     """A choice for each kernel that `value` names; unlike other kinds, a list means all of it.
 
-    "auto" names none: a layer of the model's own is always right. Raises SelectionError,
-    OptionError, or PlanError where one refuses.
+    Of "auto" all that have a rank for the job, and nothing against it; "none" is none. Raises
+    SelectionError, OptionError, or PlanError where one refuses.
     """
+    if value == AUTO:
+        return _automatic(registry, needs)
+    if value in (NONE, [NONE]):
+        return ()
     found = []
-    for item in parse_all(value) if value != AUTO else []:
+    for item in parse_all(value):
         if not isinstance(item, Selection):
-            raise SelectionError("kernels='auto' is none, and goes with no other; name the kernels")
+            raise SelectionError("kernels='auto' goes with no other; name the kernels")
         registered = registry.find("kernel", item)
         options = registered.options(item.arguments)
         if reasons := reasons_against(registered, needs, options):
@@ -35,3 +44,15 @@ def chosen_kernels(
             )
         found.append(Choice(registered, options, "named"))
     return tuple(found)
+
+
+def _automatic(registry: Registry, needs: Requirements) -> tuple[Choice, ...]:
+    """Adapters change layers, and nobody asked for a kernel: then they stay the model's own."""
+    if needs.adapter or needs.request_adapters:
+        return ()
+    ranked = Candidates(registry, "kernel", AUTO, needs).of(needs)
+    return tuple(
+        Choice(one.registered, one.options, AUTO)
+        for one in ranked
+        if not reasons_against(one.registered, needs, one.options)
+    )

@@ -38,21 +38,23 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
             f"{needs.architecture} attends, each keeps a state; drop it"
         )
     kernels = selections.pop("kernel", AUTO)
-    if kernels != AUTO and selections.get("compiler", AUTO) == AUTO:
-        selections["compiler"] = "none"  # which layers that are called one by one can do without
     default, first, others = split(selections.get("decoding", AUTO))
     beside = chosen_beside(registry, needs, others)
     needs = implied(needs, beside)
     selections = _plain_selections({**selections, "decoding": first})
-    candidates = {kind: Candidates(registry, kind, selections[kind], needs) for kind in ORDER}
-    found = solve(ORDER, needs, candidates)
-    if not isinstance(found, Solution):
-        raise PlanError(failure(found, registry, needs, candidates, selections))
-    plan = Plan(found.requirements, found.choices, found.refusals)
+    plan = _solved(registry, needs, selections)
+    try:
+        found = chosen_kernels(registry, plan.requirements, kernels)
+    except PlanError:
+        if selections["compiler"] != AUTO:
+            raise
+        # Layers that are called one by one can do without what `auto` compiles.
+        plan = _solved(registry, needs, {**selections, "compiler": "none"})
+        found = chosen_kernels(registry, plan.requirements, kernels)
     plan = replace(
         plan,
         decodings=offered(registry, plan.requirements, plan["decoding"], default, beside),
-        kernels=chosen_kernels(registry, plan.requirements, kernels),
+        kernels=found,
     )
     for choice in plan.choices.values():
         notice = _notice(plan, choice)
@@ -66,6 +68,15 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
         what = "would be faster" if refusal in plan.faster else "passed over"
         logger.info("%s %s: %s", what, refusal.registered, "; ".join(refusal.reasons))
     return plan
+
+
+def _solved(registry: Registry, needs: Requirements, selections: Mapping[str, Any]) -> Plan:
+    """One backend a kind. Raises PlanError."""
+    candidates = {kind: Candidates(registry, kind, selections[kind], needs) for kind in ORDER}
+    found = solve(ORDER, needs, candidates)
+    if not isinstance(found, Solution):
+        raise PlanError(failure(found, registry, needs, candidates, selections))
+    return Plan(found.requirements, found.choices, found.refusals)
 
 
 def _notice(plan: Plan, choice: Choice) -> str | None:

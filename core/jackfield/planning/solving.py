@@ -124,7 +124,7 @@ def reasons_against(registered: Registered, needs: Requirements, options: Any) -
 def _reasons_against_recording(
     registered: Registered, needs: Requirements, options: Any
 ) -> list[str]:
-    if not needs.recorded or registered.kind not in ("attention", "cache"):
+    if not needs.recorded or registered.kind not in ("attention", "cache", "kernel"):
         return []
     against = reasons_of(registered, "unrecordable", needs, options)
     return [f"{UNRECORDED}: {reason}" for reason in against]

@@ -121,7 +121,7 @@ class _Verdicts:
         selections = {**self.spec.selections, registered.kind: named}
         try:
             plan = decide(self.registry, needs, selections)
-            self.job.check_layers(plan)
+            self.job.with_layers(plan)
         except PlanError as error:
             return [str(error)]
         return []

@@ -52,6 +52,12 @@ class Settled:
     logprobs: int | None
     told: tuple[int, ...]
 
+    @property
+    def blind(self) -> bool:
+        """Whether nobody asks which tokens a text has, nor for logits."""
+        looking = (self.guidance, self.repetition, self.counted)
+        return looking == (None, None, None) and not (self.phrases or self.processed or self.told)
+
     @classmethod
     def of(cls, rows: RowMap, block: StepBlock, vocab_size: int) -> Settled:
         biased = rows.asking(lambda s: s.sequence_bias)

@@ -10,17 +10,46 @@ are keyed by (seed, sample, position), so neither batch-mates nor drafts change 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
 from jackfield.contracts import Accepted, Sequence, StepBlock
 from jackfield.sampling import logprobs
 from jackfield.sampling.pipeline import Pipeline, Tables
+from jackfield.sampling.processors import Outcome
 from jackfield.sampling.rows import RowMap
 from jackfield.sampling.stage import widest
 from jackfield.sampling.told import Told
 from jackfield.sampling.verification import gains
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What was chosen, on its way to the host: `tokens`, int64 `[rows]`, are on the device."""
+
+    tokens: torch.Tensor
+    _block: StepBlock
+    _rows: RowMap
+    _numbers: Callable[[], Seq[Seq[float]]]
+    _outcome: Outcome
+    _told: Told | None
+
+    def of(self, rows: Seq[int]) -> torch.Tensor:
+        """The tokens of these rows in this order, int64 `[rows]`, on the device."""
+        if list(rows) == list(range(len(self.tokens))):
+            return self.tokens
+        index = self._block.put(list(rows), torch.long)
+        self._block.send()
+        return self.tokens.index_select(0, index)
+
+    def gains(self) -> list[Accepted]:
+        """What each sequence gains. Waits until the device has come so far."""
+        chosen = self._numbers()
+        shown = {} if self._told is None else self._told.by_row()
+        return gains(self._rows, chosen, self._outcome, shown)
 
 
 class Sampler:
@@ -48,6 +77,14 @@ class Sampler:
         """Whether anything is won by `expect`: not before the first batch, and not on a CPU."""
         return self._vocab_size is not None and self._block is not None and self._block.stages
 
+    @property
+    def blind(self) -> bool:
+        """Whether the rows of the last call need no token that it chose, to choose the next ones.
+
+        That is so where nothing is looked up in what a text has so far.
+        """
+        return self._pipeline is not None and self._pipeline.settled.blind
+
     def expect(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
         """Send what the next `sample` of these needs, before its logits are computed.
 
@@ -65,6 +102,20 @@ class Sampler:
         led_from: torch.Tensor | None = None,
     ) -> list[Accepted]:
         """What each sequence gains: its next token, and after each draft that was right, another.
+
+        Arguments as of `choose`.
+        """
+        return self.choose(sequences, logits, drafts, allowed, led_from).gains()
+
+    def choose(
+        self,
+        sequences: Seq[Sequence],
+        logits: torch.Tensor,
+        drafts: Seq[Seq[int]] | None = None,
+        allowed: torch.Tensor | None = None,
+        led_from: torch.Tensor | None = None,
+    ) -> Chosen:
+        """Have the device choose a token for each row, and tell it to the host.
 
         `logits` is `[rows, vocab]` and may be modified: `1 + len(drafts[i])` rows in a row for
         sequence i. `allowed` has the bits of the tokens that may come (int32 `[rows, words]`), for
@@ -86,9 +137,7 @@ class Sampler:
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)
-        chosen = _on_host(columns)
-        shown = {} if told is None else told.by_row()
-        return gains(pipeline.rows, chosen, outcome, shown)
+        return Chosen(tokens, block, pipeline.rows, _leaving(columns), outcome, told)
 
     def _pipeline_of(
         self,
@@ -109,10 +158,23 @@ class Sampler:
         return self._pipeline
 
 
-def _on_host(columns: Seq[torch.Tensor]) -> Seq[Seq[float]]:
-    """The numbers of each row, of `columns` `[rows]` each, in one copy from a device."""
-    if columns[0].device.type == "cpu":
-        return list(zip(*[column.tolist() for column in columns], strict=True))
-    wide = widest(columns[0].device)
-    found: Seq[Seq[float]] = torch.stack([column.to(wide) for column in columns], 1).tolist()
-    return found
+def _leaving(columns: Seq[torch.Tensor]) -> Callable[[], Seq[Seq[float]]]:
+    """What waits for the numbers of each row, of `columns` `[rows]` each: one copy of a device."""
+    device = columns[0].device
+    if device.type == "cpu":
+        found: Seq[Seq[float]] = list(zip(*[column.tolist() for column in columns], strict=True))
+        return lambda: found
+    wide = widest(device)
+    there = torch.stack([column.to(wide) for column in columns], 1)
+    if device.type != "cuda":
+        return there.tolist
+    here = there.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()  # what the device is told from now on is not waited for
+    copied.record(torch.cuda.current_stream(device))
+
+    def numbers() -> Seq[Seq[float]]:
+        copied.synchronize()
+        told: Seq[Seq[float]] = here.tolist()
+        return told
+
+    return numbers

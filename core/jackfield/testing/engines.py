@@ -77,7 +77,8 @@ def watched(engine: Engine) -> Computed:
     """What `engine` computes from now on."""
     computed = Computed()
     decoder = engine._loop.decoding
-    accept = decoder.accept
+    choose = decoder.choose
+    engine._loop.overlaps = False  # so that all tokens that are fed are known
 
     def noting(step: Any, logits: torch.Tensor) -> Any:
         computed.steps += 1
@@ -88,7 +89,7 @@ def watched(engine: Engine) -> Computed:
                 prefix = tuple(fed[: len(fed) - back])
                 own = row[width - 1 - back].double().cpu().clone()
                 computed.logits.setdefault(prefix, []).append(own)
-        return accept(step, logits)
+        return choose(step, logits)
 
-    decoder.accept = noting  # type: ignore[method-assign]
+    decoder.choose = noting  # type: ignore[method-assign]
     return computed

@@ -193,7 +193,7 @@ class _Padded:
         at = (lay.batch_of_key, lay.column_of_key)
         keys, values = (t.transpose(1, 2)[at].contiguous() for t in (key, value))
         found = self._kernel.attend(queries[lay.queries], keys, values, lay.rows, scoring)
-        output = torch.empty_like(queries).index_copy_(0, lay.queries, found)
+        output = queries.new_empty(queries.shape).index_copy_(0, lay.queries, found)
         output = output.view(batch, length, heads, size)
         return output.masked_fill_(lay.unasked[..., None, None], 0), None
 

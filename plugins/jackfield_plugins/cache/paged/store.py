@@ -42,6 +42,7 @@ class PagedKVCache(PackedKVCache):
     """
 
     page_size: int
+    overlaps = True
 
     def __init__(
         self,

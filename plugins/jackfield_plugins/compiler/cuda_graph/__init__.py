@@ -9,7 +9,7 @@ change with each step. After "full" and "piecewise" graphs, as vLLM calls them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jackfield import hookimpl
@@ -60,6 +60,11 @@ class CudaGraphCompiler(Compiler):
         if options.fuse or options.record != "whole":
             reasons += cannot_trace()
         return reasons + (cannot_keep() if options.fuse else [])
+
+    def imply(self, requirements: Requirements, options: Any) -> Requirements:
+        """Whole steps are recorded as the model's code runs, and nothing else is compiled."""
+        as_it_is = options.record == "whole" and not options.fuse
+        return replace(super().imply(requirements, options), traced=not as_it_is)
 
     def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().unrecordable(requirements, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class CudaGraphs:
         self._pool: Any = None
         self._pools: set[Any] = set()  # those that recordings may lie in
         self._stream: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # that lie in the pool
 
     @property
     def num_bytes(self) -> int:
@@ -58,9 +60,10 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         with _recording, torch.cuda.device(self._device):
-            if self._stream is None:
+            if not self._graphs:  # torch takes no pool again whose last graph is gone
                 self._pool = torch.cuda.graph_pool_handle()
                 self._pools.add(self._pool)
+            if self._stream is None:
                 self._stream = torch.cuda.Stream()
             # A stream is recorded, and the default one cannot be.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +77,9 @@ class CudaGraphs:
                 # They may be left as in the middle of a recording. Others that lie in the pool
                 # go on to hold it.
                 self._pool = self._stream = None
+                self._graphs.clear()
                 raise
+            self._graphs.add(graph)
             torch.cuda.current_stream().wait_stream(self._stream)
         return outputs, graph.replay
 

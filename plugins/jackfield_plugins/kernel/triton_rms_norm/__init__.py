@@ -22,7 +22,12 @@ class TritonRmsNorm(Kernel):
         devices=frozenset({"cuda", "cpu"}),
         dtypes=frozenset({"bfloat16", "float16", "float32"}),
         batch_invariant=True,
+        recordable=True,
     )
+
+    def rank(self, requirements: Requirements) -> int | None:
+        """For `auto` on a GPU, where steps are recorded: else launching takes longer."""
+        return 10 if requirements.device == "cuda" and requirements.recorded else None
 
     def available(self) -> list[str]:
         return without_triton()

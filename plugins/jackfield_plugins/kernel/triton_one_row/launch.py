@@ -1,0 +1,117 @@
+"""The kernels, called with tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from jackfield_plugins.devices import on
+from jackfield_plugins.kernel.triton_one_row.kernels import gated_kernel, linear_kernel
+from jackfield_plugins.launching import Run, is_compiled, ready
+
+_ALIGNMENT = 16  # bytes; Triton compiles for addresses that are multiples of it
+_LARGEST = 2048  # numbers of the weight that a program reads at once
+_MANY = 1 << 14  # outputs; there are programs enough with two each
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def linear(module: nn.Linear) -> Forward:
+    """What `module` computes, `[..., in]` to `[..., out]`."""
+    warm(linear_kernel, module.weight, other=_bias_of(module) is not None)
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        weight, bias = module.weight, _bias_of(module)
+        if not fits(states, weight) or (bias is not None and not _is_aligned(bias)):
+            return nn.functional.linear(states, weight, bias)
+        return product(linear_kernel, states, weight, bias)
+
+    return forward
+
+
+def gated(module: Any) -> Forward:
+    """What `module`, a gated MLP, computes, `[..., in]` to `[..., in]`."""
+    warm(gated_kernel, module.gate_proj.weight, other=True)
+    own = type(module).forward
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        gate, up = module.gate_proj.weight, module.up_proj.weight
+        if not (fits(states, gate) and fits(states, up)):
+            found: torch.Tensor = own(module, states)
+            return found
+        inner: torch.Tensor = module.down_proj(product(gated_kernel, states, gate, up))
+        return inner
+
+    return forward
+
+
+def fits(states: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether it is one row, and all lies as the kernels read it."""
+    return (
+        states.numel() == states.shape[-1] == weight.shape[1]
+        and states.dtype == weight.dtype
+        and states.device == weight.device
+        and weight.is_contiguous()
+        and _is_aligned(weight)
+    )
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def _bias_of(module: nn.Linear) -> torch.Tensor | None:
+    return module.bias
+
+
+def product(
+    kernel: Any, states: torch.Tensor, weight: torch.Tensor, other: torch.Tensor | None
+) -> torch.Tensor:
+    """`[..., out]`, of `states` `[..., in]`, `weight` `[out, in]` and `other`, a bias or `up`."""
+    outputs, size = weight.shape
+    row = states.reshape(size).contiguous()
+    row = row if _is_aligned(row) else row.clone()
+    out = torch.empty(outputs, dtype=row.dtype, device=row.device)
+    run, each = compiled(kernel, row.device, row.dtype, size, outputs, other is not None)
+    tensors = (row, weight, weight if other is None else other, out)
+    given: tuple[object, ...] = tensors
+    if is_compiled(kernel):
+        given = tuple([tensor.data_ptr() for tensor in tensors])
+    grid = (-(-outputs // each), 1, 1)
+    if row.device.type != "cuda" or row.device.index == torch.cuda.current_device():
+        run(grid, *given, outputs)
+    else:  # Triton launches on the current device
+        with on(row.device):
+            run(grid, *given, outputs)
+    return out.view(*states.shape[:-1], outputs)
+
+
+def warm(kernel: Any, weight: torch.Tensor, *, other: bool) -> None:
+    """Compile it now, and in no request."""
+    if weight.is_cuda:
+        outputs, size = weight.shape
+        compiled(kernel, weight.device, weight.dtype, size, outputs, other)
+
+
+@functools.cache
+def compiled(
+    kernel: Any, device: torch.device, dtype: torch.dtype, size: int, outputs: int, other: bool
+) -> tuple[Run, int]:
+    """`kernel` for a row of `size` numbers, and how many outputs a program has.
+
+    Found by measuring on an NVIDIA H200: one row of the weight for a program, two where there are
+    many outputs, or long rows.
+    """
+    block = min(_LARGEST, int(triton.next_power_of_2(size)))
+    each = 1 if block == _LARGEST and outputs < _MANY and size <= 2 * block else 2
+    block = min(block, _LARGEST // each)
+    types: dict[str, Any] = dict.fromkeys(("x", "weight", "other", "out"), dtype)
+    types["outputs"] = outputs
+    fixed = {"SIZE": size, "OTHER": other, "OUT": each, "BLOCK": block}
+    with on(device):
+        return ready(kernel, types, fixed, num_warps=4), each

@@ -1,0 +1,294 @@
+"""Steps begun before the tokens of the one before are read: the same texts, all given back.
+
+On a GPU engines do so by themselves (`tests/conformance/test_waits.py` has one that is none); here
+they are told to, with the same code.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from driven import Arrival, drive, tokens
+from families import build
+from recordable import offer
+from tape import Tapes, record_on
+
+import jackfield
+from jackfield.engine.ahead import Begun
+from jackfield.engine.engine import Engine
+from jackfield.engine.loop import Loop
+from jackfield.errors import ExecutionError
+
+if TYPE_CHECKING:
+    import torch
+
+PAGED = "paged?page_size=4&num_tokens=512"
+ENDS = [5, 17, 23, 40, 61, 88]  # so that texts end anywhere
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What came of each try to begin a step early."""
+    found: list[Any] = []
+    following = Loop._following
+
+    def noting(self: Loop, before: Begun) -> Any:
+        found.append(following(self, before))
+        return found[-1]
+
+    monkeypatch.setattr(Loop, "_following", noting)
+    return found
+
+
+def load(model: Any = None, cache: str = PAGED, *, overlaps: bool = True, **more: Any) -> Engine:
+    model = build("llama") if model is None else model
+    if not isinstance(model, str):
+        model.generation_config.eos_token_id = ENDS
+    engine = jackfield.load(model, cache_implementation=cache, **more)
+    engine._loop.overlaps = overlaps
+    return engine
+
+
+def num_begun(found: list[Any]) -> int:
+    return sum(isinstance(step, Begun) for step in found)
+
+
+def left_clean(engine: Engine) -> None:
+    loop, usage = engine._loop, engine._loop.cache.usage()
+    assert (loop._begun, loop._leaving, loop.running) == (None, [], [])
+    assert usage is not None
+    assert usage.pages_used == 0
+
+
+WANTED: list[dict[str, Any]] = [
+    {"max_new_tokens": 12},
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 2},
+    {"max_new_tokens": 9, "do_sample": True, "seed": 3},
+    {"max_new_tokens": 15, "do_sample": True, "seed": 5, "temperature": 0.7, "top_p": 0.8},
+    {"max_new_tokens": 11, "do_sample": True, "seed": 6, "top_k": 5, "logprobs": 2},
+    {"max_new_tokens": 14, "min_new_tokens": 14},
+    {"max_new_tokens": 13, "logprobs": 1},
+    {"max_new_tokens": 10, "sequence_bias": {(7,): 2.0}},
+]
+#: What needs the tokens themselves: such a step is waited for.
+LOOKING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5},
+    {"sequence_bias": {(3, 4): 1.0}},
+    {"no_repeat_ngram_size": 2},
+    {"decoding": "prompt_lookup"},
+    {"num_beams": 2, "decoding": "beam"},
+    {"guidance_scale": 1.5},
+    {"output_logits": True},
+    {"logits_processor": [lambda ids, scores: scores]},
+]
+
+
+def arrivals(count: int, seed: int, more: list[dict[str, Any]] = WANTED) -> list[Arrival]:
+    """Requests of all kinds that join while others run; some share their first pages."""
+    chance = random.Random(seed)
+    shared = [chance.randrange(2, 100) for _ in range(17)]
+    made = []
+    for at in range(count):
+        own = [chance.randrange(2, 100) for _ in range(chance.choice((1, 3, 9, 20)))]
+        prompt = [*shared, *own] if chance.random() < 0.3 else own
+        made.append(Arrival(chance.randrange(2 * count), prompt, **more[at % len(more)]))
+    return made
+
+
+def told(sequences: Any) -> list[Any]:
+    return [(s.new_tokens, s.finish_reason, len(s.logprobs)) for (s,) in sequences]
+
+
+@pytest.mark.parametrize("cache", [PAGED, "paged?page_size=4&num_tokens=72&swap=true"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("size", [1, 6, 24])
+def test_texts_are_the_same(size: int, family: str, cache: str, begun: list[Any]) -> None:
+    """Joins, ends, preemptions, shared prefixes, each row of its own settings."""
+    coming = arrivals(size, seed=size)
+    with load(build(family), cache, max_batch_size=7, overlaps=False) as engine:
+        due = told(drive(engine, coming))
+    assert not begun
+    with load(build(family), cache, max_batch_size=7) as engine:
+        found = drive(engine, coming)
+        left_clean(engine)
+    assert told(found) == due
+    assert num_begun(begun) >= 5
+
+
+@pytest.mark.parametrize("own", LOOKING, ids=lambda own: next(iter(own)))
+def test_what_looks_at_tokens_is_waited_for(own: dict[str, Any], begun: list[Any]) -> None:
+    """And beside those that look at none all are."""
+    more = [{"max_new_tokens": 12}, {"max_new_tokens": 12, **own}]
+    names = [own["decoding"], "sample"] if "decoding" in own else ["sample"]
+    texts = []
+    for overlaps in (False, True):
+        with load(overlaps=overlaps, decoding=names) as engine:
+            coming = [Arrival(0, [7, 8, 9, 7, 8], **settings) for settings in more]
+            texts.append([[s.new_tokens for s in own] for own in drive(engine, coming)])
+            left_clean(engine)
+    assert texts[0] == texts[1]
+    assert all(len(step.step.scheduled) == 1 for step in begun if step is not None)
+
+
+def test_a_stop_string_ends_a_text_in_time(begun: list[Any]) -> None:
+    found = []
+    for overlaps in (False, True):
+        with load("demo", overlaps=overlaps) as engine:
+            (done,) = engine.generate(["Once upon a time"], max_new_tokens=40, stop=[" the", "."])
+            found.append((done.text, done.token_ids, done.finish_reason))
+    assert found[0] == found[1]
+    assert num_begun(begun) >= 1
+
+
+def test_streams_say_the_same(begun: list[Any]) -> None:
+    found = []
+    for overlaps in (False, True):
+        with load("demo", overlaps=overlaps) as engine:
+            told = engine.stream("Tom had a", max_new_tokens=20)
+            found.append([(delta.text, delta.token_ids) for delta in told])
+    assert found[0] == found[1]
+    assert num_begun(begun) >= 3
+
+
+def test_whoever_is_cancelled_leaves_and_the_rest_goes_on(begun: list[Any]) -> None:
+    """In any step, while the next one is computed already."""
+    coming = arrivals(9, seed=4, more=[{"max_new_tokens": 14}])
+    with load(overlaps=False) as engine:
+        due = tokens(drive(engine, coming))
+    for seed in range(6):
+        chance = random.Random(seed)
+
+        def cancel(loop: Loop, chance: random.Random = chance) -> None:
+            if loop.running and chance.random() < 0.25:
+                loop.cancel(chance.choice(loop.running))
+
+        with load() as engine:
+            found = drive(engine, coming, cancel)
+            left_clean(engine)
+        for (sequence,), whole in zip(found, due, strict=True):
+            if sequence.finish_reason == "cancelled":
+                assert sequence.new_tokens == whole[: sequence.num_new]
+            else:
+                assert sequence.new_tokens == whole
+    assert num_begun(begun) >= 20
+
+
+def test_the_last_one_is_cancelled() -> None:
+    with load() as engine:
+        (sequence,) = engine._intake.sequences([3, 4, 5], {"max_new_tokens": 30}, streams=False)
+        loop = engine._loop
+        loop.submit(sequence)
+        for _ in range(3):
+            loop.step()
+        assert isinstance(loop._begun, Begun)
+        loop.cancel(sequence)
+        left_clean(engine)
+        assert engine.generate([[3, 4, 5]], max_new_tokens=3)[0].token_ids
+
+
+def test_who_gets_no_token_ends_alone(begun: list[Any]) -> None:
+    forbidden = {(token,): float("-inf") for token in range(120)}
+    with load(overlaps=False) as engine:
+        due = engine.generate([[7, 8]], max_new_tokens=9)[0].token_ids
+    with load() as engine:
+        whole, none = drive(
+            engine,
+            [
+                Arrival(0, [7, 8], max_new_tokens=9),
+                Arrival(0, [9], max_new_tokens=9, sequence_bias=forbidden),
+            ],
+        )
+        left_clean(engine)
+    assert whole[0].new_tokens == due
+    assert (none[0].finish_reason, none[0].new_tokens) == ("error", [])
+    assert num_begun(begun) >= 5
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
+    """All have what was chosen before; the next request finds the engine as it was."""
+    with load() as engine:
+        loop, inner, calls = engine._loop, engine._loop.forward, 0
+
+        def forward(inputs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == after + 1:
+                raise ExecutionError("broken")
+            return inner(inputs)
+
+        loop.forward = forward
+        request = engine.submit([3, 4, 5], max_new_tokens=30, min_new_tokens=30)
+        with pytest.raises(ExecutionError, match="broken"):
+            request.result()
+        loop.forward = inner
+        left_clean(engine)
+        (done,) = engine.generate([[3, 4, 5]], max_new_tokens=9, min_new_tokens=9)
+        assert len(done.token_ids) == 9
+
+
+def test_who_waits_enters_a_step_later_at_most() -> None:
+    with load() as engine:
+        loop = engine._loop
+        first, second = (
+            engine._intake.sequences([n, 4, 5], {"max_new_tokens": 30}, streams=False)[0]
+            for n in (3, 9)
+        )
+        loop.submit(first)
+        for _ in range(4):
+            loop.step()
+        loop.submit(second)
+        loop.step()
+        loop.step()
+        assert second.num_new == 1
+        drive(engine, [])
+        left_clean(engine)
+
+
+def test_there_is_no_room_for_the_next_step(begun: list[Any]) -> None:
+    """Then nobody is preempted for it: the loop does so when it comes to it."""
+    coming = [Arrival(0, [n + 2] * 9, max_new_tokens=20, min_new_tokens=20) for n in range(3)]
+    with load(cache="paged?page_size=4&num_tokens=60") as engine:
+        found = tokens(drive(engine, coming))
+        assert engine._loop.metrics.preemptions > 0
+        left_clean(engine)
+    with load() as engine:
+        assert tokens(drive(engine, coming)) == found
+
+
+class _Whole(Tapes):
+    changes = True
+
+
+@pytest.mark.parametrize("size", [1, 12])
+def test_recorded_steps(size: int, begun: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At fixed places ids are written over what is prepared there; it is a stranger's attention."""
+    record_on(monkeypatch, _Whole)
+    offer(monkeypatch)
+    coming = arrivals(size, seed=2)
+    with load(overlaps=False) as engine:
+        due = told(drive(engine, coming))
+    more = {"attn_implementation": "gathers", "compile": "cuda_graph?record=both"}
+    with load(max_batch_size=5, **more) as engine:
+        assert told(drive(engine, coming)) == due
+        assert engine.report()["compiler"].compiled.whole > 5
+        left_clean(engine)
+    assert num_begun(begun) >= 5
+
+
+def test_a_trace_waits_for_each_step(begun: list[Any]) -> None:
+    """Else a step would have parts of two."""
+    with load() as engine:
+        engine.generate([3, 4], max_new_tokens=6)
+        before = num_begun(begun)
+        assert before
+        with engine.trace() as trace:
+            engine.generate([3, 4], max_new_tokens=6)
+        assert num_begun(begun) == before
+        assert "sampling" in str(trace)
+        engine.generate([3, 4], max_new_tokens=6)
+        assert num_begun(begun) > before

@@ -1,0 +1,43 @@
+"""Compile the products of one row for GPUs that need not be there; print how they load.
+
+Run by a test in a process of its own, as Triton decides when it is imported whether to interpret.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+
+from triton import compile as compile_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jackfield_plugins.kernel.triton_one_row.kernels import gated_kernel, linear_kernel
+
+ALIGNED = ("x", "weight", "other", "out", "outputs")
+SHAPES = ((1, 2048, 4096), (2, 1024, 14336), (2, 1024, 896), (2, 64, 40))  # outputs, block, size
+
+
+def main() -> None:
+    kernels, dtypes = (linear_kernel, gated_kernel), ("bf16", "fp16", "fp32")
+    for kernel, dtype, capability in itertools.product(kernels, dtypes, (80, 90, 100)):
+        for each, block, size in SHAPES:
+            fixed = {"SIZE": size, "OTHER": True, "OUT": each, "BLOCK": block}
+            names = kernel.arg_names
+            kinds = {name: "constexpr" if name in fixed else f"*{dtype}" for name in names}
+            source = ASTSource(
+                kernel,
+                {**kinds, "outputs": "i32"},
+                {(names.index(name),): value for name, value in fixed.items()},
+                {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED},
+            )
+            made = compile_for(source, target=GPUTarget("cuda", capability, 32))
+            loads = re.findall(r"ld\.global\S*v4", made.asm["ptx"])
+            told = {"kernel": kernel.__name__, "size": size, "wide": len(loads)}
+            sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()
