@@ -19,14 +19,16 @@ def kept(what: str, seen: Callable[[], object]) -> str:
 
 
 def through(thing: object) -> str:
-    """The shortest way to `thing` from a module, or from a running function.
+    """The shortest way to `thing` from a module.
 
     Looks at every object of the process, once for each step of the way.
 
     Returns:
-        As in "package.KEPT[0].model"; "" where Python's collector sees none: C++ may hold it.
+        As in "package.KEPT[0].model"; "" where Python's collector sees none: C++ may hold it, or
+        a function that runs.
     """
-    modules = {id(vars(module)): name for name, module in sys.modules.copy().items()}
+    loaded = sys.modules.copy()  # in which somebody may put what is no module
+    modules = {id(m.__dict__): name for name, m in loaded.items() if hasattr(m, "__dict__")}
     levels: list[list[Any]] = [[thing]]
     before: dict[int, tuple[int, int]] = {}  # id -> level and place of what it refers to
     # What is made here refers to it too, and so do those who ask.
@@ -42,7 +44,7 @@ def through(thing: object) -> str:
                 continue
             before[id(holder)] = level, at[0]
             found.append(holder)
-            if id(holder) in modules or isinstance(holder, types.FrameType):
+            if id(holder) in modules:
                 return _told(_way(holder, before, levels), modules)
         levels.append(found)
         del holders
@@ -68,13 +70,8 @@ def _way(root: Any, before: dict[int, tuple[int, int]], levels: list[list[Any]])
 
 
 def _told(way: list[Any], modules: dict[int, str]) -> str:
-    root, *rest = way
-    if isinstance(root, types.FrameType):
-        names = (name for name, own in root.f_locals.items() if own is rest[0])
-        text, owner = f"{root.f_code.co_qualname}().{next(names, '')}", rest[0]
-        way = rest
-    else:
-        text, owner = modules[id(root)], sys.modules[modules[id(root)]]
+    text = modules[id(way[0])]
+    owner: Any = sys.modules[text]
     for holder, held in pairwise(way):
         text += _step(holder, held, attributes=getattr(owner, "__dict__", None) is holder)
         owner = holder
