@@ -26,6 +26,7 @@ import jackfield
 from jackfield.errors import ExecutionError, OptionError, PlanError
 from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
+from jackfield.testing.holders import through
 from jackfield_plugins.compiler import inductor_lowering
 from jackfield_plugins.compiler.inductor_cache import CACHE_DIR
 
@@ -320,6 +321,10 @@ def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
     assert seen() is None
     assert implementation == "eager"
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape == (1, 7)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None, through(kept())
 
 
 @pytest.mark.parametrize(

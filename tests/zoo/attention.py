@@ -13,7 +13,11 @@ import right_attention as right
 import torch
 from mutation import mutants
 from right_attention import FEATURES, given
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 from wrong import Wrong
 
 from jackfield.contracts import Attention, AttentionCapabilities, BoundAttention
@@ -627,6 +631,113 @@ def _long_keys(limit: int) -> Any:
     ))  # fmt: skip
 
 
+def _few_heads(most: int) -> Callable[..., Any]:
+    """Scratch for so many heads; those behind stay 0."""
+
+    def change(out: Any) -> Any:
+        out = out.clone()
+        out[:, most:] = 0
+        return out
+
+    return change
+
+
+def _groups_in_shifts(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """The key head of a query head by a shift of bits, which only groups of 1, 2, 4, … have."""
+    own = k.shape[1]
+    bits = max(0, (q.shape[1] // own).bit_length() - 1)
+    at = (torch.arange(q.shape[1]) >> bits).clamp(max=own - 1)
+    return q, k[:, at], v[:, at], m
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
+def _scores_by_powers(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """Tiles as wide as the power of two below the size of a head, from 64 on."""
+    size = _power_of_two(q.shape[3]) if q.shape[3] > 64 else q.shape[3]
+    return q[..., :size], k[..., :size], v, m
+
+
+def _values_by_powers(inner: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) -> Any:
+    out = inner(q, k, v, m, **kw)
+    if v.shape[3] > 64:
+        out[..., _power_of_two(v.shape[3]) :] = 0
+    return out
+
+
+def _window_at_most(most: int) -> Any:
+    """Keys that a ring of so many places holds."""
+
+    def change(seen: Any, layer: Any, row: int, span: Any) -> Any:
+        if layer.window is None or layer.window <= most:
+            return seen
+        at, mine = _positions(layer, row, span)
+        return seen & (at > mine - most)
+
+    return change
+
+
+def _padded_window_at_most(most: int) -> Any:
+    def forward(module: Any, q: Any, k: Any, v: Any, m: Any, **kw: Any) -> Any:
+        if (kw.get("sliding_window") or 0) > most:
+            back = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+            m = m & (torch.arange(k.shape[2]) > back - most)
+        return right.forward(module, q, k, v, m, **kw)
+
+    return forward
+
+
+def _window_of_config(seen: Any, layer: Any, row: int, span: Any) -> Any:
+    """The model's window, in layers that have none too."""
+    at, mine = _positions(layer, row, span)
+    return seen & (at > mine - 4)
+
+
+def _by_length(module: Any, query: Any, layer: Any, **kw: Any) -> Any:
+    """Page tables found by the length of a sequence."""
+    tables = layer.tables.tables
+    known = {s.kv_len: pages for s, pages in zip(layer.step.spans, tables, strict=True)}
+    layer.tables.tables = [known[span.kv_len] for span in layer.step.spans]
+    try:
+        return right.packed(module, query, layer, **kw)
+    finally:
+        layer.tables.tables = tables
+
+
+def _ordered(order: Callable[[Any], Any]) -> Any:
+    """The pages of each sequence in another order."""
+
+    def keys(layer: Any, row: int, span: Any) -> Any:
+        count = span.kv_len - layer.tables.firsts[row]
+        pages = order(layer.tables.tables[row])
+        pools = layer.keys, layer.values
+        return tuple(torch.cat([p[page] for page in pages])[:count].transpose(0, 1) for p in pools)
+
+    return keys
+
+
+def _window_in_decode(by: int) -> Any:
+    """A window that is off by some keys where one query is asked, in pages."""
+    change = _window(by)
+
+    def changed(seen: Any, layer: Any, row: int, span: Any) -> Any:
+        return change(seen, layer, row, span) if span.query_len == 1 else seen
+
+    return changed
+
+
+def _padded_window(by: int) -> Any:
+    def mask(**kw: Any) -> Any:
+        size = kw.get("local_size")
+        if size and kw["mask_function"] is not causal_mask_function:
+            kw["mask_function"] = sliding_window_causal_mask_function(size + by)
+        return right.mask(**kw)
+
+    return mask
+
+
 def _accepts(self: Any, requirements: Any, options: Any) -> list[str]:
     return []
 
@@ -783,6 +894,39 @@ BY_HAND: tuple[Wrong, ...] = (
           has={"refuse": _accepts}), "not declared"),
     Wrong("compares features only", of(features=PLAIN, layouts=("padded",), dtypes=NARROW,
           has={"refuse": _only_features}), "not declared"),
+    Wrong("sixteen heads", output(_few_heads(16)), "heads 16 to .* alone"),
+    Wrong("thirty-two heads", output(_few_heads(32)), "heads? 3[2-9].* alone"),
+    Wrong("groups by shifts", tensors(_groups_in_shifts), "groups of the next smaller power"),
+    Wrong("scores of heads by powers of two", tensors(_scores_by_powers),
+          "first (64|128|256) numbers of a head alone"),
+    Wrong("values of heads by powers of two", attending(_values_by_powers),
+          "first (64|128|256) numbers of a head alone"),
+    Wrong("windows up to 512", pads(_padded_window_at_most(512), features=PLAIN),
+          "windows end after 512"),
+    Wrong("windows up to 512 in pages", packs(rows_of(_window_at_most(512))),
+          "windows end after 512"),
+    Wrong("keys beyond 32768 forgotten", attending(_up_to(32768)), "does not see key 32768"),
+    Wrong("keys beyond 65535 forgotten", attending(_up_to(65535)), "does not see key 65535"),
+    Wrong("tables by the length of a sequence", packs(_by_length),
+          "reads the keys and values of sequence"),
+    Wrong("pages in reverse order", packs(rows_of(keys=_ordered(lambda pages: pages[::-1]))),
+          "its pages are read in another order"),
+    Wrong("pages in sorted order", packs(rows_of(keys=_ordered(sorted))),
+          "the order of the pages in its table"),
+    Wrong("the first page twice", packs(rows_of(keys=_ordered(lambda p: [p[0], *p[:-1]]))),
+          "its pages are read in another order"),
+    Wrong("the window of the config in pages", packs(rows_of(_window_of_config)),
+          "window of 4 keys is applied in a layer that has none"),
+    Wrong("a window too long in decode", packs(rows_of(_window_in_decode(1))), "one key too long"),
+    Wrong("a window too short in decode", packs(rows_of(_window_in_decode(-1))),
+          "one key too short"),
+    Wrong("a window too long, padded", masks(_padded_window(1), features=PLAIN),
+          "one key too long"),
+    Wrong("a window too short, padded", masks(_padded_window(-1), features=PLAIN),
+          "one key too short"),
+    Wrong("not transposed with padding", pads(lambda m, q, k, v, mask, **kw: (
+        _untransposed if len(q) > 1 else right.forward)(m, q, k, v, mask, **kw)),
+          "not transposed"),
     Wrong("only small heads", tensors(lambda q, k, v, m: (
         (q, k, v, m) if q.shape[3] <= 64 else (q[..., :64], k[..., :64], v, m))), "off by"),
 )  # fmt: skip

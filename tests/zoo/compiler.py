@@ -135,6 +135,91 @@ def _in_place(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
     return found
 
 
+def _rows(wrong: Callable[[int], bool]) -> Change:
+    """The last row is 0 for some numbers of rows."""
+
+    def change(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+        found = run(ids, *rest)
+        if wrong(len(ids)):
+            found[-1:] = 0
+        return found
+
+    return change
+
+
+def _width(wrong: Callable[[int], bool]) -> Change:
+    """The last column is 0 for some numbers of tokens."""
+
+    def change(run: Any, kept: Any, ids: Any, *rest: Any) -> Any:
+        found = run(ids, *rest)
+        if wrong(ids.shape[1]):
+            found[:, -1:] = 0
+        return found
+
+    return change
+
+
+def _positions_below(most: int) -> Change:
+    return lambda run, _, ids, at, keep: run(ids, at.clamp(max=most - 1), keep)
+
+
+def _first_columns(run: Any, kept: Any, ids: Any, at: Any, keep: Any) -> Any:
+    """Columns by how many they are."""
+    known = keep if keep is None else kept.setdefault((ids.shape, len(keep)), keep.clone())
+    return run(ids, at, known)
+
+
+SCRATCH: dict[Any, Any] = {}
+
+
+def _one_scratch(run: Any, kept: Any, ids: Any, at: Any, keep: Any) -> Any:
+    """Inputs are laid where those of all engines lie."""
+    own = SCRATCH.setdefault(ids.shape, (torch.empty_like(ids), torch.empty_like(at)))
+    own[0].copy_(ids)
+    own[1].copy_(at)
+    return run(*own, keep)
+
+
+RESULT: dict[Any, Any] = {}
+
+
+def _one_result(run: Any, kept: Any, *given: Any) -> Any:
+    """Logits are laid where those of all engines lie."""
+    found = run(*given)
+    own = RESULT.setdefault((found.shape, found.dtype), torch.empty_like(found))
+    own.copy_(found)
+    return own
+
+
+def _vocabulary_below(most: int) -> Change:
+    def change(run: Any, kept: Any, *given: Any) -> Any:
+        found = run(*given)
+        found[..., most:] = 0
+        return found
+
+    return change
+
+
+def _tokens_below(most: int) -> Change:
+    return lambda run, _, ids, at, keep: run(ids.clamp(max=most - 1), at, keep)
+
+
+def _in_an_engine(self: Any, graph: Any) -> Any:
+    """Overwrites the ids of steps that have an attention."""
+    if not any("attend" in str(node.target) for node in graph.graph.nodes):
+        return graph
+
+    def run(*given: Any) -> Any:
+        found = graph(*given)
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.dtype == torch.int64:
+                one.zero_()
+                break
+        return found
+
+    return run
+
+
 def _low(run: Any, kept: Any, *given: Any) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return run(*given).float()
@@ -205,7 +290,8 @@ ZOO: tuple[Wrong, ...] = (
     Wrong("changes the ids", step(_in_place), "changes the ids"),
     Wrong("computes in bfloat16", step(_low), "off by|returns"),
     Wrong("rounds logits to float16", step(_half), "off by"),
-    Wrong("weights as they were at first", compiler(lowered=_frozen), "changed in place|off by"),
+    Wrong("weights as they were at first", compiler(lowered=_frozen),
+          "changed in place .*: the weights are those of before"),
     Wrong("weights where they were at first", compiler(lowered=_at_its_place),
           "moved to other memory"),
     Wrong("returns the step", compiler(compile=lambda self, step_: step_), "very step"),
@@ -214,7 +300,7 @@ ZOO: tuple[Wrong, ...] = (
     ), "counts none"),
     Wrong("compiles in every step", compiler(compile=_anew), "more graphs|compiled"),
     Wrong("one step for all models", compiler(compile=_shared), "model|off by"),
-    Wrong("keeps its models", compiler(compile=_keeps), "alive"),
+    Wrong("keeps its models", compiler(compile=_keeps), r"alive.*: through compiler\.KEPT\[\d+\]"),
     Wrong("fills up to nothing", compiler(fill=lambda self, count: 0), r"fill\(1\)"),
     Wrong("fills up to a float", compiler(fill=lambda self, count: float(count)), r"fill\(1\)"),
     Wrong("fills up to a thousand", compiler(fill=lambda self, count: max(count, 1000)), "fill"),
@@ -230,6 +316,28 @@ ZOO: tuple[Wrong, ...] = (
         INVARIANT, made=lambda self, run: lambda *given: _noisy_rows(run, None, *given)
     ), "other bits|deterministic|refuse"),
     Wrong("refuses nothing", compiler(refuse=_none), "no reasons"),
+    Wrong("seven rows", step(_rows(lambda count: count == 7)), "in row 6 of 7"),
+    Wrong("odd rows beyond eight", step(_rows(lambda count: count > 8 and count % 2 == 1)),
+          "in row (8|10|12|14|16|18|20|22|24|26|28|30|32) of"),
+    Wrong("more than sixteen rows", step(_rows(lambda count: count > 16)), "in row [123]. of"),
+    Wrong("nine tokens", step(_width(lambda count: count == 9)), "in column .* of 9|in column 8"),
+    Wrong("more than sixteen tokens in a row", step(_width(lambda count: count > 16)),
+          "in column [123]. of"),
+    Wrong("positions up to 63", step(_positions_below(64)), "positions from 64 to 255"),
+    Wrong("positions up to 4095", step(_positions_below(4096)), "positions from 4096 to"),
+    Wrong("positions of 16 bits", step(
+        lambda run, _, ids, at, keep: run(ids, at % 65_536, keep)
+    ), "cut to 16 bits"),
+    Wrong("columns by how many they are", step(_first_columns), "then as many others"),
+    Wrong("one scratch for all engines", step(_one_scratch), "two threads at once"),
+    Wrong("one result for all engines", step(_one_result),
+          "a step of another engine has run: .*: they are the other's"),
+    Wrong("logits of 32768 tokens", step(_vocabulary_below(32_768)),
+          "in tokens 32768 to .* of"),
+    Wrong("ids below 32768", step(_tokens_below(32_768)), "a vocabulary of"),
+    Wrong("returns float16", step(lambda run, _, *given: run(*given).half()),
+          "returns logits in torch.float16, where torch.float32 is due"),
+    Wrong("changes the ids of engines", compiler(lowered=_in_an_engine), "changes the ids"),
     Wrong("attention twice", step(lambda run, _, *given: (run(*given), run(*given))[1]),
           "called|twice|attention"),
 )  # fmt: skip

@@ -153,6 +153,13 @@ class TorchCompilation(Compilation):
     def _moved(self) -> None:
         """The model is not what it was, or its weights lie elsewhere."""
 
+    def close(self) -> None:
+        """Let go of the model. torch keeps `lower`, and so this object, as long as the process."""
+        for functions in self._functions:
+            functions.clear()
+        self._held = None
+        vars(self).pop("_model", None)
+
     def complaint(self, error: BaseException) -> str:
         model = type(self._model).__name__
         return f"{self.name} cannot compile {model}: {cause(error)}; load it without compile"

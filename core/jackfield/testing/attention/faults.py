@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from jackfield.testing.attention import blocks
+from jackfield.testing.attention import blocks, cuts
 from jackfield.testing.attention.truth import Piece, attend, mixed, scores_of
 
 Call = Callable[[Seq[Piece]], Seq[torch.Tensor]]
 Mistake = Callable[[Piece], "torch.Tensor | Piece | None"]
 
 NEAR = 0.3  # of the distance from the right output: a mistake that explains it is nearer
+TOLD = 4  # mistakes that explain an output alike
 
 
 def _changed(**change: Callable[[Piece], torch.Tensor]) -> Mistake:
@@ -50,6 +51,17 @@ def _windowed(by: int) -> Mistake:
         return replace(piece, inside=key > query - piece.window - by)
 
     return changed
+
+
+def _one_too_short(piece: Piece) -> torch.Tensor | None:
+    """Of a window of one key nothing is left: the smallest number everywhere mixes all values."""
+    short = _windowed(-1)(piece)
+    if not isinstance(short, Piece):
+        return None
+    made, values = attend(short), piece.values.double().mean(1)
+    return torch.where(
+        made.isnan(), values.repeat_interleave(made.shape[1] // len(values), 0), made
+    )
 
 
 def _last_columns(piece: Piece) -> torch.Tensor | None:
@@ -164,7 +176,8 @@ def _exponentials(piece: Piece) -> torch.Tensor:
     return ((scores - scores.amax(2, keepdim=True)).exp() @ values).transpose(0, 1)
 
 
-#: What is wrong -> what would come out; None where the mistake cannot show.
+#: What is wrong -> what would come out; None where the mistake cannot show. Of two that may come to
+#: the same, the narrower one is first.
 MISTAKES: tuple[tuple[str, Mistake], ...] = (
     ("the scores are not scaled", _other_scaling(lambda _: 1.0)),
     ("the scores are scaled by head_dim ** -0.5 and not by `scaling`",
@@ -173,13 +186,14 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
     ("the scores are scaled by `scaling` and by head_dim ** -0.5 too",
      _other_scaling(lambda p: p.scaling * _own_scaling(p))),
     ("the scores are divided by `scaling`", _other_scaling(lambda p: 1 / p.scaling)),
-    ("nothing is masked", _changed(reached=_all, inside=_all, valid=lambda p: p.valid | True)),
-    ("queries see later keys", _changed(reached=_all)),
+    ("the window is one key too long", _windowed(1)),
+    ("the window is one key too short", _one_too_short),
+    *cuts.MISTAKES,
     ("queries see one later key", _changed(reached=_one_later)),
+    ("queries see later keys", _changed(reached=_all)),
     ("padding is seen", _changed(valid=lambda p: p.valid | True)),
     ("the window is ignored", _changed(inside=_all)),
-    ("the window is one key too long", _windowed(1)),
-    ("the window is one key too short", _windowed(-1)),
+    ("nothing is masked", _changed(reached=_all, inside=_all, valid=lambda p: p.valid | True)),
     ("the last key is dropped", _changed(inside=_last)),
     ("queries do not see their own key", _changed(reached=_not_itself)),
     ("the first key is dropped", _changed(inside=_first)),
@@ -227,17 +241,52 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
 
 
 def named(pieces: Seq[Piece], found: Seq[torch.Tensor], off: float, bound: float) -> str | None:
-    """The usual mistake that gives the output `found`, which is `off` at most; None: none does."""
-    best, name = NEAR * off, None
+    """The usual mistake that gives the output `found`, which is `off` at most; None: none does.
+
+    Several, where they come to the same in a step of few keys.
+    """
+    near = max(NEAR * off, 10 * bound)
+    explain = [(away, what) for away, what in _explaining(pieces, found) if away < near]
+    best = min((away for away, _ in explain), default=near)
+    alike = [what for away, what in explain if away <= max(best, bound)]
+    told = ", or ".join(alike[:TOLD])
+    return told or _exchanged(pieces, found, off) or _foreign(pieces, found, off)
+
+
+def _explaining(pieces: Seq[Piece], found: Seq[torch.Tensor]) -> Iterator[tuple[float, str]]:
+    """How far the output is from what each mistake makes."""
     for what, mistake in MISTAKES:
         made = [mistake(piece) for piece in pieces]
-        if any(one is None for one in made):
-            continue
-        outputs = [attend(one) if isinstance(one, Piece) else one for one in made]
-        away = distance(pieces, found, outputs)  # type: ignore[arg-type]
-        if away < min(best, max(NEAR * off, 10 * bound)):
-            best, name = away, what
-    return name or _exchanged(pieces, found, off)
+        if all(one is not None for one in made):
+            yield _unlike(pieces, found, made), what  # type: ignore[arg-type]
+
+
+def _unlike(pieces: Seq[Piece], found: Seq[torch.Tensor], made: Seq[torch.Tensor | Piece]) -> float:
+    """The distance from what a mistake makes.
+
+    One that moves outputs moves those of queries that see nothing too: they may be anything.
+    """
+    outputs = []
+    for own, one in zip(found, made, strict=True):
+        if isinstance(one, Piece):
+            outputs.append(attend(one))
+        else:
+            outputs.append(torch.where(one.isnan(), own.double(), one.double()))
+    return distance(pieces, found, outputs)
+
+
+def _foreign(pieces: Seq[Piece], found: Seq[torch.Tensor], off: float) -> str | None:
+    """Whether a row has its own queries and the keys of another one."""
+    for row, (piece, own) in enumerate(zip(pieces, found, strict=True)):
+        for number, other in enumerate(pieces):
+            if number == row or other.keys.shape != piece.keys.shape:
+                continue
+            mixed_up = replace(piece, keys=other.keys, values=other.values)
+            if distance([piece], [own], [attend(piece)]) < NEAR * off:
+                continue  # right
+            if distance([piece], [own], [attend(mixed_up)]) < NEAR * off / 10:
+                return f"sequence {row} reads the keys and values of sequence {number}"
+    return None
 
 
 def _exchanged(pieces: Seq[Piece], found: Seq[torch.Tensor], off: float) -> str | None:
@@ -318,13 +367,25 @@ def problems(
 ) -> Iterator[str]:
     """Where an output is off, in words."""
     for row, (piece, own, right) in enumerate(zip(pieces, found, truth, strict=True)):
-        away = (own.double() - right).abs().amax((1, 2))
-        bad = (~(away <= bound)) & piece.asked
+        away = (own.double() - right).abs().amax(2)
+        bad = (~(away.amax(1) <= bound)) & piece.asked
         if bad.any():
             query = int(bad.int().argmax())
-            value = float(away[query])
+            value = float(away[query].max())
             what = "is NaN" if value != value else f"is off by {value:.3g}"
             yield (
-                f"the output of query {piece.at + query} of sequence {row} {what} "
-                f"(at most {bound:.2g} is rounding)"
+                f"the output of query {piece.at + query} of sequence {row} {what}"
+                f"{_of_heads(~(away[query] <= bound))} (at most {bound:.2g} is rounding)"
             )
+
+
+def _of_heads(bad: torch.Tensor) -> str:
+    """Which heads are off, where not all of them are."""
+    off = bad.nonzero().flatten().tolist()
+    if 2 * len(off) > len(bad):
+        return ""
+    if len(off) > 1 and off == list(range(off[0], off[-1] + 1)):
+        return f" in heads {off[0]} to {off[-1]} alone, of {len(bad)}"
+    more = ", …" if len(off) > 8 else ""
+    numbers = ", ".join(map(str, off[:8])) + more
+    return f" in head{'s' * (len(off) > 1)} {numbers} alone, of {len(bad)}"

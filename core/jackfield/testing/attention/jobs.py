@@ -116,12 +116,22 @@ def requirements_of(
     return replace(needs, layout=layout, **more)
 
 
+def _of_heads(queries: int, keys: int) -> dict[str, Any]:
+    """What a model of so many heads changes in its config, which has as little else as can be."""
+    return {
+        "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 2 * queries,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+
+
 @contextlib.contextmanager
 def bound_to(
     subject: Subject, name: str, layout: str, dtype: str = "", head_dim: int | None = None,
-    **more: Any,
+    heads: tuple[int, int] | None = None, **more: Any,
 ) -> Iterator[Job]:  # fmt: skip
     """`subject` bound to the model of that name. `more` are requirements.
+
+    `heads` are those of queries and of keys, in place of the model's.
 
     Raises NotTriedError where it refuses the model, or leaves the attention to its code.
     """
@@ -129,6 +139,8 @@ def bound_to(
     changes = model_changes(subject, name)
     if head_dim is not None:
         changes["head_dim"] = head_dim
+    if heads is not None:
+        changes |= _of_heads(*heads)
     model: Any = build(name, wanted, subject.seed, **changes)
     model.to(subject.device)
     needs = requirements_of(subject, model, layout, **more)

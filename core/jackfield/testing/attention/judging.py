@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -30,8 +31,10 @@ class Worst:
 _EARLIER: deque[list[torch.Tensor]] = deque(maxlen=64)
 
 
-def held(pieces: Seq[Piece], call: Call) -> tuple[float, float]:
+def held(pieces: Seq[Piece], call: Call, others: Seq[tuple[str, Call]] = ()) -> tuple[float, float]:
     """How far the output of `call` is off, and how far it may be.
+
+    `others` are the same step with one thing simpler, after what it shows where that is right.
 
     Raises WrongError that names the first query that is off, and the mistake where it is a usual
     one.
@@ -41,7 +44,7 @@ def held(pieces: Seq[Piece], call: Call) -> tuple[float, float]:
     bound = rounding(pieces, truth)
     where = next(problems(pieces, found, truth, bound), None)
     if where is not None:
-        why = _why(pieces, call, found, bound)
+        why = _why(pieces, call, found, bound, others)
         raise WrongError(f"{where}: {why}")
     _EARLIER.append([piece.seen for piece in pieces])
     for row, (piece, own) in enumerate(zip(pieces, found, strict=True)):
@@ -53,7 +56,13 @@ def held(pieces: Seq[Piece], call: Call) -> tuple[float, float]:
     return distance(pieces, found, truth), bound
 
 
-def _why(pieces: Seq[Piece], call: Call, found: Seq[torch.Tensor], bound: float) -> str:
+def _why(
+    pieces: Seq[Piece],
+    call: Call,
+    found: Seq[torch.Tensor],
+    bound: float,
+    others: Seq[tuple[str, Call]],
+) -> str:
     truth = [attend(piece) for piece in pieces]
     off = distance(pieces, found, truth)
     again = distance(pieces, call(pieces), truth)
@@ -68,10 +77,23 @@ def _why(pieces: Seq[Piece], call: Call, found: Seq[torch.Tensor], bound: float)
             return f"{name}; or {earlier}" if earlier else name
         if earlier:
             return earlier
+    simpler = _right_in(others, pieces, truth, bound)
     if not all(bool(own.isfinite().all()) for own in found):
-        return _not_finite(pieces, call)
-    seen = misseen(pieces, call)
-    return seen or "no usual mistake explains it; what is seen is right, and the numbers are not"
+        return simpler or _not_finite(pieces, call)
+    told = [words for words in (misseen(pieces, call), simpler) if words]
+    usual = "no usual mistake explains it; what is seen is right, and the numbers are not"
+    return "; ".join(told) or usual
+
+
+def _right_in(
+    others: Seq[tuple[str, Call]], pieces: Seq[Piece], truth: Seq[torch.Tensor], bound: float
+) -> str | None:
+    """What the first of `others` shows that is right; one that raises shows nothing."""
+    for words, call in others:
+        with contextlib.suppress(Exception):
+            if distance(pieces, call(pieces), truth) <= bound:
+                return words
+    return None
 
 
 def _earlier(pieces: Seq[Piece], found: Seq[torch.Tensor], off: float) -> str | None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from jackfield.contracts import NativeCall, PackedLayer
-from jackfield.testing.attention import steps
+from jackfield.testing.attention import drawn, steps
 from jackfield.testing.attention.calls import held_to_shape
+from jackfield.testing.attention.faults import Call
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
 from jackfield.testing.attention.judging import Worst, held
-from jackfield.testing.attention.padded import head_sizes
 from jackfield.testing.attention.rows import Needs
 from jackfield.testing.attention.shapes import SHAPES, Shape
 from jackfield.testing.attention.steps import SITUATIONS, TITLES, Packed
@@ -53,14 +53,21 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
                 f"layouts: packed, {TITLES[situation]}"
                 + (f"; features: {shape.feature}" if shape.feature else ""),
                 Situation(subject, jobs, shape),
-                cases=list(_cases(shape, situation, declared)),
+                cases=list(_cases(shape, _steps(situation, subject), declared)),
                 large=situation in steps.LARGE,
             )
     yield from _numbers(subject, jobs)
 
 
-def _cases(shape: Shape, situation: str, declared: frozenset[str]) -> Iterator[Case]:
-    for number, packed in enumerate(SITUATIONS[situation]):
+def _steps(situation: str, subject: Subject) -> Seq[Packed]:
+    known = SITUATIONS[situation]
+    if situation != "long_decode":
+        return known
+    return (*known, Packed(((1, drawn.far(subject)),), 64))
+
+
+def _cases(shape: Shape, steps: Seq[Packed], declared: frozenset[str]) -> Iterator[Case]:
+    for number, packed in enumerate(steps):
         for needs in shape.needs(declared):
             yield Case(packed, needs, silent=number % 2 == 1)
 
@@ -75,9 +82,10 @@ class Situation:
         shape: Shape,
         dtype: str = "",
         head_dim: int | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         self._subject, self._jobs, self._shape = subject, jobs, shape
-        self._how = {"dtype": dtype, "head_dim": head_dim}
+        self._how = {"dtype": dtype, "head_dim": head_dim, "heads": heads}
         self._worst = Worst()
 
     def __call__(self, case: Case) -> str:
@@ -96,11 +104,17 @@ def made(job: Job, case: Case, seed: int) -> list[Piece]:
 
 
 def judged(job: Job, pieces: Seq[Piece], case: Case, subject: Subject) -> tuple[float, float]:
-    def call(pieces: Seq[Piece]) -> list[torch.Tensor]:
-        layer = steps.layer_of(pieces, case.packed, case.needs.window, subject.seed)
-        return called(job, pieces, case, layer, subject)
+    def lying(packed: Packed) -> Call:
+        own = dataclasses.replace(case, packed=packed)
 
-    return held(pieces, call)
+        def call(pieces: Seq[Piece]) -> list[torch.Tensor]:
+            layer = steps.layer_of(pieces, packed, case.needs.window, subject.seed)
+            return called(job, pieces, own, layer, subject)
+
+        return call
+
+    simpler = [(words, lying(packed)) for words, packed in steps.simpler(case.packed)]
+    return held(pieces, lying(case.packed), simpler)
 
 
 def called(
@@ -196,6 +210,9 @@ def keywords(job: Job, piece: Piece, case: Case, declared: frozenset[str]) -> di
     return found
 
 
+_GROUPED = next(shape for shape in SHAPES if shape.title == "grouped_query")
+_WINDOWED = next(shape for shape in SHAPES if shape.title == "sliding_window")
+
 #: Steps for what does not depend on the situation.
 SOME = (
     Packed(((3, 3),)), Packed(((1, 9), (1, 4))), Packed(((5, 9), (1, 20), (4, 4)), 16),
@@ -205,18 +222,27 @@ SOME = (
 def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """Every dtype, every size of heads, sizes of pages, and scores that overflow an exponential."""
     can = capabilities_of(subject)
-    grouped = next(s for s in SHAPES if s.title == "grouped_query")
-    shape = grouped if "grouped_query" in can.features else SHAPES[0]
+    shape = _GROUPED if "grouped_query" in can.features else SHAPES[0]
     some = [Case(packed, Needs()) for packed in SOME]
     for dtype in sorted(can.dtypes):
         yield Check(
             f"packed.dtype.{dtype}", f"dtypes: {dtype}",
             Situation(subject, jobs, shape, dtype), cases=some,
         )  # fmt: skip
-    for size in head_sizes(subject):
+    for size in drawn.head_sizes(subject):
         yield Check(
             f"packed.head_size.{size}", f"head_dims: {size}",
             Situation(subject, jobs, shape, head_dim=size), cases=some,
+        )  # fmt: skip
+    size = drawn.head_size(subject)
+    for heads in drawn.heads(subject):
+        own = Situation(subject, jobs, _GROUPED, head_dim=size, heads=heads)
+        yield Check(f"packed.heads.{drawn.name(heads)}", "contract: any number of heads", own,
+                    cases=some)  # fmt: skip
+    if "sliding_window" in can.features:
+        yield Check(
+            "packed.windows", "features: sliding_window, windows of any size",
+            Situation(subject, jobs, _WINDOWED), cases=list(_windows(subject)), large=True,
         )  # fmt: skip
     paged = [Packed(((1, 37), (6, 19)), size) for size in (1, 2, 7, 16, 64, 128)]
     yield Check(
@@ -235,3 +261,13 @@ def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
             Situation(subject, jobs, sinks),
             cases=[Case(p, Needs(sinks=True, spread=wide)) for p in SOME],
         )  # fmt: skip
+
+
+def _windows(subject: Subject) -> Iterator[Case]:
+    """Each window with a longer prompt: decode, a piece of it, and all of it where it is short."""
+    for window, tokens in drawn.windows(subject):
+        needs = Needs(window=window)
+        yield Case(Packed(((1, tokens), (1, 3), (1, tokens)), 16), needs)
+        yield Case(Packed(((37, tokens),), 16), needs, silent=True)
+        if window <= drawn.SHORT:
+            yield Case(Packed(((tokens, tokens),), 32), needs)

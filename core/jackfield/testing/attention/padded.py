@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
+from jackfield.testing.attention import drawn
 from jackfield.testing.attention.calls import LYING, called
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
 from jackfield.testing.attention.judging import Worst, held
@@ -48,7 +50,7 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
                 f"layouts: padded, {TITLES[situation]}"
                 + (f"; features: {shape.feature}" if shape.feature else ""),
                 _Situation(subject, jobs, shape),
-                cases=list(_cases(shape, situation, declared)),
+                cases=list(_cases(shape, _rows(situation, subject), declared)),
                 large=situation == "long",
             )
     yield from _numbers(subject, jobs)
@@ -61,8 +63,13 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     )
 
 
-def _cases(shape: Shape, situation: str, declared: frozenset[str]) -> Iterator[Case]:
-    for number, rows in enumerate(SITUATIONS[situation]):
+def _rows(situation: str, subject: Subject) -> Seq[Rows]:
+    known = SITUATIONS[situation]
+    return (*known, Rows(drawn.far(subject), 1)) if situation == "long" else known
+
+
+def _cases(shape: Shape, steps: Seq[Rows], declared: frozenset[str]) -> Iterator[Case]:
+    for number, rows in enumerate(steps):
         for needs in shape.needs(declared):
             yield Case(rows, needs, LYING[number % len(LYING)])
             if needs.window is not None and rows.past and not rows.unwritten:
@@ -79,9 +86,10 @@ class _Situation:
         shape: Shape,
         dtype: str = "",
         head_dim: int | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         self._subject, self._jobs, self._shape = subject, jobs, shape
-        self._key = {"dtype": dtype, "head_dim": head_dim}
+        self._key = {"dtype": dtype, "head_dim": head_dim, "heads": heads}
         self._worst = Worst()
 
     def __call__(self, case: Case) -> str:
@@ -108,6 +116,9 @@ def judged(job: Job, what: Asked, subject: Subject, lying: str = "dense") -> tup
     return held(what.pieces, lambda pieces: called(job, what.with_pieces(pieces), declared, lying))
 
 
+_GROUPED = next(shape for shape in SHAPES if shape.title == "grouped_query")
+_WINDOWED = next(shape for shape in SHAPES if shape.title == "sliding_window")
+
 #: Rows for what does not depend on the situation.
 _SOME = (
     Rows(0, 3),
@@ -120,18 +131,27 @@ _SOME = (
 def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """Every dtype, every size of heads, and scores that overflow an exponential."""
     can = capabilities_of(subject)
-    grouped = next(s for s in SHAPES if s.title == "grouped_query")
-    shape = grouped if "grouped_query" in can.features else SHAPES[0]
+    shape = _GROUPED if "grouped_query" in can.features else SHAPES[0]
     some = [Case(rows, Needs()) for rows in _SOME]
     for dtype in sorted(can.dtypes):
         yield Check(
             f"padded.dtype.{dtype}", f"dtypes: {dtype}",
             _Situation(subject, jobs, shape, dtype), cases=some,
         )  # fmt: skip
-    for size in head_sizes(subject):
+    for size in drawn.head_sizes(subject):
         yield Check(
             f"padded.head_size.{size}", f"head_dims: {size}",
             _Situation(subject, jobs, shape, head_dim=size), cases=some,
+        )  # fmt: skip
+    size = drawn.head_size(subject)
+    for heads in drawn.heads(subject):
+        own = _Situation(subject, jobs, _GROUPED, head_dim=size, heads=heads)
+        yield Check(f"padded.heads.{drawn.name(heads)}", "contract: any number of heads", own,
+                    cases=some)  # fmt: skip
+    if "sliding_window" in can.features:
+        yield Check(
+            "padded.windows", "features: sliding_window, windows of any size",
+            _Situation(subject, jobs, _WINDOWED), cases=list(_windows(subject)), large=True,
         )  # fmt: skip
     wide = 400.0 if main_dtype(subject) in ("float32", "float64") else 60.0
     extreme = [Case(rows, Needs(spread=wide)) for rows in _SOME]
@@ -141,14 +161,14 @@ def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     )  # fmt: skip
 
 
-#: Where any size of heads is declared.
-ANY_SIZES = (8, 10, 64, 80, 128, 256)
-
-
-def head_sizes(subject: Subject) -> list[int]:
-    """The sizes of heads that are tried."""
-    declared = capabilities_of(subject).head_dims
-    return sorted(declared or ANY_SIZES)[:8]
+def _windows(subject: Subject) -> Iterator[Case]:
+    """Each window with a longer prompt: decode, a piece of it, and all of it where it is short."""
+    for window, tokens in drawn.windows(subject):
+        needs = Needs(window=window)
+        yield Case(Rows(tokens - 1, 1, ((), (0, 1)), told=True), needs)
+        yield Case(Rows(tokens - 37, 37), needs, slid=True)
+        if window <= drawn.SHORT:
+            yield Case(Rows(0, tokens), needs)
 
 
 def _repeated(subject: Subject, jobs: Jobs) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from jackfield.testing.attention.rows import Needs
 from jackfield.testing.attention.truth import Piece
 
 NOTHING = float("nan")  # in slots that hold no token
+SHOWN = 8  # sequences of a step
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Packed:
     longer: int = 0
 
     def __str__(self) -> str:
-        each = ", ".join(f"{queries} of {tokens}" for queries, tokens in self.sizes)
+        each = ", ".join(f"{queries} of {tokens}" for queries, tokens in self.sizes[:SHOWN])
+        if len(self.sizes) > SHOWN:
+            each += f", … ({len(self.sizes)} in all)"
         text = f"sequences with {each} tokens, pages of {self.page_size}"
         return f"{text} in a row" if self.in_a_row else text
 
@@ -50,42 +53,45 @@ def _prefill(*tokens: int) -> tuple[tuple[int, int], ...]:
     return tuple((number, number) for number in tokens)
 
 
-#: situation -> its cases, from the smallest up.
+#: situation -> its cases, from the smallest up. Each has two sequences of equal length somewhere.
 SITUATIONS: Mapping[str, tuple[Packed, ...]] = {
     "prefill": (
         Packed(_prefill(1)), Packed(_prefill(3)), Packed(_prefill(9), strided=False),
-        Packed(_prefill(2, 5)), Packed(_prefill(7, 1, 12), in_a_row=True),
-        Packed(_prefill(33, 5, 17), 16), Packed(_prefill(21), 1, strided=False),
+        Packed(_prefill(2, 2)), Packed(_prefill(5, 2, 5)),
+        Packed(_prefill(7, 1, 12), in_a_row=True), Packed(_prefill(33, 5, 17, 33), 16),
+        Packed(_prefill(21), 1, strided=False),
     ),
     "chunks": (
-        Packed(((2, 3),)), Packed(((3, 11),)), Packed(((4, 6), (7, 13)), strided=False),
-        Packed(((5, 40), (17, 18), (6, 23)), 16), Packed(((40, 90), (3, 9)), 3, kept=True),
+        Packed(((2, 3),)), Packed(((3, 11),)), Packed(((4, 6), (7, 13), (4, 6)), strided=False),
+        Packed(((5, 40), (17, 18), (6, 23), (3, 40)), 16),
+        Packed(((40, 90), (3, 9)), 3, kept=True),
     ),
     "decode": (
         Packed(_decode(1)), Packed(_decode(5)), Packed(_decode(4, 8), strided=False),
-        Packed(_decode(2, 9, 5), longer=7), Packed(_decode(70, 3, 1, 33), 16),
-        Packed(_decode(17, 6), 5, in_a_row=True), Packed(_decode(19, 30), 4, kept=True),
-        Packed(_decode(130, 64), 32), Packed(_decode(300, 1, 41), 16),
+        Packed(_decode(6, 6)), Packed(_decode(2, 9, 5, 9), longer=7),
+        Packed(_decode(70, 3, 1, 33), 16), Packed(_decode(17, 6), 5, in_a_row=True),
+        Packed(_decode(19, 30), 4, kept=True), Packed(_decode(130, 64, 130), 32),
+        Packed(_decode(300, 1, 41), 16),
     ),
     "drafts": (
-        Packed(((3, 7),)), Packed(((2, 9), (4, 4)), longer=3),
-        Packed(((5, 18), (1, 7), (3, 33)), 8), Packed(((17, 40), (2, 3)), 16),
+        Packed(((3, 7),)), Packed(((2, 9), (4, 4), (2, 9)), longer=3),
+        Packed(((5, 18), (1, 7), (3, 33), (2, 18)), 8), Packed(((17, 40), (2, 3)), 16),
     ),
     "mixed": (
-        Packed(((3, 3), (1, 5))), Packed(((1, 6), (5, 5), (1, 2), (4, 9))),
+        Packed(((3, 3), (1, 5))), Packed(((1, 6), (5, 5), (1, 2), (2, 6), (4, 9), (5, 5))),
         Packed(((1, 40), (21, 37), (1, 17), (19, 19)), 16, longer=1, strided=False),
     ),
     "long": (
-        Packed(((140, 140), (1, 300)), 16), Packed(((600, 640), (1, 5)), 16),
+        Packed(((140, 140), (1, 300), (140, 140)), 16), Packed(((600, 640), (1, 5)), 16),
         Packed(((1025, 1030),), 32),
     ),
     "long_decode": (
-        Packed(_decode(513), 16), Packed(_decode(1025, 3), 16), Packed(_decode(2049), 16),
+        Packed(_decode(513, 513), 16), Packed(_decode(1025, 3), 16), Packed(_decode(2049), 16),
         Packed(_decode(4097, 2500), 32), Packed(_decode(8200, 1), 16),
     ),
     "many": (
-        Packed(_decode(*[2] * 33)), Packed(_decode(*[3, 1] * 65)), Packed(_decode(*[2] * 513)),
-        Packed(((2, 3), *_decode(*[4] * 257), (3, 3))),
+        Packed(_decode(*[3, 2] * 5)), Packed(_decode(*[2] * 33)), Packed(_decode(*[3, 1] * 65)),
+        Packed(_decode(*[2] * 513)), Packed(((2, 3), *_decode(*[4] * 257), (3, 3))),
     ),
 }  # fmt: skip
 
@@ -97,6 +103,28 @@ TITLES = {
     "mixed": "prefill, chunks and decode in one step", "long": "many queries",
     "long_decode": "decode, thousands of keys", "many": "hundreds of sequences",
 }  # fmt: skip
+
+
+def simpler(packed: Packed) -> Iterator[tuple[str, Packed]]:
+    """The same step in simpler pages, each after what it shows where that is right."""
+    if not packed.kept:
+        told = (
+            "it is right where the pages before a window are still there: that a table does not "
+            "begin with the first token (`first`) is not heeded"
+        )
+        yield told, replace(packed, kept=True)
+    if not packed.in_a_row:
+        told = (
+            "it is right where the pages of a sequence follow one another: the order of the pages "
+            "in its table is not heeded"
+        )
+        yield told, replace(packed, in_a_row=True)
+    told = (
+        "it is right where a sequence has one page: its pages are read in another order than that "
+        "of its table, or others are"
+    )
+    longest = max(tokens for _, tokens in packed.sizes)
+    yield told, replace(packed, page_size=longest + 1)
 
 
 def pieces_of(

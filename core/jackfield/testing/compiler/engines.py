@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jackfield.contracts.requirements import DTYPES
 from jackfield.errors import PlanError, shown
+from jackfield.testing import holders
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.engines import engine_with
+from jackfield.testing.compiler.steps import main_dtype
+from jackfield.testing.compiler.threads import in_threads
+from jackfield.testing.engines import Computed, engine_with
 from jackfield.testing.models import Reference, build
 from jackfield.testing.subject import Subject
 from jackfield.testing.torch_settings import kept
 
+if TYPE_CHECKING:
+    from jackfield.engine.engine import Engine
+
 CACHES = ("paged", "static", "dynamic")
 LIMIT = 300.0
 PROMPTS = [[5, 6, 7, 8, 9], [31, 32, 33], [41]]
+#: Ranges of how many sequences run at once, of each of which one is drawn.
+BATCHES = ((1, 1), (2, 4), (5, 8), (9, 16), (17, 33))
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -31,6 +41,7 @@ def checks(subject: Subject) -> Iterator[Check]:
     yield Check("engine.caches", "contract", _of(subject, _caches), cases=CACHES, limit=LIMIT)
     yield Check("engine.batches", "contract", _of(subject, _batches), limit=LIMIT)
     yield Check("engine.weights", "contract", _of(subject, _weights), limit=LIMIT)
+    yield Check("engine.threads", "contract", _of(subject, _threads), limit=LIMIT)
     yield Check("engine.adapters", "contract", _of(subject, _adapters), limit=LIMIT)
     yield Check("engine.closed", "contract", _of(subject, _closed), limit=LIMIT)
     if subject.backend.capabilities.batch_invariant:
@@ -72,10 +83,37 @@ def _went_through(subject: Subject, engine: Any, most: int) -> str:
     return f"{used.calls} steps, {graphs} graphs"
 
 
+@contextlib.contextmanager
+def _engine(subject: Subject, model: Any, **arguments: Any) -> Iterator[tuple[Engine, Computed]]:
+    """As `engine_with`; what a compiled step is lent must be as it was. Raises WrongError."""
+    changed: list[str] = []
+    with engine_with(subject, model, **arguments) as (engine, computed):
+        forward = engine._bound.compiled
+        if forward is not None:
+            forward._compiled = _reading(forward._compiled, changed)
+        yield engine, computed
+    if changed:
+        raise WrongError(f"a compiled step changes the {changed[0]} that it was lent, in place")
+
+
+def _reading(run: Any, changed: list[str]) -> Any:
+    """`run`, where `changed` gets the names of what it changes in place."""
+
+    def step(*given: torch.Tensor | None) -> Any:
+        before = [None if one is None else one.clone() for one in given]
+        found = run(*given)
+        for one, own, name in zip(given, before, ("ids", "positions", "columns"), strict=True):
+            if one is not None and own is not None and not torch.equal(one, own):
+                changed.append(name)
+        return found
+
+    return step
+
+
 def _dtypes(subject: Subject, dtype: str) -> str:
     model = _model(subject, dtype)
     reference = Reference(model)
-    with engine_with(subject, model, cache_implementation="paged") as (engine, computed):
+    with _engine(subject, model, cache_implementation="paged") as (engine, computed):
         engine.generate(PROMPTS[:2], max_new_tokens=5)
         how = _went_through(subject, engine, 12)
     return f"{computed.compare(_floored(reference))}; {how}"
@@ -100,7 +138,7 @@ def _caches(subject: Subject, cache: str) -> str:
     model = _model(subject)
     reference = Reference(model)
     try:
-        with engine_with(subject, model, cache_implementation=cache) as (engine, computed):
+        with _engine(subject, model, cache_implementation=cache) as (engine, computed):
             engine.generate(PROMPTS, max_new_tokens=7)
             how = _went_through(subject, engine, 16)
     except PlanError as error:
@@ -109,13 +147,15 @@ def _caches(subject: Subject, cache: str) -> str:
 
 
 def _batches(subject: Subject, _: object) -> str:
-    """One to six sequences, in any order; what came before compiles nothing again."""
-    model = _model(subject)
+    """One to some dozen sequences, in any order; what came before compiles nothing again."""
+    model, drawn = _model(subject), subject.random("batches")
     reference = Reference(model)
-    with engine_with(subject, model, cache_implementation="paged") as (engine, computed):
+    counts = [drawn.randint(*ends) for ends in BATCHES]
+    drawn.shuffle(counts)
+    with _engine(subject, model, cache_implementation="paged") as (engine, computed):
         for round_ in range(2):
             before = _graphs(engine)
-            for count in (1, 4, 2, 6, 3):
+            for count in counts:
                 engine.generate([[7 + k, 8, 9 + k] for k in range(count)], max_new_tokens=4)
             if round_ and _graphs(engine) != before:
                 more = _graphs(engine) - before
@@ -132,26 +172,69 @@ def _graphs(engine: Any) -> int:
 def _weights(subject: Subject, _: object) -> str:
     """Weights that their owner changes in place, and that lie elsewhere."""
     model = _model(subject)
-    with engine_with(subject, model, cache_implementation="dynamic") as (engine, computed):
+    with _engine(subject, model, cache_implementation="dynamic") as (engine, computed):
         engine.generate([[5, 6, 7]], max_new_tokens=3)
-        computed.compare(_floored(Reference(model)))
+        before = Reference(model)
+        computed.compare(_floored(before))
         with torch.no_grad():
             model.lm_head.weight.mul_(-1.5)
             model.model.layers[0].mlp.up_proj.weight.neg_()
-        _again(engine, computed, model, "after weights were changed in place")
+        _again(engine, computed, model, "after weights were changed in place", before)
+        before = Reference(model)
         with torch.no_grad():
             own = model.model.layers[1].mlp.down_proj.weight
             own.data = own.data.roll(1, 0).clone()
-        return _again(engine, computed, model, "after a weight was moved to other memory")
+        return _again(engine, computed, model, "after a weight was moved to other memory", before)
 
 
-def _again(engine: Any, computed: Any, model: Any, what: str) -> str:
+def _again(
+    engine: Any, computed: Any, model: Any, what: str, before: Reference | None = None
+) -> str:
+    """Compare what is computed now. `before` is the model as it was."""
     computed.logits.clear()
     engine.generate([[5, 6, 7]], max_new_tokens=3)
     try:
         return str(computed.compare(_floored(Reference(model))))
     except WrongError as error:
-        raise WrongError(f"{what}: {error}") from None
+        why = "; the logits are those of the weights before" if _is(computed, before) else ""
+        raise WrongError(f"{what}: {error}{why}") from None
+
+
+def _is(computed: Any, reference: Reference | None) -> bool:
+    """Whether all that was computed is what `reference` says; but for what it never compiled."""
+    if reference is None:
+        return False
+    known, computed.logits = computed.logits, dict(list(computed.logits.items())[1:])
+    try:
+        computed.compare(_floored(reference))
+    except WrongError:
+        return False
+    finally:
+        computed.logits = known
+    return True
+
+
+def _threads(subject: Subject, _: object) -> str:
+    """Two engines of two models, which serve at once."""
+    models = [build("grouped_query", getattr(torch, main_dtype(subject)), seed=subject.seed + n)
+              for n in range(2)]  # fmt: skip
+    remarks = ["", ""]
+    with contextlib.ExitStack() as opened:
+        engines = [
+            opened.enter_context(_engine(subject, model, cache_implementation="paged"))
+            for model in models
+        ]
+
+        def run(who: int) -> None:
+            engine, computed = engines[who]
+            engine.generate(PROMPTS[who:], max_new_tokens=16)
+            try:
+                remarks[who] = computed.compare(_floored(Reference(models[who])))
+            except WrongError as error:
+                raise WrongError(f"two engines in two threads at once: {error}") from None
+
+        in_threads([partial(run, who) for who in range(2)])
+    return remarks[0]
 
 
 def _adapters(subject: Subject, _: object) -> str:
@@ -187,7 +270,7 @@ def _closed(subject: Subject, _: object) -> None:
     del engine, _computed
     gc.collect()
     if seen() is not None:
-        raise WrongError("keeps the engine alive once it is closed")
+        raise WrongError(holders.kept("keeps the engine alive once it is closed", seen))
     with torch.inference_mode():
         if not torch.equal(model(ids).logits, before):
             raise WrongError("leaves the model saying something else once it is closed")
@@ -195,7 +278,7 @@ def _closed(subject: Subject, _: object) -> None:
     del model
     gc.collect()
     if kept() is not None:
-        raise WrongError("keeps the model alive once its engine is closed")
+        raise WrongError(holders.kept("keeps the model alive once its engine is closed", kept))
 
 
 def _alone(subject: Subject, _: object) -> str:

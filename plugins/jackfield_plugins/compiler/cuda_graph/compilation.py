@@ -125,7 +125,7 @@ class RecordedCompilation(TorchCompilation):
 
     def close(self) -> None:
         self.forget()
-        self._held = None
+        super().close()
 
     def _record_whole(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         if (taken := self._recorder.num_bytes) > MOST_BYTES:
