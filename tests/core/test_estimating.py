@@ -85,8 +85,8 @@ def test_planned_weights_are_loaded_weights(family: str, tied: bool, tmp_path: P
     model = build(family, torch.float32) if not tied else type(build(family))(config)
     model.to(torch.float32).save_pretrained(tmp_path)
     for dtype in ("bfloat16", "float32"):
-        planned = estimate(tmp_path, dtype=dtype)
-        with jackfield.load(tmp_path, dtype=dtype) as engine:
+        planned = estimate(tmp_path, dtype=dtype, device_map="cpu")
+        with jackfield.load(tmp_path, dtype=dtype, device_map="cpu") as engine:
             assert planned.weight_bytes == loaded_bytes(engine.model)
     assert planned.weights_known
     assert planned.dtypes["float32"] == planned.weight_bytes
@@ -148,7 +148,8 @@ def test_eager_attention_takes_the_whole_matrix_of_scores() -> None:
 
 def test_what_fits_fits_and_one_more_does_not() -> None:
     for cache in ("dynamic", "paged"):
-        found = estimate(llama(), device_memory="3MB", cache_implementation=cache)
+        asked = {"cache_implementation": cache, "device_map": "cpu"}
+        found = estimate(llama(), device_memory="3MB", **asked)
         memory = found.memory()
         assert memory is not None
         most = memory.requests(64)
@@ -163,11 +164,12 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
 
 
 def test_a_growing_pool_is_counted_as_it_is_allocated() -> None:
-    found = estimate(llama(), dtype="float32", cache_implementation="paged?page_size=4")
+    asked = {"dtype": "float32", "device_map": "cpu"}
+    found = estimate(llama(), cache_implementation="paged?page_size=4", **asked)
     token = 256
     assert found.cache_bytes(4) == 64 * 4 * token
     assert found.cache_bytes(64, 5) == 128 * 4 * token  # 80 pages
-    fixed = estimate(llama(), dtype="float32", cache_implementation="paged?num_tokens=96")
+    fixed = estimate(llama(), cache_implementation="paged?num_tokens=96", **asked)
     assert fixed.cache_bytes(4, 100) == fixed.pool == 96 * token
 
 

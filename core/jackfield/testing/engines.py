@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jackfield.api import load
+from jackfield.contracts.requirements import INVARIANT_DEVICES
 from jackfield.planning.solving import ARGUMENTS
-from jackfield.testing.checks import WrongError
+from jackfield.testing.checks import NotTriedError, WrongError
 from jackfield.testing.models import Reference
 from jackfield.testing.subject import Subject
 
@@ -59,10 +60,20 @@ class Computed:
 def engine_with(
     subject: Subject, model: Any, **arguments: Any
 ) -> Iterator[tuple[Engine, Computed]]:
+    """As `engine_of`, and every logit that it computes."""
+    with engine_of(subject, model, **arguments) as engine:
+        yield engine, watched(engine)
+
+
+@contextlib.contextmanager
+def engine_of(subject: Subject, model: Any, **arguments: Any) -> Iterator[Engine]:
     """An engine of a `model`, live or named, on the subject's device, in which `subject` is chosen.
 
-    `arguments` are those of `jackfield.load`. Raises what that raises.
+    `arguments` are those of `jackfield.load`. Raises what that raises, and NotTriedError where the
+    device keeps no `deterministic`, whatever runs on it.
     """
+    if arguments.get("deterministic"):
+        on_invariant_device(subject)
     if isinstance(model, str):  # it is loaded now
         arguments = {"device_map": subject.device, **arguments}
     else:
@@ -70,7 +81,14 @@ def engine_with(
     chosen: Any = {ARGUMENTS[subject.kind]: subject.selection, **arguments}
     with load(model, **chosen) as engine:
         engine._loop.decoding.timing.clock = lambda: 0.0  # what is drafted hangs on no clock
-        yield engine, watched(engine)
+        yield engine
+
+
+def on_invariant_device(subject: Subject) -> None:
+    """Raise NotTriedError where bits hang on the batch on the subject's device."""
+    kind = subject.device.partition(":")[0]
+    if kind not in INVARIANT_DEVICES:
+        raise NotTriedError(f"deterministic=True is not kept on {kind}, whatever attends there")
 
 
 def watched(engine: Engine) -> Computed:

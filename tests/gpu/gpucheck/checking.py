@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: What is checked on a GPU, the most important first; and what stands in for it on a processor.
 ON_A_GPU = (
     ("attention", "triton"),
+    ("kernel", "triton-one-row"),
     ("kernel", "triton-rms-norm"),
     ("attention", "sdpa"),
     ("cache", "paged"),

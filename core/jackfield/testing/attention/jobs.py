@@ -127,11 +127,11 @@ def _of_heads(queries: int, keys: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def bound_to(
     subject: Subject, name: str, layout: str, dtype: str = "", head_dim: int | None = None,
-    heads: tuple[int, int] | None = None, **more: Any,
+    heads: tuple[int, int] | None = None, window: int | None = None, **more: Any,
 ) -> Iterator[Job]:  # fmt: skip
     """`subject` bound to the model of that name. `more` are requirements.
 
-    `heads` are those of queries and of keys, in place of the model's.
+    `heads` are those of queries and of keys, and `window` is the window, in place of the model's.
 
     Raises NotTriedError where it refuses the model, or leaves the attention to its code.
     """
@@ -141,6 +141,8 @@ def bound_to(
         changes["head_dim"] = head_dim
     if heads is not None:
         changes |= _of_heads(*heads)
+    if window is not None:
+        changes["sliding_window"] = window
     model: Any = build(name, wanted, subject.seed, **changes)
     model.to(subject.device)
     needs = requirements_of(subject, model, layout, **more)

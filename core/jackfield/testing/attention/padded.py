@@ -93,7 +93,8 @@ class _Situation:
         self._worst = Worst()
 
     def __call__(self, case: Case) -> str:
-        job = self._jobs.bound(self._shape.model, "padded", **self._key)
+        # What a call says of its window is what the layer said when the attention was bound.
+        job = self._jobs.bound(self._shape.model, "padded", **self._key, window=case.needs.window)
         if job.models_own and self._shape.feature == "position_bias":
             raise NotTriedError(
                 "models with a position bias have their attention in their own code"

@@ -18,6 +18,7 @@ from jackfield.testing.attention.jobs import (
 )
 from jackfield.testing.attention.whole import CACHES, MODELS
 from jackfield.testing.checks import Check, WrongError
+from jackfield.testing.engines import on_invariant_device
 from jackfield.testing.models import config_of
 from jackfield.testing.subject import Subject
 
@@ -108,5 +109,6 @@ def _head_dim(subject: Subject) -> None:
 
 def _invariant(subject: Subject) -> None:
     _need(subject, batch_invariant=True)
+    on_invariant_device(subject)
     config = model_of(subject, "plain").config
     _planned(subject, config, "deterministic=True", deterministic=True)

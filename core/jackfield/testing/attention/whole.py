@@ -45,8 +45,6 @@ UNPACKED = frozenset(
     {"chunked", "bidirectional_prefix", "own_mask", "own_attention", "position_bias"}
 )
 
-_WHOLE = frozenset({"chunked", "bidirectional_prefix"})  # read a prompt in one piece
-
 
 def checks(subject: Subject) -> Iterator[Check]:
     can = capabilities_of(subject)
@@ -101,7 +99,8 @@ class _Run:
         served(self._subject, model, self._layout)
         own = self._name == "bidirectional_prefix"
         reference = Reference(model, [tuple(p) for p in PROMPTS] if own else ())
-        size = {} if self._name in _WHOLE else {"prefill_chunk_size": 4}
+        needs = requirements_of(self._subject, model, self._layout)
+        size = {} if needs.whole_prompt or self._name == "chunked" else {"prefill_chunk_size": 4}
         with engine_with(self._subject, model, **size, **self._arguments) as (engine, computed):
             engine.generate(PROMPTS, max_new_tokens=7)
         return computed.compare(reference)

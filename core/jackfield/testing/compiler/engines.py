@@ -169,10 +169,15 @@ def _graphs(engine: Any) -> int:
     return 0 if compiled is None else int(compiled.graphs)
 
 
+def _cache(subject: Subject) -> str:
+    """One that finds no prompt again; whole steps are recorded in pages only."""
+    return "paged?prefix_sharing=false" if subject.backend.capabilities.records else "dynamic"
+
+
 def _weights(subject: Subject, _: object) -> str:
     """Weights that their owner changes in place, and that lie elsewhere."""
     model = _model(subject)
-    with _engine(subject, model, cache_implementation="dynamic") as (engine, computed):
+    with _engine(subject, model, cache_implementation=_cache(subject)) as (engine, computed):
         engine.generate([[5, 6, 7]], max_new_tokens=3)
         before = Reference(model)
         computed.compare(_floored(before))
@@ -249,7 +254,7 @@ def _adapters(subject: Subject, _: object) -> str:
         torch.manual_seed(1)
         model.add_adapter(config)
     remark = ""
-    with engine_with(subject, model, cache_implementation="dynamic") as (engine, computed):
+    with engine_with(subject, model, cache_implementation=_cache(subject)) as (engine, computed):
         for switch in (engine.enable_adapter, engine.disable_adapter, engine.enable_adapter):
             switch()
             remark = _again(engine, computed, model, f"after {switch.__name__}")

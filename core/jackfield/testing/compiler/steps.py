@@ -44,6 +44,11 @@ class Tiny(nn.Module):
             self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, vocab)
         self.to(dtype).eval()
 
+    @property
+    def device(self) -> torch.device:
+        """As models of transformers have it."""
+        return self.ids.weight.device
+
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:

@@ -19,8 +19,8 @@ import torch
 
 from jackfield.engine.engine import Engine
 from jackfield.errors import JackfieldError, PlanError
+from jackfield.testing import engines
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.engines import engine_with
 from jackfield.testing.everyone.surroundings import kept
 from jackfield.testing.memory import growth
 from jackfield.testing.models import build
@@ -50,9 +50,8 @@ def engine_of(subject: Subject, seed: int = 0) -> Iterator[tuple[Engine, Any]]:
     model = build("grouped_query", seed=subject.seed + seed)
     source, more = _source(subject, model)
     try:
-        opened = engine_with(subject, source, **more)
-        engine, _ = opened.__enter__()
-        vars(engine._loop.decoding).pop("accept", None)  # nobody reads the logits here
+        opened = engines.engine_of(subject, source, **more)
+        engine = opened.__enter__()
     except PlanError as error:
         raise NotTriedError(f"does not run the small model: {error}") from None
     try:

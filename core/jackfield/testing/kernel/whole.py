@@ -14,7 +14,7 @@ from jackfield.contracts.requirements import DEVICES, DTYPES
 from jackfield.errors import JackfieldError, PlanError
 from jackfield.planning.solving import reasons_against
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.engines import engine_with
+from jackfield.testing.engines import engine_with, on_invariant_device
 from jackfield.testing.kernel.layers import capabilities_of, fits, main_dtype, requirements_of
 from jackfield.testing.models import Reference, build
 from jackfield.testing.subject import Subject
@@ -85,6 +85,7 @@ def _refused(subject: Subject, name: str, what: str, _: object, **needs: Any) ->
     _need(subject, None, **needs)
     asked = {"dtype": needs.get("dtype", main_dtype(subject))}
     if "batch_invariant" in needs:
+        on_invariant_device(subject)
         asked["deterministic"] = True
     try:
         plan(build(name).config, kernels=subject.selection, device_map=subject.device, **asked)
