@@ -176,19 +176,21 @@ def test_a_growing_pool_is_counted_as_it_is_allocated() -> None:
 @pytest.mark.parametrize("cache", ["paged?page_size=4", "dynamic"])
 def test_a_pool_grows_to_what_was_planned(cache: str) -> None:
     config = llama(eos_token_id=None)
-    with jackfield.load(LlamaForCausalLM(config), cache_implementation=cache) as engine:
+    model = LlamaForCausalLM(config)
+    with jackfield.load(model, cache_implementation=cache, device_map="cpu") as engine:
         if (usage := engine._loop.cache.usage()) is None:
             return
         prompts = [[row + 1] * 60 for row in range(5)]
         engine.generate(prompts, max_new_tokens=5, min_new_tokens=5)
         usage = engine._loop.cache.usage()
         assert usage is not None
-        planned = estimate(config, dtype="float32", cache_implementation=cache)
+        asked = {"dtype": "float32", "cache_implementation": cache, "device_map": "cpu"}
+        planned = estimate(config, **asked)
         assert usage.num_bytes == planned.cache_bytes(64, 5)
 
 
 def test_every_quantizer_and_cache_has_a_row_and_says_why_not() -> None:
-    found = estimate("demo")
+    found = estimate("demo", device_map="cpu")
     rows = {w.registered.name: w for w in found.weights}
     assert rows["none"].chosen
     assert rows["none"].num_bytes == found.weight_bytes

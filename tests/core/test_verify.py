@@ -191,7 +191,7 @@ def clipping() -> Kernel:
         def bind(self, context: Any) -> FusedLayer:
             def make(module: Any) -> Any:
                 own = type(module).forward
-                return lambda states: own(module, states) * (1.5 if states.shape[0] == 1 else 1)
+                return lambda states: own(module, states) * (1.5 if states.ndim == 3 else 1)
 
             return FusedLayer(make)
 

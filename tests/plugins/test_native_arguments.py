@@ -47,6 +47,7 @@ READERS = {
     "plugins/jackfield_plugins/compiler/cuda_graph/stretches.py": "compares addresses",
     "plugins/jackfield_plugins/compiler/cuda_graph/whole.py": "compares addresses",
     "plugins/jackfield_plugins/attention/triton/launch.py": "runs on a GPU, by its own tests",
+    "plugins/jackfield_plugins/kernel/triton_one_row/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/kernel/triton_rms_norm/launch.py": "runs on a GPU, by its own tests",
     "plugins/jackfield_plugins/quantizer/groupwise/files.py": "unmaps memory of files",
     "core/jackfield/registry/loading.py": "raises in a thread",
