@@ -21,7 +21,7 @@ SAMPLE = (
     "no scaling", "no softcap", "no sinks", "heads in turn", "not transposed", "ignores the mask",
     "queries begin at 0", "changes its query", "one piece of memory", "no window in pages",
     "pages in a row", "keys gathered once a step", "reads what nobody wrote",
-    "calls of a step before", "keeps records in blocks",
+    "calls of a step before", "keeps records in blocks", "sixteen heads", "pages in reverse order",
 )  # fmt: skip
 
 FEW = of(

@@ -10,7 +10,10 @@ from jackfield.testing.checks import Verdict, verdict
 from jackfield.testing.subject import subject_of
 from jackfield.testing.suites import checks_of
 
-SAMPLE = ("returns the step", "positions one further", "changes the ids", "fills up to nothing")
+SAMPLE = (
+    "returns the step", "positions one further", "changes the ids", "fills up to nothing",
+    "returns float16", "positions up to 63",
+)  # fmt: skip
 
 
 def found_of(selection: str) -> list[Verdict]:
