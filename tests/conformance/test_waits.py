@@ -17,6 +17,7 @@ from families import WINDOW, build, prompts
 
 import jackfield
 from jackfield.contracts import StepBlock, staging
+from jackfield.engine.ahead import Begun
 from jackfield.engine.checked_search import _packed
 from jackfield.registry.backends import Registered
 from jackfield_plugins.attention.sdpa import SdpaAttention
@@ -49,21 +50,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: What asks for no token of a text: in pages its steps are begun before the last are read.
+BLIND = frozenset({"greedy", "sampled", "top-k", "top-p", "typical", "cut", "logprobs"})
+
 FROM_STAND_IN = ("reference", "stand_in", "<genexpr>")
 
 
 class Run:
-    """Requests that come one after another: their tokens, and what each step waited for."""
+    """Requests that come one after another: their tokens, and what each step waited for.
+
+    `begun` counts the steps that were begun before the tokens of the one before were read; without
+    `overlaps` none is.
+    """
 
     def __init__(
-        self, load: dict[str, Any], fake: CountingDevice | None = None, **common: Any
+        self,
+        load: dict[str, Any],
+        fake: CountingDevice | None = None,
+        *,
+        overlaps: bool = True,
+        **common: Any,
     ) -> None:
         self.waits: list[Counter[str]] = []
         self.sent: list[int] = []
+        self.begun = 0
         before, sent = Counter[str](), 0
 
-        def note(_: Any) -> None:
+        def note(loop: Any) -> None:
             nonlocal before, sent
+            self.begun += isinstance(loop._begun, Begun)
             if fake is not None:
                 self.waits.append(fake.waits - before)
                 self.sent.append(fake.copies.total() - sent)
@@ -76,6 +91,7 @@ class Run:
             for n, text in enumerate(texts)
         ]
         with jackfield.load(**{"decoding": decoding, **load}) as engine:
+            engine._loop.overlaps &= overlaps
             if fake is not None:
                 before, sent = fake.waits.copy(), fake.copies.total()
             self.tokens = tokens(drive(engine, coming, note))
@@ -84,12 +100,12 @@ class Run:
         return max(counter.total() for counter in self.waits)
 
 
-def compare(load: dict[str, Any], **common: Any) -> Run:
+def compare(load: dict[str, Any], *, overlaps: bool = True, **common: Any) -> Run:
     """A run on the fake device, whose texts are those of the CPU."""
     expected = Run(load, **common).tokens
     models = [load["model"], *([helper] if (helper := load.get("assistant_model")) else [])]
     with counting_device(pytest.MonkeyPatch(), *models) as fake:
-        run = Run(load, fake, **common)
+        run = Run(load, fake, overlaps=overlaps, **common)
     assert run.tokens == expected
     return run
 
@@ -120,6 +136,7 @@ def test_a_step_waits_once(family: str, cache: str, attention: str, settings: st
     run = compare(load, **SETTINGS[settings])
     assert run.most() == 1, run.waits
     assert max(run.sent) <= 9
+    assert (run.begun > 0) == (cache == "paged" and settings in BLIND)
 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
@@ -137,6 +154,7 @@ def test_numbers_go_out_before_the_forward_call() -> None:
         counting_device(pytest.MonkeyPatch(), load["model"]) as fake,
         jackfield.load(**load) as engine,
     ):
+        engine._loop.overlaps = False
         inner, counts = engine._loop.forward, []
 
         def forward(inputs: Any) -> Any:
@@ -196,7 +214,7 @@ def test_packed_flash_kernels(page_multiple: int | None, monkeypatch: pytest.Mon
     windows = [WINDOW, None]
     monkeypatch.setattr(SdpaAttention, "bind", lambda *_: bind_varlen(kernel, windows))
     load = {"model": build("gemma3"), "cache_implementation": "paged"}
-    run = compare({**load, "attn_implementation": "sdpa"})
+    run = compare({**load, "attn_implementation": "sdpa"}, overlaps=False)
     for counter in run.waits:
         ours = [asker for asker in counter if asker.split(" ")[-1] not in FROM_STAND_IN]
         assert sum(counter[asker] for asker in ours) == 1, counter
@@ -241,7 +259,7 @@ def test_what_a_strangers_pages_hold_is_read_once_a_step(monkeypatch: pytest.Mon
         "cache_implementation": "paged",
         "attn_implementation": "sdpa",
     }
-    run = compare(load)
+    run = compare(load, overlaps=False)
     of_pages = [
         sum(n for asker, n in step.items() if "/checked_contents.py" in asker) for step in run.waits
     ]

@@ -16,6 +16,7 @@ from recordable import offer
 from tape import Tapes, record_on
 
 import jackfield
+from jackfield.contracts.decoding import SAMPLER_SETTINGS
 from jackfield.engine.ahead import Begun
 from jackfield.engine.engine import Engine
 from jackfield.engine.loop import Loop
@@ -87,6 +88,49 @@ LOOKING: list[dict[str, Any]] = [
 ]
 
 
+#: A value of each setting of the sampler. What looks at tokens in a way that the loop does not
+#: know would be chosen by placeholders.
+EACH: dict[str, dict[str, Any]] = {
+    "bad_words_ids": {"bad_words_ids": [[7], [8, 9]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [7, 8]},
+    "do_sample": {"do_sample": True, "seed": 1},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.3},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.005, "do_sample": True, "seed": 1},
+    "eta_cutoff": {"eta_cutoff": 0.005, "do_sample": True, "seed": 1},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.2)},
+    "forced_bos_token_id": {"forced_bos_token_id": 9},
+    "forced_eos_token_id": {"forced_eos_token_id": 5},
+    "frequency_penalty": {"frequency_penalty": 0.7},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "logits_processor": {"logits_processor": [lambda ids, scores: scores - (ids[:, -1:] % 7)]},
+    "logprobs": {"logprobs": 2},
+    "min_length": {"min_length": 14},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "min_p": {"min_p": 0.05, "do_sample": True, "seed": 1},
+    "negative_prompt": {"negative_prompt": [3, 4], "guidance_scale": 1.5},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "output_logits": {"output_logits": True},
+    "output_scores": {"output_scores": True},
+    "prefix_allowed_tokens_fn": {
+        "prefix_allowed_tokens_fn": lambda _, ids: [int(ids[-1] + 3) % 120, 9, 11]
+    },
+    "presence_penalty": {"presence_penalty": 0.7},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "seed": {"seed": 4, "do_sample": True},
+    "sequence_bias": {"sequence_bias": {(7,): 2.0, (7, 8): 3.0}},
+    "stopping_criteria": {"stopping_criteria": [lambda ids, scores, **_: len(ids[0]) > 9]},
+    "suppress_tokens": {"suppress_tokens": [7, 8]},
+    "temperature": {"temperature": 0.7, "do_sample": True, "seed": 1},
+    "top_h": {"top_h": 0.6, "do_sample": True, "seed": 1},
+    "top_k": {"top_k": 4, "do_sample": True, "seed": 1},
+    "top_p": {"top_p": 0.7, "do_sample": True, "seed": 1},
+    "typical_p": {"typical_p": 0.7, "do_sample": True, "seed": 1},
+    "watermarking_config": {"watermarking_config": {"greenlist_ratio": 0.3, "bias": 3.0}},
+}
+
+
 def arrivals(count: int, seed: int, more: list[dict[str, Any]] = WANTED) -> list[Arrival]:
     """Requests of all kinds that join while others run; some share their first pages."""
     chance = random.Random(seed)
@@ -132,6 +176,22 @@ def test_what_looks_at_tokens_is_waited_for(own: dict[str, Any], begun: list[Any
             left_clean(engine)
     assert texts[0] == texts[1]
     assert all(len(step.step.scheduled) == 1 for step in begun if step is not None)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLER_SETTINGS))
+def test_every_setting_of_the_sampler(name: str) -> None:
+    found = []
+    for overlaps in (False, True):
+        with load(overlaps=overlaps) as engine:
+            asked = {"max_new_tokens": 14, **EACH[name]}
+            coming = [
+                Arrival(at, [7, 8, 9 + at], **asked if at else {"max_new_tokens": 14})
+                for at in range(3)
+            ]
+            told = drive(engine, coming)
+            found.append([[(s.new_tokens, s.finish_reason) for s in own] for own in told])
+            left_clean(engine)
+    assert found[0] == found[1]
 
 
 def test_a_stop_string_ends_a_text_in_time(begun: list[Any]) -> None:
@@ -231,6 +291,31 @@ def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
         assert len(done.token_ids) == 9
 
 
+def test_a_step_that_nobody_waits_for_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told, and harms nobody: its text has ended by the token before."""
+    with load() as engine:
+        loop, inner, calls = engine._loop, engine._loop.forward, 0
+
+        def forward(inputs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise ExecutionError("broken")
+            return inner(inputs)
+
+        plain = {"max_new_tokens": 2, "eos_token_id": 119}
+        whole = engine.generate([[3, 4, 5]], **plain)[0].token_ids
+        assert len(set(whole)) == 2
+        loop.forward = forward
+        asked = {"max_new_tokens": 9, "eos_token_id": whole[1]}
+        (done,) = engine.generate([[3, 4, 5]], **asked)
+        loop.forward = inner
+        assert (done.token_ids, done.finish_reason) == (whole, "stop")
+        assert "a step that nobody waits for any more failed: broken" in caplog.text
+        left_clean(engine)
+        assert engine.generate([[3, 4, 5]], **asked)[0].token_ids == whole
+
+
 def test_who_waits_enters_a_step_later_at_most() -> None:
     with load() as engine:
         loop = engine._loop
@@ -289,6 +374,6 @@ def test_a_trace_waits_for_each_step(begun: list[Any]) -> None:
         with engine.trace() as trace:
             engine.generate([3, 4], max_new_tokens=6)
         assert num_begun(begun) == before
-        assert "sampling" in str(trace)
+        assert "note: steps wait for the last one's tokens here" in str(trace)
         engine.generate([3, 4], max_new_tokens=6)
         assert num_begun(begun) > before

@@ -123,7 +123,7 @@ def compared(rng: random.Random, size: int, steps: int, dtype: torch.dtype) -> i
                 guess = due[-1][-1] if rng.random() < 0.9 else rng.randrange(size)
                 drafts[-1].append(guess)
             drafts[-1].pop()
-        found = sampler.sample(own, torch.stack(rows), drafts)
+        found = sampler.choose(own, torch.stack(rows), drafts).gains()
         for sequence, mine, wanted, gain in zip(own, drafts, due, found, strict=True):
             right = next((n for n, t in enumerate(mine) if wanted[n] != t), len(mine))
             assert gain.error is None
@@ -224,13 +224,13 @@ def test_each_token_is_read_once_however_rows_come_rest_and_go(
     sampler, rng = Sampler(), random.Random(1)
     for _ in range(40):
         step = rng.sample(texts, rng.randint(2, 6))  # two rest at times, or four
-        sampler.sample(step, torch.randn(len(step), WIDE))
+        sampler.choose(step, torch.randn(len(step), WIDE)).gains()
         for one in step:
             list.append(one.tokens, rng.randrange(64))
-    sampler.sample(texts, torch.randn(6, WIDE))
+    sampler.choose(texts, torch.randn(6, WIDE)).gains()
     assert sum(read) == sum(len(one.tokens) + one.num_new for one in texts)
     texts[0].tokens = Tokens([*texts[0].tokens, 1])  # as a beam that became another
-    sampler.sample(texts, torch.randn(6, WIDE))
+    sampler.choose(texts, torch.randn(6, WIDE)).gains()
     again = len(texts[0].tokens) + texts[0].num_new - 2
     assert sum(read) == again + sum(len(one.tokens) + one.num_new for one in texts)
 
@@ -281,6 +281,6 @@ def test_many_rows_draw_what_each_draws_alone() -> None:
     rng = random.Random(2)
     texts = [RunningSequence(n, [1 + n], settings_of(rng)) for n in range(3 * MANY)]
     logits = torch.randn(len(texts), 50, generator=torch.Generator().manual_seed(0)) * 3
-    found = Sampler().sample(texts, logits.clone())
+    found = Sampler().choose(texts, logits.clone()).gains()
     due = [reference.token(one, [], row) for one, row in zip(texts, logits, strict=True)]
     assert [gain.tokens for gain in found] == [(token,) for token in due]

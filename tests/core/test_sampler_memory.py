@@ -48,10 +48,10 @@ def peak(
             # As the model's forward call leaves them, without what made them.
             logits = torch.zeros(rows * (1 + drafts), vocabulary, dtype=dtype)
             logits[:, ::7] = 1
-            sampler.sample(sequences, logits, proposed)
+            sampler.choose(sequences, logits, proposed).gains()
     if size == ONE_BY_ONE:
         tracemalloc.start()
-        sampler.sample(sequences, logits, proposed)
+        sampler.choose(sequences, logits, proposed).gains()
         others = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return (watch.peak + others) / logits.numel()

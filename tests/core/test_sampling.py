@@ -31,7 +31,7 @@ def sequence(prompt: list[int] | None = None, new: list[int] | None = None, **fi
 
 
 def sample(sequences: list[RunningSequence], logits: torch.Tensor) -> list[Accepted]:
-    return Sampler().sample(sequences, logits.clone())
+    return Sampler().choose(sequences, logits.clone()).gains()
 
 
 def token(accepted: Accepted) -> int:
@@ -269,8 +269,8 @@ def test_a_row_is_what_it_is_alone_for_many_steps(seed: int) -> None:
     alone = [sequence([4, 5], **f) for f in fields]
     sampler, samplers = Sampler(), [Sampler() for _ in fields]
     for logits in steps:
-        for row, accepted in enumerate(sampler.sample(together, logits.clone())):
-            (expected,) = samplers[row].sample([alone[row]], logits[row : row + 1].clone())
+        for row, accepted in enumerate(sampler.choose(together, logits.clone()).gains()):
+            (expected,) = samplers[row].choose([alone[row]], logits[row : row + 1].clone()).gains()
             assert accepted.tokens == expected.tokens
             assert [p.token_id for p in accepted.logprobs] == [
                 p.token_id for p in expected.logprobs
@@ -291,7 +291,8 @@ def test_rows_that_leave_or_change_places_keep_their_history(fields: dict[str, f
     orders = [[0, 1, 2], [0, 1, 2], [2, 0], [0, 2], [0]]
     for order in orders:
         fresh = [token(a) for a in sample([rows[i] for i in order], logits[order])]
-        kept = [token(a) for a in sampler.sample([rows[i] for i in order], logits[order].clone())]
+        found = sampler.choose([rows[i] for i in order], logits[order].clone())
+        kept = [token(gain) for gain in found.gains()]
         assert kept == fresh
         for i, chosen in zip(order, kept, strict=True):
             rows[i].extend(Accepted([chosen]))

@@ -54,7 +54,7 @@ def sequences(fields: list[dict[str, Any]]) -> list[RunningSequence]:
 def step_by_step(model: Table, sequence: RunningSequence, count: int) -> list[Accepted]:
     sampler, found = Sampler(), []
     for _ in range(count):
-        (gain,) = sampler.sample([sequence], model(sequence.tokens)[None])
+        (gain,) = sampler.choose([sequence], model(sequence.tokens)[None]).gains()
         found.append(gain)
         list.extend(sequence.tokens, gain.tokens)
     return found
@@ -79,7 +79,7 @@ def test_right_drafts_give_in_one_call_what_many_calls_give(seed: int) -> None:
             for s, own in zip(together, drafts, strict=True)
             for j in range(len(own) + 1)
         ]
-        found = sampler.sample(together, torch.stack(logits), drafts)
+        found = sampler.choose(together, torch.stack(logits), drafts).gains()
         for s, own, gain, gains in zip(together, drafts, found, expected, strict=True):
             right = next((i for i, t in enumerate(own) if t != gains[s.num_new + i].tokens[0]),
                          len(own))  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_processor_is_asked_only_about_what_plain_decoding_asks_it() -> None:
 
     sequence = RunningSequence(0, [1], Settings(max_new_tokens=9, logits_processor=(spy,)))
     logits = torch.eye(VOCAB)[[7, 8, 9, 10]]
-    (gain,) = Sampler().sample([sequence], logits, [[7, 2, 9]])
+    (gain,) = Sampler().choose([sequence], logits, [[7, 2, 9]]).gains()
     assert list(gain.tokens) == [7, 8]
     assert asked == [[1], [1, 7]]
 
@@ -122,12 +122,12 @@ def test_a_failure_behind_a_right_draft_ends_nothing_yet() -> None:
     one = RunningSequence(0, [1], Settings(max_new_tokens=9, logits_processor=(fails,)))
     two = RunningSequence(1, [1], Settings(max_new_tokens=9))
     logits = torch.cat([torch.eye(VOCAB)[[7, 8, 9]], broken])
-    first, second = Sampler().sample([one, two], logits, [[7, 8], [7, 8]])
+    first, second = Sampler().choose([one, two], logits, [[7, 8], [7, 8]]).gains()
     assert (first.tokens, first.error) == ((7, 8), None)
     assert (second.tokens, second.error) == ((7,), None)
     one.tokens = [*one.tokens, 7, 8]
     two.tokens = [*two.tokens, 7]
-    first, second = Sampler().sample([one, two], broken[:2])
+    first, second = Sampler().choose([one, two], broken[:2]).gains()
     assert (first.tokens, first.error) == ((), "its logits_processor failed: ValueError: too long")
     assert "not numbers" in (second.error or "")
 

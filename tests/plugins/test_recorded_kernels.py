@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -109,6 +110,20 @@ def test_who_cannot_be_recorded_is_refused_or_goes_first(tapes: None) -> None:
         assert engine.plan["compiler"].registered.name == "none"
     with pytest.raises(PlanError, match="is called and counted one by one"):
         load("doubler", compile="cuda_graph?fuse=true")
+
+
+def test_a_copy_of_a_live_model_has_its_own_layers(tapes: None) -> None:
+    """Not kernels that read the weights of the model it was copied from."""
+    ids = torch.tensor([[5, 6, 7]])
+    due = build("llama")(ids).logits
+    with load("doubler") as engine:
+        copied: Any = copy.deepcopy(engine._bound.model)
+        copied.set_attn_implementation("eager")
+        with torch.no_grad():
+            copied.lm_head.weight.mul_(-2)
+        calls = engine.report()["kernel"].calls
+        assert torch.allclose(copied(ids).logits, -2 * due)
+        assert engine.report()["kernel"].calls == calls
 
 
 def test_who_reads_on_the_host_is_found(tapes: None) -> None:

@@ -97,16 +97,18 @@ class CompiledForward:
         backends: Seq[Registered],
         layers: Seq[Layers],
         *,
+        traced: bool,
         named: bool,
     ) -> None:
         """Record whole decode steps of up to `most` sequences, of up to `longest` tokens each.
 
-        The model runs what was planned, `layers` in it. `backends` are those that a recording may
-        show to be wrong, which is an error where somebody `named` the compiler.
+        The model runs what was planned, `layers` in it; what is recorded may be `traced`.
+        `backends` are those that a recording may show to be wrong, which is an error where somebody
+        `named` the compiler.
         """
         made = RecordedSteps(self.compilation, self._registered, self._step, self._modules, layers)
         vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
-        trial = StepTrial(cache, self._uncompiled, vocab_size, longest)
+        trial = StepTrial(cache, self._uncompiled, vocab_size, longest, traced=traced)
         made.record(cache, attention, most, trial, backends, named=named)
         self.recorded = made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ class Layers:
     def install(self) -> Callable[[], None]:
         """Put the kernel into its layers. Returns the function that takes it out."""
         for module, forward in self._forwards:
-            module.forward = self._counted(id(module), forward)
+            module.forward = _Counted(self, module, forward)
 
         def restore() -> None:
             for module, _ in self._forwards:
@@ -63,15 +64,12 @@ class Layers:
             for module, forward in here:
                 module.forward = forward
 
-    def _counted(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self._noted is None:
-                self.calls += 1
-            else:
-                self._noted[number] += 1
-            return forward(*args, **kwargs)
-
-        return counted
+    def count(self, module: nn.Module) -> None:
+        """A layer is called."""
+        if self._noted is None:
+            self.calls += 1
+        else:
+            self._noted[id(module)] += 1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -88,6 +86,21 @@ class Layers:
     def played(self) -> None:
         """Count a step that was recorded."""
         self.calls += self._each
+
+
+class _Counted:
+    """A kernel in the place of the `forward` of `module`. A copy of that has its class's own."""
+
+    def __init__(self, layers: Layers, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._layers, self._module, self._forward = layers, module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._layers.count(self._module)
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        module = known.get(id(self._module), self._module)
+        return types.MethodType(type(module).forward, module)
 
 
 def layers_for(choices: Sequence[Choice], model: nn.Module) -> list[list[nn.Module]]:

@@ -134,7 +134,8 @@ class RecordedSteps:
                 cache.loosen(rows)
             self._give_up(rows, first_line(error))
             return False
-        _compare(rows, found, due, bound_of(due[0].dtype, noise), backends)
+        bound = bound_of(due[0].dtype, noise, traced=trial.traced)
+        _compare(rows, found, due, bound, backends)
         return True
 
     def _record(self, fixed: FixedStep, backends: Seq[Registered]) -> None:

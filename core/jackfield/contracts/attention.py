@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.backend import BindContext, Recordable, unknown
 from jackfield.contracts.native import NativeCall
 from jackfield.contracts.packed import PageTables
 from jackfield.contracts.requirements import DEVICES, DTYPES, FEATURES, LAYOUTS, Requirements
@@ -193,7 +193,7 @@ class ModelAttention:
     implementation: str
 
 
-class Attention(Backend):
+class Attention(Recordable):
     """How a layer attends."""
 
     kind: ClassVar[str] = "attention"
@@ -212,16 +212,6 @@ class Attention(Backend):
         """
         del options
         return self.capabilities.lacks(requirements)
-
-    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job's steps cannot be recorded with the attention in them; empty: they can.
-
-        Args:
-            requirements: The job, as in `refuse`.
-            options: The options that were selected.
-        """
-        del requirements, options
-        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundAttention | ModelAttention:

@@ -228,3 +228,23 @@ def names(given: Collection[str], what: str) -> None:
     """Raise ValueError unless `given` is a set: a string or a list would half work."""
     if not isinstance(given, Set):
         raise ValueError(f"{what}s must be a frozenset of names, not {given!r}")
+
+
+class Recordable(Backend):
+    """One that takes part in decode steps that are recorded whole, where it declares `recordable`.
+
+    Attributes:
+        capabilities: What it declares.
+    """
+
+    capabilities: ClassVar[Any]
+
+    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
+        """Why this job's steps cannot be recorded with what it does in them; empty: they can.
+
+        Args:
+            requirements: The job, as in `refuse`.
+            options: The options that were selected.
+        """
+        del requirements, options
+        return [] if self.capabilities.recordable else ["does not declare recordable"]

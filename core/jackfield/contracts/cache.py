@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.backend import BindContext, Recordable, unknown
 from jackfield.contracts.kv_cache import KVCache, PaddedCache
 from jackfield.contracts.packed import PACKED_LAYER_TYPES, not_packed
 from jackfield.contracts.requirements import DTYPES, LAYOUTS, Requirements
@@ -105,7 +105,7 @@ class CacheCapabilities:
         return None
 
 
-class Cache(Backend):
+class Cache(Recordable):
     """Where keys and values live, and which layout a step has because of it.
 
     A cache that is a class of transformers derives from `TransformersCache`.
@@ -214,16 +214,6 @@ class Cache(Backend):
         """
         del options
         return replace(requirements, layout=self.capabilities.layout)
-
-    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job's steps cannot lie at fixed places; empty: they can.
-
-        Args:
-            requirements: The job, as in `refuse`.
-            options: The options that were selected.
-        """
-        del requirements, options
-        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     @abstractmethod
     def bind(self, context: BindContext) -> KVCache | PaddedCache:

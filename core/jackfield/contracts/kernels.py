@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jackfield.contracts.backend import Backend, BindContext, unknown
+from jackfield.contracts.backend import BindContext, Recordable, unknown
 from jackfield.contracts.requirements import DEVICES, DTYPES, Requirements, one_process
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class FusedLayer:
     source: str | None = None
 
 
-class Kernel(Backend):
+class Kernel(Recordable):
     """A fused layer in the place of the model's own.
 
     Layers that it replaces have a parameter, and take one tensor whose last dimension is that of
@@ -102,16 +102,6 @@ class Kernel(Backend):
         if r.batch_invariant and not can.batch_invariant:
             reasons.append("is not batch-invariant, which deterministic=True needs")
         return reasons
-
-    def unrecordable(self, requirements: Requirements, options: Any) -> list[str]:
-        """Why this job's steps cannot be recorded with its layers in them; empty: they can.
-
-        Args:
-            requirements: The job, as in `refuse`.
-            options: The options that were selected.
-        """
-        del requirements, options
-        return [] if self.capabilities.recordable else ["does not declare recordable"]
 
     def impossible(self, requirements: Requirements) -> list[str]:
         """That a model is shared by several processes, whose layers are parts of its own.

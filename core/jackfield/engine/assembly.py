@@ -91,8 +91,7 @@ def assemble(
         held += [one.close for one in models[1:]]
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
-        # Who computes on the CPU has nothing to wait for; other processes are told what is fed.
-        loop.overlaps = leader is None and input_device(model).type == "cuda" and _overlaps(bound)
+        loop.overlaps = leader is None and bound.overlaps  # other processes are told what is fed
         intake = None if images is None else ImageIntake(images, image_token(model))
         if isinstance(images, ImageReader):
             loop.images = StepImages(
@@ -120,11 +119,6 @@ def assemble(
         restore.append(loop.images.kept.clear)
     restore.append(unused)
     return Assembly(bound, text, intake, structures, loop, observer, worker, restore)
-
-
-def _overlaps(bound: BoundModel) -> bool:
-    """Whether its cache lays out steps whose tokens are not known yet."""
-    return bool(getattr(bound.cache, "overlaps", False))
 
 
 def _steps(

@@ -131,6 +131,12 @@ class BoundModel:
             attention.check_called()
         return logits
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a GPU computes its steps, which can be laid out before their tokens are known."""
+        ahead = isinstance(self.cache, PackedKVCache) and self.cache.overlaps
+        return ahead and self.context("cache").device.type == "cuda"
+
     def aside(self) -> AbstractContextManager[None]:
         """Calls of the attention are no step's meanwhile."""
         return self.attention.set_aside()
@@ -190,9 +196,11 @@ class BoundModel:
             backends += [layers.registered for layers in self.layers]
             longest = self.plan.requirements.context_length
             named = self.plan["compiler"].how != AUTO
+            traced = self.plan.requirements.traced
             self.compiled.record(
-                self.cache, self.attention, most, longest, backends, self.layers, named=named
-            )
+                self.cache, self.attention, most, longest, backends, self.layers,
+                traced=traced, named=named,
+            )  # fmt: skip
 
     def install(self) -> Callable[[], None]:
         """Make the model run what was bound. Returns the function that gives it back as it was."""

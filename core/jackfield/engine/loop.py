@@ -6,6 +6,7 @@ calls was bound once: no plugin machinery in here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -27,9 +28,11 @@ from jackfield.engine.step_images import StepImages
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.engine.token_budget import TokenBudget
 from jackfield.engine.waiting import SequenceHeap, WaitingQueue
-from jackfield.errors import CacheFullError
+from jackfield.errors import CacheFullError, first_line
 from jackfield.guarded import all_of, fault
 from jackfield.sampling.fenced import OwnFailure, fenced
+
+logger = logging.getLogger("jackfield")
 
 
 class Loop:
@@ -196,6 +199,8 @@ class Loop:
         begun, self._begun = self._begun, None
         if isinstance(begun, Begun):
             self._commit(begun.step, begun.kept)
+        elif begun is not None:
+            logger.warning("a step that nobody waits for any more failed: %s", first_line(begun))
 
     def _expire(self) -> list[Event]:
         """End the requests whose deadline has passed."""

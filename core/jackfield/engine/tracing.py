@@ -50,6 +50,7 @@ class Tracing:
         self._recorder = Recorder(None if self._device is None else self._device.stamp)
         self._lives, self._hooks = Lives(), Hooks()
         self._fed: Fed | None = None  # to the step that goes on
+        self._overlaps = False  # of the engine, while nobody traces it
         self._began = self._ended = 0
 
     def run(self) -> Iterator[Trace]:
@@ -108,7 +109,8 @@ class Tracing:
 
     def _hook_loop(self) -> None:
         loop = self._loop
-        # Else a step has parts of two in it; so what is traced has the waits that others have not.
+        # Else a step has parts of two in it.
+        self._overlaps = loop.overlaps
         self._hooks.wrap(loop, "overlaps", lambda _: False)
         self._hooks.wrap(loop, "step", self._step)
         for name, said in (("_admit", "who enters"), ("_fitting", "who feeds how many tokens")):
@@ -274,6 +276,8 @@ class Tracing:
     def _said(self, spans: list[Span], begin: int) -> Iterator[str]:
         """What the reader has to know of the record."""
         yield from self._notes
+        if self._overlaps:
+            yield "steps wait for the last one's tokens here; without a trace they are begun before"
         if (size := self._plan.requirements.tp_size) > 1:
             yield f"rank 0 of {size} processes that share the model; all compute the same steps"
         if self._bound.attention.replace is None:

@@ -86,26 +86,12 @@ class Sampler:
         return self._pipeline is not None and self._pipeline.settled.blind
 
     def expect(self, sequences: Seq[Sequence], drafts: Seq[Seq[int]]) -> None:
-        """Send what the next `sample` of these needs, before its logits are computed.
+        """Send what the next `choose` of these needs, before its logits are computed.
 
-        Nothing before the first call of `sample`, which tells the device and the vocabulary.
+        Nothing before the first call of `choose`, which tells the device and the vocabulary.
         """
         if self._vocab_size is not None and self._block is not None and sequences:
             self._pipeline_of(sequences, drafts, self._vocab_size, self._block)
-
-    def sample(
-        self,
-        sequences: Seq[Sequence],
-        logits: torch.Tensor,
-        drafts: Seq[Seq[int]] | None = None,
-        allowed: torch.Tensor | None = None,
-        led_from: torch.Tensor | None = None,
-    ) -> list[Accepted]:
-        """What each sequence gains: its next token, and after each draft that was right, another.
-
-        Arguments as of `choose`.
-        """
-        return self.choose(sequences, logits, drafts, allowed, led_from).gains()
 
     def choose(
         self,

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
-from jackfield_plugins.interpreting import interpreting, without_triton
+from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities
+from jackfield_plugins.kernel.on_triton import TritonKernel
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class TritonOneRow(Kernel):
+class TritonOneRow(TritonKernel):
     """`nn.Linear`, and MLPs of three of them with SiLU; more rows than one are the layer's own."""
 
     name = "triton-one-row"
@@ -27,19 +27,6 @@ class TritonOneRow(Kernel):
         dtypes=frozenset({"bfloat16", "float16", "float32"}),
         recordable=True,
     )
-
-    def rank(self, requirements: Requirements) -> int | None:
-        """For `auto` on a GPU, where steps are recorded: else launching takes longer."""
-        return 20 if requirements.device == "cuda" and requirements.recorded else None
-
-    def available(self) -> list[str]:
-        return without_triton()
-
-    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        reasons = super().refuse(requirements, options)
-        if requirements.device == "cpu" and not interpreting():
-            reasons.append("runs on a CPU only under TRITON_INTERPRET=1, set before Python starts")
-        return reasons
 
     def fits(self, module: nn.Module, options: Any) -> bool:
         return _is_linear(module) or _is_gated(module)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield import hookimpl
-from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities, Requirements
-from jackfield_plugins.interpreting import interpreting, without_triton
+from jackfield.contracts import BindContext, FusedLayer, Kernel, KernelCapabilities
+from jackfield_plugins.kernel.on_triton import TritonKernel
 from jackfield_plugins.kernel.rms_norm import is_rms_norm, meaning_of
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class TritonRmsNorm(Kernel):
+class TritonRmsNorm(TritonKernel):
     """One program a row, which is read once and written once; eager reads it several times."""
 
     name = "triton-rms-norm"
@@ -24,19 +24,6 @@ class TritonRmsNorm(Kernel):
         batch_invariant=True,
         recordable=True,
     )
-
-    def rank(self, requirements: Requirements) -> int | None:
-        """For `auto` on a GPU, where steps are recorded: else launching takes longer."""
-        return 10 if requirements.device == "cuda" and requirements.recorded else None
-
-    def available(self) -> list[str]:
-        return without_triton()
-
-    def refuse(self, requirements: Requirements, options: Any) -> list[str]:
-        reasons = super().refuse(requirements, options)
-        if requirements.device == "cpu" and not interpreting():
-            reasons.append("runs on a CPU only under TRITON_INTERPRET=1, set before Python starts")
-        return reasons
 
     def fits(self, module: nn.Module, options: Any) -> bool:
         return is_rms_norm(module)
