@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from jackfield.contracts import NativeCall, PackedLayer
-from jackfield.testing.attention import drawn, steps
+from jackfield.testing.attention import drawn, sizes, steps
 from jackfield.testing.attention.calls import held_to_shape
 from jackfield.testing.attention.faults import Call
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
@@ -210,9 +211,6 @@ def keywords(job: Job, piece: Piece, case: Case, declared: frozenset[str]) -> di
     return found
 
 
-_GROUPED = next(shape for shape in SHAPES if shape.title == "grouped_query")
-_WINDOWED = next(shape for shape in SHAPES if shape.title == "sliding_window")
-
 #: Steps for what does not depend on the situation.
 SOME = (
     Packed(((3, 3),)), Packed(((1, 9), (1, 4))), Packed(((5, 9), (1, 20), (4, 4)), 16),
@@ -222,28 +220,10 @@ SOME = (
 def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """Every dtype, every size of heads, sizes of pages, and scores that overflow an exponential."""
     can = capabilities_of(subject)
-    shape = _GROUPED if "grouped_query" in can.features else SHAPES[0]
+    shape = sizes.usual(subject)
     some = [Case(packed, Needs()) for packed in SOME]
-    for dtype in sorted(can.dtypes):
-        yield Check(
-            f"packed.dtype.{dtype}", f"dtypes: {dtype}",
-            Situation(subject, jobs, shape, dtype), cases=some,
-        )  # fmt: skip
-    for size in drawn.head_sizes(subject):
-        yield Check(
-            f"packed.head_size.{size}", f"head_dims: {size}",
-            Situation(subject, jobs, shape, head_dim=size), cases=some,
-        )  # fmt: skip
-    size = drawn.head_size(subject)
-    for heads in drawn.heads(subject):
-        own = Situation(subject, jobs, _GROUPED, head_dim=size, heads=heads)
-        yield Check(f"packed.heads.{drawn.name(heads)}", "contract: any number of heads", own,
-                    cases=some)  # fmt: skip
-    if "sliding_window" in can.features:
-        yield Check(
-            "packed.windows", "features: sliding_window, windows of any size",
-            Situation(subject, jobs, _WINDOWED), cases=list(_windows(subject)), large=True,
-        )  # fmt: skip
+    situation = partial(Situation, subject, jobs)
+    yield from sizes.checks("packed", subject, situation, some, list(_windows(subject)))
     paged = [Packed(((1, 37), (6, 19)), size) for size in (1, 2, 7, 16, 64, 128)]
     yield Check(
         "packed.page_sizes", "layouts: packed, pages of any size",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from jackfield.testing.attention import drawn
+from jackfield.testing.attention import drawn, sizes
 from jackfield.testing.attention.calls import LYING, called
 from jackfield.testing.attention.jobs import Job, Jobs, capabilities_of, main_dtype
 from jackfield.testing.attention.judging import Worst, held
@@ -117,9 +118,6 @@ def judged(job: Job, what: Asked, subject: Subject, lying: str = "dense") -> tup
     return held(what.pieces, lambda pieces: called(job, what.with_pieces(pieces), declared, lying))
 
 
-_GROUPED = next(shape for shape in SHAPES if shape.title == "grouped_query")
-_WINDOWED = next(shape for shape in SHAPES if shape.title == "sliding_window")
-
 #: Rows for what does not depend on the situation.
 _SOME = (
     Rows(0, 3),
@@ -131,29 +129,10 @@ _SOME = (
 
 def _numbers(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """Every dtype, every size of heads, and scores that overflow an exponential."""
-    can = capabilities_of(subject)
-    shape = _GROUPED if "grouped_query" in can.features else SHAPES[0]
+    shape = sizes.usual(subject)
     some = [Case(rows, Needs()) for rows in _SOME]
-    for dtype in sorted(can.dtypes):
-        yield Check(
-            f"padded.dtype.{dtype}", f"dtypes: {dtype}",
-            _Situation(subject, jobs, shape, dtype), cases=some,
-        )  # fmt: skip
-    for size in drawn.head_sizes(subject):
-        yield Check(
-            f"padded.head_size.{size}", f"head_dims: {size}",
-            _Situation(subject, jobs, shape, head_dim=size), cases=some,
-        )  # fmt: skip
-    size = drawn.head_size(subject)
-    for heads in drawn.heads(subject):
-        own = _Situation(subject, jobs, _GROUPED, head_dim=size, heads=heads)
-        yield Check(f"padded.heads.{drawn.name(heads)}", "contract: any number of heads", own,
-                    cases=some)  # fmt: skip
-    if "sliding_window" in can.features:
-        yield Check(
-            "padded.windows", "features: sliding_window, windows of any size",
-            _Situation(subject, jobs, _WINDOWED), cases=list(_windows(subject)), large=True,
-        )  # fmt: skip
+    situation = partial(_Situation, subject, jobs)
+    yield from sizes.checks("padded", subject, situation, some, list(_windows(subject)))
     wide = 400.0 if main_dtype(subject) in ("float32", "float64") else 60.0
     extreme = [Case(rows, Needs(spread=wide)) for rows in _SOME]
     yield Check(

@@ -17,7 +17,7 @@ from jackfield.errors import PlanError, shown
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.testing import holders
 from jackfield.testing.checks import Check, NotTriedError, WrongError
-from jackfield.testing.compiler.steps import main_dtype
+from jackfield.testing.compiler.steps import main_dtype, tried
 from jackfield.testing.compiler.threads import in_threads
 from jackfield.testing.engines import Computed, engine_with
 from jackfield.testing.models import Reference, build
@@ -50,20 +50,19 @@ def checks(subject: Subject) -> Iterator[Check]:
 
 
 def _of(subject: Subject, check: Callable[[Subject, Any], str | None]) -> Callable[[Any], Any]:
-    def run(case: Any) -> str | None:
-        if reasons := subject.backend.available():
-            raise NotTriedError("; ".join(map(str, reasons)))
-        if subject.device not in subject.backend.capabilities.devices:
-            raise NotTriedError(f"it does not run on {subject.device}")
+    """`tried`, and a plan that refuses the compiler is wrong."""
+    run = tried(subject, check)
+
+    def planned(case: Any) -> str | None:
         try:
-            return check(subject, case)
+            return run(case)
         except PlanError as error:
             # A plan names everything that was asked for; what is refused stands first.
             if str(error).startswith(ARGUMENTS["compiler"]):
                 raise WrongError(f"declares it, and is refused: {shown(error, 400)}") from error
             raise NotTriedError(shown(error, 400)) from None
 
-    return run
+    return planned
 
 
 def _model(subject: Subject, dtype: str = "float32") -> Any:
