@@ -11,7 +11,7 @@ from families import build, config_of, prompts, references
 
 import jackfield
 from jackfield.contracts import Accepted, Sequence, Strategy
-from jackfield.engine.decoder import Choice, Decoder
+from jackfield.engine.decoder import Decoder, StepChoice
 from jackfield.engine.steps import RunningStep
 from jackfield.planning.solving import reasons_against
 from jackfield.registry.discovery import registry
@@ -47,7 +47,7 @@ class Watched(Decoder):
         super().__init__({"sample": guesses}, frozenset({"sample"}))
         self.kept: list[list[int]] = []
 
-    def accept(self, step: RunningStep, choice: Choice) -> list[Accepted]:
+    def accept(self, step: RunningStep, choice: StepChoice) -> list[Accepted]:
         gains = super().accept(step, choice)
         self.kept.append([len(gain.tokens) for gain in gains])
         return gains

@@ -46,6 +46,31 @@ class Doubler(Kernel):
         )
 
 
+class Gated(Doubler):
+    """MLPs too, which call their parts with several rows and not with one."""
+
+    name = "gated"
+
+    def fits(self, module: nn.Module, options: Any) -> bool:
+        return type(module).__name__ == "LlamaMLP" or type(module) is nn.Linear
+
+    def bind(self, context: BindContext) -> FusedLayer:
+        linear = torch.nn.functional.linear
+
+        def mlp(module: Any, rows: torch.Tensor) -> Any:
+            if rows.numel() > rows.shape[-1]:
+                return type(module).forward(module, rows)
+            opened = torch.nn.functional.silu(linear(rows, module.gate_proj.weight))
+            return linear(opened * linear(rows, module.up_proj.weight), module.down_proj.weight)
+
+        def make(module: Any) -> Any:
+            if type(module) is nn.Linear:
+                return lambda rows: linear(rows, module.weight, module.bias)
+            return lambda rows: mlp(module, rows)
+
+        return FusedLayer(make)
+
+
 class Counter(Doubler):
     """The same, which does not say that it can be recorded."""
 
@@ -79,7 +104,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     record_on(monkeypatch, Mine)
     offer(monkeypatch)
     known = registry().backends["kernel"]
-    mine = [Registered(one(), "stranger", "1.0", "ep") for one in (Doubler, Counter, Reader)]
+    mine = [Registered(one(), "stranger", "1.0", "ep") for one in (Doubler, Gated, Counter, Reader)]
     monkeypatch.setitem(registry().backends, "kernel", [*known, *mine])
 
 
@@ -101,6 +126,22 @@ def test_they_are_recorded_and_counted_in_each_step(tapes: None) -> None:
         heads = sum(type(module) is nn.Linear for module in engine._bound.model.modules())
         assert used["compiler"].compiled.whole == 8
         assert (engine._loop.steps, used["kernel"].calls) == (steps, steps * heads)
+
+
+def test_calls_are_those_of_the_size_that_is_played(tapes: None) -> None:
+    """A layer that calls others with several rows alone, in eager steps and in recorded ones."""
+    found = []
+    for more in ({}, {"compile": "none"}):
+        with load("gated", **more) as engine:
+            before, told = 0, []
+            for count in (1, 2, 1, 4, 3):
+                engine.generate([[3 + n, 4] for n in range(count)], max_new_tokens=5)
+                calls = engine.report()["kernel"].calls
+                told.append(calls - before)
+                before = calls
+            found.append(told)
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][2] < found[0][1]
 
 
 def test_who_cannot_be_recorded_is_refused_or_goes_first(tapes: None) -> None:

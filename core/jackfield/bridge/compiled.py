@@ -106,9 +106,10 @@ class CompiledForward:
         `backends` are those that a recording may show to be wrong, which is an error where somebody
         `named` the compiler.
         """
-        made = RecordedSteps(self.compilation, self._registered, self._step, self._modules, layers)
+        made = RecordedSteps(self.compilation, self._registered, self._step, self._modules, layers,
+                             traced=traced)  # fmt: skip
         vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
-        trial = StepTrial(cache, self._uncompiled, vocab_size, longest, traced=traced)
+        trial = StepTrial(cache, self._uncompiled, vocab_size, longest)
         made.record(cache, attention, most, trial, backends, named=named)
         self.recorded = made
 

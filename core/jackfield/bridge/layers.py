@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from jackfield.contracts import BindContext, FusedLayer
 from jackfield.errors import ExecutionError, PlanError, PluginError, first_line, quoted
@@ -34,8 +33,7 @@ class Layers:
     ) -> None:
         self.registered = registered
         self.calls = 0
-        self._noted: Counter[int] | None = None  # calls that are recorded, by layer
-        self._each = 0  # calls of a step that was recorded
+        self._noted: list[nn.Module] | None = None  # what is called in a step that is recorded
         self._forwards = _forwards(registered, fused, modules)
         self.replaced = len(self._forwards)
         whose = f" of {fused.source}" if fused.source else ""
@@ -69,23 +67,25 @@ class Layers:
         if self._noted is None:
             self.calls += 1
         else:
-            self._noted[id(module)] += 1
+            self._noted.append(module)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Calls meanwhile are those of a step, made any number of times, which nobody asked for."""
-        before, noted = self._noted, Counter[int]()
-        self._noted = noted
+    def recording(self) -> Iterator[list[nn.Module]]:
+        """Calls are noted and not counted; yields those since `again`."""
+        before, self._noted = self._noted, []
         try:
-            yield
+            yield self._noted
         finally:
             self._noted = before
-            if noted:
-                self._each = noted.total() // min(noted.values())
 
-    def played(self) -> None:
-        """Count a step that was recorded."""
-        self.calls += self._each
+    def again(self) -> None:
+        """A step that is recorded begins, for the first time or once more."""
+        if self._noted is not None:
+            self._noted.clear()
+
+    def played(self, calls: int) -> None:
+        """Count a step that was recorded, with so many calls in it."""
+        self.calls += calls
 
 
 class _Counted:
@@ -144,7 +144,7 @@ def bind_layers(
         try:
             bound = choice.registered.bind(context(choice))
             found.append(Layers(choice.registered, bound, modules))
-        except (ExecutionError, PluginError) as error:
+        except (ExecutionError, PluginError, torch.OutOfMemoryError) as error:
             if choice.how != AUTO:
                 raise
             logger.warning("auto goes on without %s: %s", choice.registered, first_line(error))
@@ -183,11 +183,12 @@ def _compare(registered: Registered, module: nn.Module, forward: Callable[..., A
     been lucky.
     """
     parameter, draw = next(module.parameters()), torch.Generator().manual_seed(0)
-    in_float64 = copy.deepcopy(module).double()
+    own = (*module.named_parameters(), *module.named_buffers())
+    wide = {name: one.double() if one.is_floating_point() else one for name, one in own}
     for count in _ROWS:
         rows = torch.randn(count, parameter.shape[-1], generator=draw)
         given = rows.to(parameter.device, parameter.dtype)
-        own, exact = module(given).double(), in_float64(given.double()).double()
+        own, exact = module(given).double(), functional_call(module, wide, given.double()).double()
         with guarded(registered, f"its function in the place of {type(module).__name__}"):
             new = forward(given.clone()).double()
         _hold(registered, module, own, exact, new)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jackfield")
 
 
+class _Calls(NamedTuple):
+    """What a recorded step calls: the layers of the attention, how often each kernel."""
+
+    attention: list[int]
+    kernels: list[int]
+
+
 class RecordedSteps:
     """The steps of one model that were recorded whole, by how many rows they have.
 
@@ -47,7 +54,9 @@ class RecordedSteps:
         registered: Registered,
         step: ModelStep,
         modules: Mapping[int, nn.Module],
-        layers: Seq[Layers] = (),
+        layers: Seq[Layers],
+        *,
+        traced: bool,
     ) -> None:
         self.played = 0
         self.sizes: tuple[int, ...] = ()
@@ -58,11 +67,12 @@ class RecordedSteps:
         self._guard = guarded(registered, "its recorded step")
         self._modules = modules
         self._layers = layers
-        self._calls: dict[int, list[int]] = {}  # the layers that a size's recording calls
+        self._traced = traced
+        self._calls: dict[int, _Calls] = {}  # what a size's recording calls
         self._attention: AttentionBinding
         self._cache: KVCache
         with guarded(registered, "record"):
-            self._run = compilation.record(step)
+            self._run = compilation.record(self._noting(step) if layers else step)
         if self._run is step or not callable(self._run):
             raise fault(registered, "record must return a recorded step")
 
@@ -79,9 +89,10 @@ class RecordedSteps:
     ) -> None:
         """Record steps of up to `most` sequences, before the first one comes.
 
-        `backends` are the attention, the cache and the compiler. Raises PluginError where a
-        recorded step says something else than an eager one; it names those that are not jackfield's
-        own, or all. Where nobody `named` the compiler, that is a warning, and none is recorded.
+        `backends` are the attention, the cache, the compiler and the kernels. Raises PluginError
+        where a recorded step says something else than an eager one; it names those that are not
+        jackfield's own, or all. Where nobody `named` the compiler, that is a warning, and none is
+        recorded.
         Where somebody did, and nothing is recorded nor compiled, raises ExecutionError.
         """
         self._cache, self._attention = cache, attention
@@ -134,7 +145,7 @@ class RecordedSteps:
                 cache.loosen(rows)
             self._give_up(rows, first_line(error))
             return False
-        bound = bound_of(due[0].dtype, noise, traced=trial.traced)
+        bound = bound_of(due[0].dtype, noise, traced=self._traced)
         _compare(rows, found, due, bound, backends)
         return True
 
@@ -172,9 +183,10 @@ class RecordedSteps:
             self._cache.loosen(fixed.rows)
             self._give_up(fixed.rows, error)
             return otherwise(inputs)
-        self._attention.played(self._calls[fixed.rows])
-        for layers in self._layers:
-            layers.played()
+        calls = self._calls[fixed.rows]
+        self._attention.played(calls.attention)
+        for layers, count in zip(self._layers, calls.kernels, strict=True):
+            layers.played(count)
         self.played += 1
         return found[0, : inputs.rows, None]
 
@@ -183,11 +195,12 @@ class RecordedSteps:
         rows, attention = fixed.rows, self._attention
         assert attention.forward is not None
         step = OpaqueStep(attention.forward, self._modules, 1, rows, run_as_it_is=True)
-        with within(step), self._guard, self._recording(), attention.recording() as calls:
+        with within(step), self._guard, self._recording() as kernels, attention.recording() as own:
             logits = self._run(fixed.input_ids, fixed.position_ids, None)
-        if calls:
-            self._calls[rows] = calls
-        if set(self._calls.get(rows, ())) != attention.expected:
+        if own:
+            self._calls[rows] = _Calls(own, list(map(len, kernels)))
+        known = self._calls.get(rows)
+        if known is None or set(known.attention) != attention.expected:
             raise fault(self._registered, f"played a step of {rows} rows that it never recorded")
         if logits.shape[:2] != (1, rows):
             raise fault(
@@ -195,14 +208,23 @@ class RecordedSteps:
             )
         return logits
 
-    def _recording(self) -> contextlib.AbstractContextManager[object]:
-        """Of calls of kernels those of a step are noted meanwhile, and none is counted."""
-        if not self._layers:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        for layers in self._layers:
-            stack.enter_context(layers.recording())
-        return stack
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[list[list[nn.Module]]]:
+        """Calls of kernels are noted and not counted; yields those of each kernel."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(layers.recording()) for layers in self._layers]
+
+    def _noting(self, step: ModelStep) -> ModelStep:
+        """`step`, of which it is told when it begins: a recording may run it several times."""
+
+        def run(
+            ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+        ) -> torch.Tensor:
+            for layers in self._layers:
+                layers.again()
+            return step(ids, positions, keep)
+
+        return run
 
     def _give_all_up(self, why: object) -> None:
         self.sizes = ()

@@ -32,8 +32,7 @@ MOST_NOISE = 0.5
 class StepTrial:
     """Decode steps of `rows` sequences, or of the `most` that there can be, in a cache without any.
 
-    `eager` computes a step as the model's code has it; what is recorded may be `traced` of that,
-    and written anew. Nothing is left in the cache.
+    `eager` computes a step as the model's code has it. Nothing is left in the cache.
     """
 
     def __init__(
@@ -42,14 +41,11 @@ class StepTrial:
         eager: Forward,
         vocab_size: int,
         longest: int | None,
-        *,
-        traced: bool,
     ) -> None:
         self._cache = cache
         self._eager = eager
         self._vocab_size = vocab_size
         self._longest = longest
-        self.traced = traced
 
     def eagerly(self, rows: int, most: int) -> tuple[list[list[int]], list[torch.Tensor], float]:
         """Texts, what each step says of them, and how far it is from what one long step says.

@@ -62,7 +62,7 @@ class Backends:
     scheduler: Annotated[list[str] | None, _backend("scheduler", "--scheduler")] = None
     kernel: Annotated[
         list[str] | None,
-        flag("--kernel", "NAME", "A fused layer in place of the model's own; repeatable."),
+        flag("--kernel", "NAME", "A fused layer in place of the model's own, or none; repeatable."),
     ] = None
     dtype: Annotated[
         str, flag("--dtype", "DTYPE", "auto, or a name such as bfloat16.", "--torch-dtype")

@@ -52,8 +52,8 @@ class CompilerCapabilities:
         dtypes: Those of weights and activations.
         devices: torch device types.
         batch_invariant: The bits of a token's logits do not depend on the other tokens of the step.
-        records: Where attention and cache are `recordable`, whole steps are recorded and played
-            (`Compilation.record`).
+        records: Where attention, cache and kernels are `recordable`, whole steps are recorded and
+            played (`Compilation.record`).
 
     Raises:
         ValueError: A name is unknown, or a set is empty.

@@ -45,7 +45,8 @@ class ModelInputs:
     The model's logits become `[rows, k, vocab]`. The last `k` positions of a row line up with the
     last `k` tokens of the sequence that the row is for; `k` is at least 1 + the most drafts of one.
 
-    Lives: until the next `prepare`. The engine changes nothing in it.
+    Lives: until the next `prepare`. The engine changes nothing in it, but for the `input_ids` of a
+    cache that `overlaps`.
 
     Attributes:
         kwargs: What the model is called with. Of these, `position_ids` and `logits_to_keep` are

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from jackfield.contracts import ModelInputs
-from jackfield.engine.decoder import Choice
+from jackfield.engine.decoder import StepChoice
 from jackfield.engine.sequences import RunningSequence
 from jackfield.engine.steps import RunningStep
 
@@ -28,7 +28,7 @@ class Begun:
     """A step that was told to the device; `waited`: it has ended when its `choice` is read."""
 
     step: RunningStep
-    choice: Choice
+    choice: StepChoice
     waited: bool
 
     @property

@@ -27,7 +27,7 @@ from jackfield.requests.text_errors import complete_too_soon
 from jackfield.sampling.constraint import Wanted
 from jackfield.sampling.drafted import Drafted
 from jackfield.sampling.fenced import OwnFailure, fenced
-from jackfield.sampling.sampler import Chosen, Sampler
+from jackfield.sampling.sampler import ChosenTokens, Sampler
 from jackfield.sampling.structured import Structures
 
 logger = logging.getLogger("jackfield")
@@ -36,25 +36,26 @@ _NOTHING = Accepted()
 
 
 @dataclass(frozen=True)
-class Choice:
+class StepChoice:
     """What was chosen in a step, on its way to the host.
 
     Of `ready`, the places in the step of those that get a token, `own` are those for whom the
-    sampler has `chosen`; `beside` says of those with guidance where their pair is.
+    sampler has `chosen`; `beside` says of those with guidance where their pair is. `decided` is
+    what is said of groups, whose sequences gain nothing by themselves.
     """
 
     ready: Seq[int] = ()
     own: Seq[int] = ()
     beside: Mapping[int, int] = field(default_factory=dict)
-    chosen: Chosen | None = None
+    chosen: ChosenTokens | None = None
+    decided: Seq[tuple[RunningGroup, Decision]] = ()
 
 
 class Decoder:
     """Asks each sequence's strategy for drafts, and the sampler which of them are right.
 
     `strategies` are those that a request can choose by name; those in `drafting` propose. `calls`
-    counts the steps that each took part in, `totals` what its drafts did. `decided` is what the
-    last `accept` says of groups, whose sequences gain nothing by themselves.
+    counts the steps that each took part in, `totals` what its drafts did.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class Decoder:
         self._sampler = Sampler()
         searches = {n: s for n, s in self.strategies.items() if isinstance(s, CheckedSearch)}
         self.searcher = Searcher(searches) if searches else None
-        self.decided: list[tuple[RunningGroup, Decision]] = []
 
     def propose(self, sequences: Seq[RunningSequence]) -> list[list[int]]:
         """Drafts for each sequence; none for one that reads its prompt or has a cooldown."""
@@ -108,7 +108,7 @@ class Decoder:
             own = [f for f in step.scheduled if f.samples and _has_a_row(f.sequence)]
             self._sampler.expect([f.sequence for f in own], [f.drafts for f in own])
 
-    def choose(self, step: RunningStep, logits: torch.Tensor) -> Choice:
+    def choose(self, step: RunningStep, logits: torch.Tensor) -> StepChoice:
         """Have tokens chosen by `logits` (`[scheduled, k, vocab]`, may be modified in place).
 
         The last `1 + len(drafts)` positions of a row's k are those of its last own token and its
@@ -116,10 +116,11 @@ class Decoder:
         """
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
         allowed = None if self._allowed is None else self._found(self._allowed)
+        decided: Seq[tuple[RunningGroup, Decision]] = ()
         if self.searcher is not None:
-            ready, allowed = self._search(self.searcher, step, logits, ready, allowed)
+            ready, allowed, decided = self._search(self.searcher, step, logits, ready, allowed)
         if not ready:
-            return Choice()
+            return StepChoice(decided=decided)
         own = [i for i in ready if _has_a_row(step.scheduled[i].sequence)]
         scheduled = [step.scheduled[i] for i in own]
         drafts = [item.drafts for item in scheduled]
@@ -130,9 +131,9 @@ class Decoder:
         led_from = _rows(logits, [*beside.values()], negative, block) if beside else None
         sequences = [item.sequence for item in scheduled]
         chosen = self._sampler.choose(sequences, rows, drafts, allowed, led_from)
-        return Choice(ready, own, beside, chosen)
+        return StepChoice(ready, own, beside, chosen, decided)
 
-    def accept(self, step: RunningStep, choice: Choice) -> list[Accepted]:
+    def accept(self, step: RunningStep, choice: StepChoice) -> list[Accepted]:
         """What each sequence of `step` gains by its `choice`, once it is there."""
         gains = [_NOTHING] * len(step.scheduled)
         if choice.chosen is not None:
@@ -182,19 +183,18 @@ class Decoder:
         logits: torch.Tensor,
         ready: list[int],
         allowed: torch.Tensor | None,
-    ) -> tuple[list[int], torch.Tensor | None]:
+    ) -> tuple[list[int], torch.Tensor | None, Seq[tuple[RunningGroup, Decision]]]:
         """Let groups be decided; returns what is left for the sampler of `ready` and `allowed`."""
         mine = [i for i in ready if step.scheduled[i].sequence.group is not None]
-        self.decided = []
         if not mine:
-            return ready, allowed
+            return ready, allowed, ()
         scheduled = [step.scheduled[i] for i in mine]
         block = self._sampler.block(logits.device)
         bits, others = _parted(allowed, [step.scheduled[i] for i in ready])
-        self.decided = searcher.decide(
+        decided = searcher.decide(
             scheduled, _rows(logits, mine, [()] * len(mine), block), bits, block
         )
-        return [i for i in ready if step.scheduled[i].sequence.group is None], others
+        return [i for i in ready if step.scheduled[i].sequence.group is None], others, decided
 
     def _learn(self, item: ScheduledRunning, gain: Accepted) -> None:
         sequence = item.sequence
@@ -234,7 +234,7 @@ class Decoder:
 
     def rest(self) -> None:
         """Nothing runs and nothing waits: keep no sequence."""
-        self._allowed, self.decided = None, []
+        self._allowed = None
         self._sampler.rest()
 
 

@@ -16,12 +16,12 @@ from functools import partial
 
 import torch
 
-from jackfield.contracts import Accepted, KVCache, ModelInputs
+from jackfield.contracts import Accepted, Decision, KVCache, ModelInputs
 from jackfield.engine.ahead import Begun, feed, unread
 from jackfield.engine.batch_limits import UNLIMITED, BatchLimits
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder
-from jackfield.engine.sequences import RunningSequence
+from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.stateful import StatefulCache
 from jackfield.engine.statistics import Metrics
 from jackfield.engine.step_images import StepImages
@@ -128,7 +128,7 @@ class Loop:
             self._commit(step, [f.kept(a) for f, a in zip(step.scheduled, accepted, strict=True)])
         if any(item.num_tokens > 1 for item in step.scheduled):
             self._full = False  # a window holds less than its prompt did
-        events = late + self._emit(step, accepted)
+        events = late + self._emit(step, accepted, begun.choice.decided)
         if self._pace is not None:
             self._pace.count(step.scheduled, self.clock() - begin, waited=begun.waited)
         return events
@@ -396,7 +396,12 @@ class Loop:
         self.waiting.add(beams[0])
         self.metrics.preemptions += 1
 
-    def _emit(self, step: RunningStep, accepted: Seq[Accepted]) -> list[Event]:
+    def _emit(
+        self,
+        step: RunningStep,
+        accepted: Seq[Accepted],
+        decided: Seq[tuple[RunningGroup, Decision]],
+    ) -> list[Event]:
         events, finished = [], []
         for item, gain in zip(step.scheduled, accepted, strict=True):
             sequence = item.sequence
@@ -411,20 +416,20 @@ class Loop:
                 sequence.pair.follow()
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-        if self.decoding.decided:
-            found = self._branch()
+        if decided:
+            found = self._branch(decided)
             events += found
             finished += [event.sequence for event in found]
         self._retire(finished)
         self.metrics.count(step, events)
         return events
 
-    def _branch(self) -> list[Event]:
+    def _branch(self, decided: Seq[tuple[RunningGroup, Decision]]) -> list[Event]:
         """Go on with the beams that were decided on; returns what groups say that have ended."""
         copies: list[tuple[RunningSequence, RunningSequence]] = []
         dropped: list[RunningSequence] = []
         events = []
-        for group, decision in self.decoding.decided:
+        for group, decision in decided:
             if decision.beams and decision.error is None:
                 group.hypotheses = decision.hypotheses
                 parting, left = group.grow(decision.beams)

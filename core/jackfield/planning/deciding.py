@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -121,13 +120,19 @@ class Job:
         if model is None and self.found is None and _as_it_is(plan):
             model = meta_model(self.source.config)
         kept = [choice for choice in plan.kernels if choice.how != AUTO]
-        if model is None:
-            return replace(plan, kernels=tuple(kept))
-        layers_for(kept, model)
+        if model is not None:
+            layers_for(kept, model)
         for choice in plan.kernels:
-            with contextlib.suppress(PlanError):
-                if choice.how == AUTO and layers_for([*kept, choice], model):
-                    kept.append(choice)
+            if choice.how != AUTO:
+                continue
+            try:
+                if model is None:
+                    raise PlanError("what its layers will be is not known before weights are read")
+                layers_for([*kept, choice], model)
+            except PlanError as error:
+                logger.info("auto goes on without %s: %s", choice.registered, error)
+            else:
+                kept.append(choice)
         return replace(plan, kernels=tuple(kept))
 
     def _adapter(self) -> Any:

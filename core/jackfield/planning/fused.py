@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from jackfield.registry.backends import Registry
 
 
-#: No kernel, where `auto` would take some.
-NONE = "none"
+#: The name of no kernel, where `auto` would take some.
+NO_KERNEL = "none"
 
 
 def chosen_kernels(
@@ -29,10 +29,11 @@ def chosen_kernels(
     """
     if value == AUTO:
         return _automatic(registry, needs)
-    if value in (NONE, [NONE]):
+    items = parse_all(value)
+    if items == [Selection(NO_KERNEL)]:
         return ()
     found = []
-    for item in parse_all(value):
+    for item in items:
         if not isinstance(item, Selection):
             raise SelectionError("kernels='auto' goes with no other; name the kernels")
         registered = registry.find("kernel", item)

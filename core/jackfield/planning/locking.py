@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jackfield.errors import PlanError, SelectionError, UsageError, shown
+from jackfield.planning.fused import NO_KERNEL
 from jackfield.planning.installed_code import ABSENT, content_of, versions_of
 from jackfield.planning.solving import ARGUMENTS
 from jackfield.spelling import AUTO, Selection
@@ -166,7 +167,7 @@ def from_lock(spec: Spec, lock: Lock) -> Spec:
         rows = [row for role, row in lock.backends.items() if role.split(" ")[0] == kind]
         texts = [_selected(row) for row in rows]
         if kind == "kernel":
-            named |= {argument: texts} if texts else {}
+            named[argument] = texts or NO_KERNEL
         elif kind == "decoding":
             roles = [role.partition(" ")[2] for role in lock.backends if role.startswith(kind)]
             named |= {argument: dict(zip(roles, texts, strict=True))} if texts else {}

@@ -68,11 +68,10 @@ class Plan:
         if not self["compiler"].backend.capabilities.records:
             return None
         against: list[str] = []
-        for kind in ("compiler", "attention", "cache"):
-            choice = self[kind]
-            asked = (choice.registered, "unrecordable", self.requirements, choice.options)
-            if reasons := reasons_of(*asked):
-                against.append(f"{kind} {choice.registered.name} ({'; '.join(reasons)})")
+        for choice in (*map(self.__getitem__, ("compiler", "attention", "cache")), *self.kernels):
+            r = choice.registered
+            if reasons := reasons_of(r, "unrecordable", self.requirements, choice.options):
+                against.append(f"{r.kind} {r.name} ({'; '.join(reasons)})")
         return tuple(against)
 
     @property

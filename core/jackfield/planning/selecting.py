@@ -46,10 +46,12 @@ def decide(registry: Registry, needs: Requirements, selections: Mapping[str, Any
     try:
         found = chosen_kernels(registry, plan.requirements, kernels)
     except PlanError:
-        if selections["compiler"] != AUTO:
+        if selections["compiler"] != AUTO or not plan.requirements.compiled:
             raise
         # Layers that are called one by one can do without what `auto` compiles.
         plan = _solved(registry, needs, {**selections, "compiler": "none"})
+        plain = replace(plan["compiler"], how=AUTO)
+        plan = replace(plan, choices={**plan.choices, "compiler": plain})
         found = chosen_kernels(registry, plan.requirements, kernels)
     plan = replace(
         plan,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackfield.contracts import Requirements
+from jackfield.contracts.backend import Recordable
 from jackfield.errors import JackfieldError, quoted
 from jackfield.planning.candidates import Candidate, Candidates
 from jackfield.registry.backends import Choice, Registered, Registry
@@ -124,7 +125,7 @@ def reasons_against(registered: Registered, needs: Requirements, options: Any) -
 def _reasons_against_recording(
     registered: Registered, needs: Requirements, options: Any
 ) -> list[str]:
-    if not needs.recorded or registered.kind not in ("attention", "cache", "kernel"):
+    if not needs.recorded or not isinstance(registered.backend, Recordable):
         return []
     against = reasons_of(registered, "unrecordable", needs, options)
     return [f"{UNRECORDED}: {reason}" for reason in against]

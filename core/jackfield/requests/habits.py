@@ -58,7 +58,8 @@ KEYWORDS: Mapping[str, Habit] = {
     ),
     "use_kernels": Habit(
         "kernels are named one by one: kernels=['NAME'], with the names of `jackfield plugins`",
-        inert=(False,),
+        "kernels",
+        {False: "none"},
     ),
     "kernel_config": Habit("kernels are named: kernels=['hub-layer?repo=…&revision=…']"),
     "allow_all_kernels": Habit(
@@ -203,7 +204,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {
         "offloaded_hybrid_chunked": "offloaded_static",
     },
     "compiler": {True: "inductor", False: "none"},
-    "kernel": {False: "auto"},
+    "kernel": {False: "none"},
 }
 
 #: kind -> transformers' value -> what to write, where there is no such name here.

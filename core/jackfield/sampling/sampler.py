@@ -27,7 +27,7 @@ from jackfield.sampling.verification import gains
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class ChosenTokens:
     """What was chosen, on its way to the host: `tokens`, int64 `[rows]`, are on the device."""
 
     tokens: torch.Tensor
@@ -100,7 +100,7 @@ class Sampler:
         drafts: Seq[Seq[int]] | None = None,
         allowed: torch.Tensor | None = None,
         led_from: torch.Tensor | None = None,
-    ) -> Chosen:
+    ) -> ChosenTokens:
         """Have the device choose a token for each row, and tell it to the host.
 
         `logits` is `[rows, vocab]` and may be modified: `1 + len(drafts[i])` rows in a row for
@@ -123,7 +123,7 @@ class Sampler:
         columns = [tokens, best]
         if raw is not None and most is not None:
             columns += logprobs.columns(raw, tokens, most)
-        return Chosen(tokens, block, pipeline.rows, _leaving(columns), outcome, told)
+        return ChosenTokens(tokens, block, pipeline.rows, _leaving(columns), outcome, told)
 
     def _pipeline_of(
         self,
