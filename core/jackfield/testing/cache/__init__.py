@@ -148,6 +148,7 @@ def _engines(bench: Bench) -> Iterator[Check]:
         yield Check("engine.filled", "contract", of(runs.filled, bench.whole, **small))
     if bench.packed:
         yield Check("engine.preempted", "contract", of(runs.preemptions))
+        yield Check("engine.overlapping", "overlaps", lambda _: runs.overlapping(bench, name))
     if declared.rollback:
         drafts = of(runs.drafts, what="rollback", decoding="prompt_lookup")
         yield Check("engine.drafts", "rollback", drafts)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jackfield.testing import engines
 from jackfield.testing.cache.bench import Bench, model_of, reference_of, stepped_reference_of
 from jackfield.testing.cache.lossy import LossyReference
 from jackfield.testing.checks import NotTriedError, WrongError
@@ -225,6 +226,40 @@ def two_engines(bench: Bench, name: str) -> str:
         for seed, (_, computed) in enumerate(engines)
     ]
     return "; ".join(found)
+
+
+def overlapping(bench: Bench, name: str) -> str:
+    """Steps that are laid out before their last tokens are known, as on a GPU: the same texts.
+
+    Prompts come that go on as these texts began, and with other tokens, while they run.
+    """
+    bench.plan(name)
+    texts, settings = prompts(LENGTHS), [{"max_new_tokens": n} for n in (40, 9, 33, 21)]
+    known = _texts(bench, name, texts, settings, overlaps=False)
+    for text, own in zip(list(texts), known, strict=True):
+        more = [[*text, *own[:count], 0, 5] for count in range(1, len(own))]
+        texts += more
+        settings += [{"max_new_tokens": 3}] * len(more)
+    due, found = (_texts(bench, name, texts, settings, overlaps=how) for how in (False, True))
+    for number, (right, own) in enumerate(zip(due, found, strict=True)):
+        if right != own:
+            raise WrongError(
+                f"text {number} is {own} where steps are begun before the last tokens are read, "
+                f"and else {right}: what `prepare` does with a placeholder is not undone"
+            )
+    return f"{len(due)} texts"
+
+
+def _texts(
+    bench: Bench, name: str, texts: list[list[int]], settings: list[Any], *, overlaps: bool
+) -> list[list[int]]:
+    more: dict[str, Any] = {"attn_implementation": "eager", "max_batch_size": 4}
+    with engines.engine_of(bench.subject, model_of(name, bench.dtype), **more) as engine:
+        if not getattr(engine._bound.cache, "overlaps", False):
+            raise NotTriedError("does not say `overlaps`: each step waits for the last one")
+        engine._loop.overlaps = overlaps
+        done = engine.generate(texts, settings=settings)
+    return [one.token_ids for one in done]
 
 
 Run = Callable[["Engine"], None]
