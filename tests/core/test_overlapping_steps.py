@@ -52,6 +52,25 @@ def load(model: Any = None, cache: str = PAGED, *, overlaps: bool = True, **more
     return engine
 
 
+def in_order(engine: Engine) -> None:
+    """From now on nothing but its `commit` may come behind a `prepare` that is computed."""
+    cache, opened = engine._loop.cache, []
+
+    def watched(name: str, inner: Any) -> Any:
+        def call(*given: Any) -> Any:
+            assert name == "commit" or not opened, f"{name} while a step is prepared"
+            if name == "prepare":
+                opened.append(given[0])
+            elif name == "commit":
+                assert opened.pop() is given[0]
+            return inner(*given)
+
+        return call
+
+    for name in ("admit", "prepare", "commit", "release", "preempt", "fork"):
+        setattr(cache, name, watched(name, getattr(cache, name)))
+
+
 def num_begun(found: list[Any]) -> int:
     return sum(isinstance(step, Begun) for step in found)
 
@@ -147,20 +166,93 @@ def told(sequences: Any) -> list[Any]:
     return [(s.new_tokens, s.finish_reason, len(s.logprobs)) for (s,) in sequences]
 
 
+@pytest.mark.parametrize("most", [{}, {"prefill_chunk_size": 5}, {"max_batch_tokens": 9}])
 @pytest.mark.parametrize("cache", [PAGED, "paged?page_size=4&num_tokens=72&swap=true"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize("size", [1, 6, 24])
-def test_texts_are_the_same(size: int, family: str, cache: str, begun: list[Any]) -> None:
+def test_texts_are_the_same(
+    size: int, family: str, cache: str, most: dict[str, int], begun: list[Any]
+) -> None:
     """Joins, ends, preemptions, shared prefixes, each row of its own settings."""
-    coming = arrivals(size, seed=size)
-    with load(build(family), cache, max_batch_size=7, overlaps=False) as engine:
-        due = told(drive(engine, coming))
-    assert not begun
-    with load(build(family), cache, max_batch_size=7) as engine:
-        found = drive(engine, coming)
-        left_clean(engine)
-    assert told(found) == due
+    coming, counted = arrivals(size, seed=size), []
+    for overlaps in (False, True):
+        made = load(build(family), cache, max_batch_size=7, overlaps=overlaps, **most)
+        with made as engine:
+            in_order(engine)
+            texts = told(drive(engine, coming))
+            left_clean(engine)
+            metrics, calls = engine._loop.metrics, engine._loop.decoding.calls
+            assert calls["sample"] == engine._loop.steps
+            counted.append((texts, metrics.tokens_out, dict(metrics.finished)))
+        assert bool(begun) == overlaps
+    assert counted[0] == counted[1]
     assert num_begun(begun) >= 5
+
+
+def test_a_scheduler_is_shown_no_token_that_is_none(begun: list[Any]) -> None:
+    """The last one is missing where it is not known, and counted."""
+    shown: list[tuple[list[int], list[int]]] = []
+    with load() as engine:
+        schedule = engine._loop.scheduler.schedule
+
+        def noting(running: Any, uncached: Any, budget: int, now: float) -> list[int]:
+            shown.append(([*running[0].new_tokens], list(uncached)))
+            return schedule(running, uncached, budget, now)
+
+        engine._loop.scheduler.schedule = noting  # type: ignore[method-assign]
+        (text,) = engine.generate([[3, 4, 5]], max_new_tokens=5, min_new_tokens=5)
+    assert [own for own, _ in shown] == [[], *(text.token_ids[:n] for n in range(4))]
+    assert [uncached for _, uncached in shown] == [[3], [1], [1], [1], [1]]
+    assert num_begun(begun) == 4
+
+
+def test_whom_the_scheduler_leaves_out_is_not_forgotten(begun: list[Any]) -> None:
+    """Who is given nothing in a step that is begun early goes on in the next one."""
+    coming = [Arrival(0, [n + 3, 4], max_new_tokens=12, min_new_tokens=12) for n in range(2)]
+    with load(overlaps=False) as engine:
+        due = tokens(drive(engine, coming))
+    with load() as engine:
+        schedule, calls = engine._loop.scheduler.schedule, 0
+
+        def pausing(running: Any, uncached: Any, budget: int, now: float) -> list[int]:
+            nonlocal calls
+            calls += 1
+            found = schedule(running, uncached, budget, now)
+            return [found[0], 0] if calls == 4 and len(found) == 2 else found
+
+        engine._loop.scheduler.schedule = pausing  # type: ignore[method-assign]
+        ahead: list[int] = []
+
+        def note(loop: Loop) -> None:
+            if len(loop.running) == 2:
+                ahead.append(loop.running[0].num_new - loop.running[1].num_new)
+
+        assert tokens(drive(engine, coming, note)) == due
+        assert max(ahead) == 1
+
+
+def test_states_beside_pages_wait_for_each_step() -> None:
+    with load(build("qwen3-next"), "paged?page_size=4&num_tokens=400", overlaps=False) as engine:
+        assert engine._loop.cache.overlaps is False
+
+
+def test_what_leaves_is_given_back_by_a_reset() -> None:
+    """After a failure between two steps, one is begun and somebody has left meanwhile."""
+    with load() as engine:
+        loop, many = engine._loop, []
+        for n in range(2):
+            many += engine._intake.sequences([n + 3, 4], {"max_new_tokens": 30}, streams=False)
+        for one in many:
+            loop.submit(one)
+        for _ in range(3):
+            loop.step()
+        assert isinstance(loop._begun, Begun)
+        loop.cancel(many[1])
+        loop.reset()
+        left_clean(engine)
+        assert [one.finish_reason for one in many] == ["error", "cancelled"]
+        (done,) = engine.generate([[5, 6]], max_new_tokens=3, min_new_tokens=3)
+        assert len(done.token_ids) == 3
 
 
 @pytest.mark.parametrize("own", LOOKING, ids=lambda own: next(iter(own)))
@@ -286,6 +378,7 @@ def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
         with pytest.raises(ExecutionError, match="broken"):
             request.result()
         loop.forward = inner
+        assert engine.health().inside is None
         left_clean(engine)
         (done,) = engine.generate([[3, 4, 5]], max_new_tokens=9, min_new_tokens=9)
         assert len(done.token_ids) == 9
@@ -320,7 +413,9 @@ def test_who_waits_enters_a_step_later_at_most() -> None:
     with load() as engine:
         loop = engine._loop
         first, second = (
-            engine._intake.sequences([n, 4, 5], {"max_new_tokens": 30}, streams=False)[0]
+            engine._intake.sequences(
+                [n, 4, 5], {"max_new_tokens": 30, "min_new_tokens": 30}, streams=False
+            )[0]
             for n in (3, 9)
         )
         loop.submit(first)
@@ -330,6 +425,7 @@ def test_who_waits_enters_a_step_later_at_most() -> None:
         loop.step()
         loop.step()
         assert second.num_new == 1
+        assert first.num_new == 6
         drive(engine, [])
         left_clean(engine)
 

@@ -57,6 +57,10 @@ class Schedule(ABC):
     ) -> list[int]:
         """Say how many tokens each feeds in this step; asked again after a preemption.
 
+        On a GPU it may be asked before the tokens of the step before are read. `tokens` then lack
+        the last one, which `num_uncached_tokens` counts, a text may be among them that has just
+        ended, and where the step does not fit yet, it is asked again for it.
+
         With `deterministic=True` less than `num_uncached_tokens[i]` counts as 0, and at least one
         sequence must get all of its tokens.
 

@@ -114,6 +114,7 @@ class Decoder:
         The last `1 + len(drafts)` positions of a row's k are those of its last own token and its
         drafts. One that does not reach the end of its sequence gains nothing.
         """
+        self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         ready = [i for i, item in enumerate(step.scheduled) if item.samples]
         allowed = None if self._allowed is None else self._found(self._allowed)
         decided: Seq[tuple[RunningGroup, Decision]] = ()
@@ -145,7 +146,6 @@ class Decoder:
                     self._learn(item, gain)
             for i, at in choice.beside.items():
                 gains[at] = Accepted(gains[i].tokens)
-        self.calls.update({item.sequence.settings.decoding for item in step.scheduled})
         if self.drafting and step.decode and len(choice.ready) == len(gains):
             self._time(step, gains)
         return gains

@@ -155,6 +155,7 @@ class Loop:
             if self.verifying is not None:
                 self.verifying(step, inputs, logits)
         self.steps += 1
+        self.metrics.began(step)
         waited = _is_waited_for(step, logits)  # afterwards there are more tokens
         return Begun(step, self.decoding.choose(step, logits), waited)
 
@@ -178,9 +179,11 @@ class Loop:
             return None
         running, self.running = self.running, going
         try:
+            step = self._schedule({sequence: [] for sequence in going}, [1] * len(going))
+            if not self.cache.fits(step):
+                return None
             with unread(going):
-                step = self._schedule({sequence: [] for sequence in going})
-                return self._begin(step, begun) if self.cache.fits(step) else None
+                return self._begin(step, begun)
         except Exception as error:  # noqa: BLE001 - raised once all have the tokens they gained
             self.doing = None
             return error
@@ -327,9 +330,12 @@ class Loop:
                 )
             self._preempt(max(self.running, key=lambda s: (-s.settings.priority, s.id)).answer)
 
-    def _schedule(self, drafts: dict[RunningSequence, list[int]]) -> RunningStep:
+    def _schedule(
+        self, drafts: dict[RunningSequence, list[int]], uncached: Seq[int] | None = None
+    ) -> RunningStep:
         """Every running sequence feeds what is not cached yet: its prompt, then a token a step."""
-        uncached = list(map(self._num_uncached, self.running))
+        if uncached is None:
+            uncached = list(map(self._num_uncached, self.running))
         budget = self._token_budget(uncached)
         wanted = self.scheduler.schedule(self.running, uncached, budget, self.clock())
         if self.limits.whole_chunks:
@@ -421,7 +427,7 @@ class Loop:
             events += found
             finished += [event.sequence for event in found]
         self._retire(finished)
-        self.metrics.count(step, events)
+        self.metrics.count(events)
         return events
 
     def _branch(self, decided: Seq[tuple[RunningGroup, Decision]]) -> list[Event]:
@@ -474,12 +480,12 @@ class Loop:
     def reset(self) -> None:
         """Give everything back after a failure; what was running or waiting is lost."""
         self.doing = self._begun = None
-        lost = [*self.running, *self.waiting, *self._leaving]
+        lost, leaving = [*self.running, *self.waiting], self._leaving
         self.running, self._leaving, self._full = [], [], False
         self.waiting.clear()
         for sequence in lost:
             sequence.finish_reason = "error"  # nobody waits for it as the reader of a shared prompt
-        self._release(lost)
+        all_of([lambda: self.cache.release(leaving), lambda: self._release(lost)])
 
 
 def _plain(step: RunningStep, inputs: ModelInputs) -> AbstractContextManager[None]:

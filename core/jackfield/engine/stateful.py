@@ -26,6 +26,7 @@ class StatefulCache(GuardedPackedCache):
 
     def __init__(self, inner: PackedKVCache, who: object, layers: Seq[StateLayer]) -> None:
         super().__init__(inner, who)
+        self.overlaps = False  # states of the step before are set when its rows are known
         self._layers = layers
         self._rows: list[StateRows] = []
 

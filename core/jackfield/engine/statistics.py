@@ -87,10 +87,13 @@ class Metrics:
         self._first: deque[float] = deque(maxlen=REMEMBERED)
         self._later: deque[float] = deque(maxlen=REMEMBERED)
 
-    def count(self, step: RunningStep, events: Seq[Event]) -> None:
+    def began(self, step: RunningStep) -> None:
+        """The model computes a step, whoever gains by it."""
+        self.tokens_computed += sum(item.num_tokens + len(item.drafts) for item in step.scheduled)
+
+    def count(self, events: Seq[Event]) -> None:
         """One step, after its tokens were taken."""
         now = time.perf_counter()
-        self.tokens_computed += sum(item.num_tokens + len(item.drafts) for item in step.scheduled)
         for event in events:
             self.tokens_out += len(event.tokens)
             if event.tokens and event.sequence.first_token_at is None:
