@@ -52,15 +52,20 @@ def load(model: Any = None, cache: str = PAGED, *, overlaps: bool = True, **more
     return engine
 
 
-def in_order(engine: Engine) -> None:
-    """From now on nothing but its `commit` may come behind a `prepare` that is computed."""
+def in_order(engine: Engine) -> list[int]:
+    """From now on nothing but its `commit` may come behind a `prepare` that is computed.
+
+    Returns how many tokens each step has, as they come.
+    """
     cache, opened = engine._loop.cache, []
+    sizes: list[int] = []
 
     def watched(name: str, inner: Any) -> Any:
         def call(*given: Any) -> Any:
             assert name == "commit" or not opened, f"{name} while a step is prepared"
             if name == "prepare":
                 opened.append(given[0])
+                sizes.append(sum(item.num_tokens for item in given[0].scheduled))
             elif name == "commit":
                 assert opened.pop() is given[0]
             return inner(*given)
@@ -69,6 +74,7 @@ def in_order(engine: Engine) -> None:
 
     for name in ("admit", "prepare", "commit", "release", "preempt", "fork"):
         setattr(cache, name, watched(name, getattr(cache, name)))
+    return sizes
 
 
 def num_begun(found: list[Any]) -> int:
@@ -178,11 +184,12 @@ def test_texts_are_the_same(
     for overlaps in (False, True):
         made = load(build(family), cache, max_batch_size=7, overlaps=overlaps, **most)
         with made as engine:
-            in_order(engine)
+            sizes = in_order(engine)
             texts = told(drive(engine, coming))
             left_clean(engine)
             metrics, calls = engine._loop.metrics, engine._loop.decoding.calls
-            assert calls["sample"] == engine._loop.steps
+            assert calls["sample"] == engine._loop.steps == len(sizes)
+            assert metrics.tokens_computed == sum(sizes)
             counted.append((texts, metrics.tokens_out, dict(metrics.finished)))
         assert bool(begun) == overlaps
     assert counted[0] == counted[1]
@@ -382,6 +389,29 @@ def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
         left_clean(engine)
         (done,) = engine.generate([[3, 4, 5]], max_new_tokens=9, min_new_tokens=9)
         assert len(done.token_ids) == 9
+
+
+def test_a_step_that_failed_early_is_where_nobody_is() -> None:
+    """Until it is raised, health looks for nobody inside of it."""
+    with load() as engine:
+        loop, inner, calls = engine._loop, engine._loop.forward, 0
+
+        def forward(inputs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise ExecutionError("broken")
+            return inner(inputs)
+
+        loop.forward = forward
+        (one,) = engine._intake.sequences([3, 4], {"max_new_tokens": 9}, streams=False)
+        loop.submit(one)
+        assert [event.sequence for event in loop.step()] == [one]
+        assert (loop.doing, one.num_new) == (None, 1)
+        with pytest.raises(ExecutionError, match="broken"):
+            loop.step()
+        loop.reset()
+        left_clean(engine)
 
 
 def test_a_step_that_nobody_waits_for_may_fail(caplog: pytest.LogCaptureFixture) -> None:
