@@ -84,8 +84,9 @@ def load(
     `tp_size` processes share the model (tensor parallelism), each on a device of its own; this one
     starts the others, which load with the same arguments. Under torchrun, `tp_plan="auto"` shares
     it among all processes: in rank 0 `load` returns the engine, in the others it follows that
-    engine until it is closed, and then ends the process (SystemExit). Raises ExecutionError where
-    the processes do not meet.
+    engine until it is closed, and then ends the process (SystemExit). With `expert_parallel` each
+    process has some of a mixture's experts as a whole, where otherwise it has a part of each.
+    Raises ExecutionError where the processes do not meet.
 
     `locked` is a file that `jackfield lock` wrote: selections that are left to "auto" are those in
     it, and a plan with any other backend, option, file, kernel or library is a PlanError.

@@ -2,6 +2,7 @@
 
     python tests/conformance/shared_sweep.py             # all types
     python tests/conformance/shared_sweep.py llama glm   # these
+    python tests/conformance/shared_sweep.py --expert-parallel  # with experts as a whole
 
 A type is refused by a plan, or before its weights are read, with the reason; or what two processes
 say is what one process says, with each of the caches below, in float64 where it takes that.
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import zoo
@@ -27,13 +29,13 @@ COUNT = 8
 CACHES = ("auto", "dynamic")
 
 
-def run(types: Iterable[str]) -> Iterator[tuple[str, str]]:
+def run(types: Iterable[str], **more: Any) -> Iterator[tuple[str, str]]:
     """(type, outcome): "equal", "refused: why", "WRONG: why"; without types that do not run."""
     with two_ranks() as load, tempfile.TemporaryDirectory() as folder:
         for model_type in types:
             path = Path(folder) / model_type
             if _saved(model_type, path):
-                yield model_type, _outcome(load, path)
+                yield model_type, _outcome(load, path, more)
 
 
 def _saved(model_type: str, path: Path) -> bool:
@@ -48,15 +50,15 @@ def _saved(model_type: str, path: Path) -> bool:
     return False
 
 
-def _outcome(load: Load, path: Path) -> str:
+def _outcome(load: Load, path: Path, more: dict[str, Any]) -> str:
     try:
-        jackfield.plan(path, tp_size=2)
+        jackfield.plan(path, tp_size=2, **more)
     except JackfieldError as refused:
         return f"refused: {refused}"
     for cache in CACHES:
         wanted = _said(jackfield.load(path, cache_implementation=cache))
         try:
-            with load(path, cache_implementation=cache) as engine:
+            with load(path, cache_implementation=cache, **more) as engine:
                 found = _said(engine)
         except PlanError as refused:
             return f"refused: {refused}"
@@ -73,6 +75,8 @@ def _said(engine: jackfield.Engine) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    for row in run(sys.argv[1:] or zoo.TYPES):
+    types, experts = sys.argv[1:], "--expert-parallel"
+    more = {"expert_parallel": True} if experts in types else {}
+    for row in run([one for one in types if one != experts] or zoo.TYPES, **more):
         sys.stdout.write(f"{': '.join(row)}\n")
         sys.stdout.flush()

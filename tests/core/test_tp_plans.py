@@ -130,7 +130,77 @@ def test_a_style_of_another_transformers_is_refused_by_name(
     without = {name for name in sharding.ALL_PARALLEL_STYLES if name != style}
     monkeypatch.setattr(sharding, "ALL_PARALLEL_STYLES", without)
     with pytest.raises(PlanError, match=f"'{style}', which that transformers does not know"):
-        sharding.check_plan(model)
+        sharding.check_plan(model, Shard(2, 0))
+
+
+#: config with experts of its own -> what makes them four
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralConfig": {"num_local_experts": 4},
+    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "GptOssConfig": {"num_local_experts": 4, "head_dim": 12},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_handed_out_as_a_whole(name: str) -> None:
+    """Each process has half of them, and of all else what it has otherwise (before 5.20: all)."""
+    config = tiny(name, **EXPERTS[name])
+    whole, cut, half = (
+        {weight.name: weight.numbers for weight in needs.weights}
+        for needs in (
+            jackfield.plan(config, tp_size=size, expert_parallel=experts).requirements
+            for size, experts in ((1, False), (2, False), (2, True))
+        )
+    )
+    experts = {weight for weight in whole if ".experts." in weight}
+    assert experts
+    assert all(2 * half[weight] == whole[weight] for weight in experts)
+    others = cut if sharding._BESIDE else whole
+    assert {w: n for w, n in half.items() if w not in experts} == {
+        w: n for w, n in others.items() if w not in experts
+    }
+    part = dict(part_of(config, Shard(2, 1, experts=True)).named_parameters())
+    shapes = {name: parameter.shape for name, parameter in meta_model(config).named_parameters()}
+    for weight in experts:
+        assert part[weight].shape == (2, *shapes[weight][1:])
+
+
+def test_an_estimate_counts_experts_where_they_are() -> None:
+    """A process reads as much whether it has a part of each expert, or each of a part of them."""
+    config = tiny("MixtralConfig", num_local_experts=8, intermediate_size=400)
+    cut, whole = (
+        jackfield.estimate(
+            config, device_memory="1GB", prompt_flops=True, tp_size=2, expert_parallel=experts
+        )
+        for experts in (False, True)
+    )
+    ours = [found.plan.requirements.weight_bytes - found.reads.unread(1) for found in (cut, whole)]
+    if sharding._BESIDE:  # attentions are shared out, too
+        assert ours[0] == ours[1]
+        assert cut.prompt is not None
+        assert whole.prompt is not None
+        assert cut.prompt.of(128) == whole.prompt.of(128)
+    assert whole.plan.to_dict()["expert_parallel"] is True
+    assert "some of its experts as a whole" in str(whole.plan)
+
+
+def test_experts_that_cannot_be_handed_out_are_refused_by_name() -> None:
+    three = tiny("MixtralConfig", num_local_experts=3)
+    assert jackfield.plan(three, tp_size=2).requirements.tp_size == 2
+    with pytest.raises(PlanError, match="tp_size=2 does not divide the 3 experts of Mixtral"):
+        jackfield.plan(three, tp_size=2, expert_parallel=True)
+    with pytest.raises(PlanError, match="no expert parallel plan of LlamaForCausalLM.*drop expert"):
+        jackfield.plan(tiny("LlamaConfig"), tp_size=2, expert_parallel=True)
+    with pytest.raises(UsageError, match="and there is one; add tp_size=N, or drop it"):
+        jackfield.plan(three, expert_parallel=True)
+
+
+def test_experts_that_nobody_brings_tokens_to_are_refused() -> None:
+    """transformers carries out such a plan in part, or not at all."""
+    model = meta_model(tiny("MixtralConfig", num_local_experts=4))
+    model._ep_plan = {"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}
+    with pytest.raises(PlanError, match="that it carries out"):
+        sharded(model, Shard(2, 0, experts=True))
 
 
 def test_memory_is_that_of_one_process() -> None:

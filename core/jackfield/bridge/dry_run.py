@@ -114,7 +114,10 @@ class DryRun:
         self._needs = needs
         self._scores = materializes_scores
         whole = needs.tp_size == 1  # otherwise as one of the processes has it
-        made = meta_model(config) if whole else part_of(config, Shard(needs.tp_size, 0))
+        shard = Shard(needs.tp_size, 0, needs.expert_parallel)
+        made = meta_model(config) if whole else part_of(config, shard)
+        #: among how many processes experts are handed out, each of which has as many
+        self._holders = needs.tp_size if needs.expert_parallel else 1
         self._model = made.eval()
         self._keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         standing = (*self._model.parameters(), *self._model.buffers())
@@ -157,7 +160,7 @@ class DryRun:
         for module, active in self._experts.values():
             own = list(module.parameters())
             known.update(map(_key, own))
-            count = next(p.shape[0] for p in own if p.dim() > 1)
+            count = self._holders * next(p.shape[0] for p in own if p.dim() > 1)
             experts.append(ExpertWeights(sum(p.nbytes for p in own), count, active))
         tables, idle = [], 0
         for parameter in self._model.parameters():
@@ -259,7 +262,7 @@ class DryRun:
         taken = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(active, 0)
         for parameter in module.parameters():
             if parameter.dim() == 3:
-                self._watch.flops += 2 * len(taken) * parameter[0].numel()
+                self._watch.flops += 2 * len(taken) * parameter[0].numel() // self._holders
                 width = parameter.numel() // parameter.shape[0] // hidden.shape[-1]
                 made = taken.new_empty(len(taken), width)
                 taken.new_empty(len(taken), width)  # gate times up, or what is weighted and added

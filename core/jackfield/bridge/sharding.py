@@ -8,6 +8,7 @@ are counted, and its step is probed, before a weight is read. What was loaded is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """One of `size` processes that share a model, number `rank` from 0 on."""
+    """One of `size` processes that share a model, number `rank` from 0 on.
+
+    With `experts` it has some of a mixture's experts as a whole (expert parallelism), where
+    otherwise it has a part of each.
+    """
 
     size: int
     rank: int
+    experts: bool = False
 
     def part(self, length: int) -> int:
         """How much of a dimension it has, as DTensor cuts it: the last ones may get less."""
@@ -61,16 +67,28 @@ _WHOLE = frozenset(
         "replicated_with_grad_allreduce",
     }
 )
+_EXPERTS = "grouped_gemm"  # the style that hands out whole experts, their first dimension
+#: Styles that bring tokens to their experts and add up what these say; they change no shape.
+_ROUTING = frozenset({"ep_dispatch_experts", "ep_router"})
+#: Whether transformers takes the plan of experts beside the other one; before 5.20 in its place.
+_BESIDE = "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}
 _PARTS = 2  # that are packed into one weight, the gate and what it is multiplied with
 _EMBEDDINGS = {"embedding_rowwise": 0, "embedding_colwise": 1}
 _PACKED = ("packed_colwise", "packed_rowwise")
-_KNOWN = {*_COLUMNS, *_ROWS, *_WHOLE, *_EMBEDDINGS, *_PACKED}
+_KNOWN = {*_COLUMNS, *_ROWS, *_WHOLE, *_EMBEDDINGS, *_PACKED, _EXPERTS, *_ROUTING}
 
 
-def check_plan(model: PreTrainedModel) -> None:
-    """Raise PlanError where transformers has no tensor parallel plan of `model` that is known."""
+def check_plan(model: PreTrainedModel, shard: Shard) -> None:
+    """Raise PlanError where transformers has no plan by which `shard` has a part of `model`, or
+    none that is known.
+    """
     name, version = type(model).__name__, transformers.__version__
-    plan = _plan(model)
+    plan = _plan(model, shard)
+    if shard.experts and not _hands_out(_plan_of_experts(model)):
+        raise PlanError(
+            f"transformers {version} has no expert parallel plan of {name} (base_model_ep_plan) "
+            "that it carries out; drop expert_parallel"
+        )
     if not any(_cuts(style) for style in plan.values()):
         raise PlanError(
             f"transformers {version} has no tensor parallel plan of {name} (base_model_tp_plan); "
@@ -84,12 +102,34 @@ def check_plan(model: PreTrainedModel) -> None:
             )
 
 
-def _plan(model: PreTrainedModel) -> dict[str, str]:
-    return dict(getattr(model, "_tp_plan", None) or {})
+def _plan(model: PreTrainedModel, shard: Shard) -> dict[str, str]:
+    """Styles by the names of modules and parameters, as transformers puts them together."""
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if not shard.experts:
+        return plan
+    own = _plan_of_experts(model)
+    if not _BESIDE:
+        return own
+    return {name: style for name, style in plan.items() if not _is_inside(name, own)} | own
+
+
+def _plan_of_experts(model: PreTrainedModel) -> dict[str, str]:
+    return dict(getattr(model, "_ep_plan", None) or {})
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _hands_out(plan: dict[str, str]) -> bool:
+    """Whether processes get experts, and tokens get to them."""
+    styles = {*plan.values()}
+    routed = "ep_dispatch_experts" in styles or {"ep_router", "moe_tp_experts"} <= styles
+    return _EXPERTS in styles and routed
 
 
 def _cuts(style: str) -> bool:
-    return style not in _WHOLE
+    return style not in _WHOLE and style not in _ROUTING
 
 
 def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
@@ -97,8 +137,8 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
 
     Its modules take and return what those of the sharded model do.
     """
-    check_plan(meta_model)
-    plan, made = _plan(meta_model), dict[int, tuple[torch.Tensor, nn.Parameter]]()
+    check_plan(meta_model, shard)
+    plan, made = _plan(meta_model, shard), dict[int, tuple[torch.Tensor, nn.Parameter]]()
     for path, module in meta_model.named_modules():
         for own, whole in list(module._parameters.items()):
             if whole is None:
@@ -106,6 +146,11 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
             style = _style(f"{path}.{own}", plan) or _style(path, plan)
             if style in _COLUMNS:
                 _check_divides(meta_model, path, own, style, shard)
+            if style == _EXPERTS and whole.shape[0] % shard.size:
+                raise PlanError(
+                    f"tp_size={shard.size} does not divide the {whole.shape[0]} experts of "
+                    f"{type(meta_model).__name__}; use another, or drop expert_parallel"
+                )
             shape = _shape(whole, own, style, module, shard)
             before, part = made.setdefault(
                 id(whole), (whole, nn.Parameter(whole.new_empty(shape), whole.requires_grad))
@@ -125,7 +170,7 @@ def sharded(meta_model: PreTrainedModel, shard: Shard) -> PreTrainedModel:
 
 def check_adapted(model: PreTrainedModel, layers: Iterable[str], shard: Shard) -> None:
     """Raise PlanError where a layer's part is not one piece of it, as a LoRA beside it assumes."""
-    plan = _plan(model)
+    plan = _plan(model, shard)
     for name in layers:
         if (style := _style(name, plan)) in _PACKED:
             raise PlanError(
@@ -179,6 +224,8 @@ def _shape(
 
 def _dimension(whole: torch.Tensor, own: str, style: str | None, module: nn.Module) -> int | None:
     """The dimension in which a style cuts a parameter; None: every process has all of it."""
+    if style == _EXPERTS:
+        return 0
     if style in _EMBEDDINGS:
         return _EMBEDDINGS[style]
     if isinstance(module, nn.Embedding) and (style in _COLUMNS or style in _ROWS):
@@ -283,10 +330,16 @@ def loading(shard: Shard | None) -> Iterator[dict[str, Any]]:
     if alone:
         os.environ["LOCAL_RANK"] = str(shard.rank)
     try:
-        yield {"distributed_config": DistributedConfig(tp_size=shard.size)}
+        yield {"distributed_config": DistributedConfig(tp_size=shard.size, **_of_experts(shard))}
     finally:
         if alone:
             del os.environ["LOCAL_RANK"]
+
+
+def _of_experts(shard: Shard) -> dict[str, Any]:
+    if not shard.experts:
+        return {}
+    return {"ep_size": shard.size} if _BESIDE else {"enable_expert_parallel": True}
 
 
 def check_loaded(model: PreTrainedModel, expected: PreTrainedModel) -> None:

@@ -40,6 +40,7 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
     return replace(
         needs,
         tp_size=shard.size,
+        expert_parallel=shard.experts,
         num_attention_heads=needs.num_attention_heads // size,
         num_key_value_heads=needs.num_key_value_heads // size,
         kv_numbers=seen.cached,

@@ -98,6 +98,9 @@ class Backends:
     tp_size: Annotated[
         int | None, flag("--tp", "N", "How many processes share the model; starts the others.")
     ] = None
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="With --tp: hand experts out as a whole.")
+    ] = False
     locked: Annotated[
         str | None, flag("--locked", "FILE", "Run what `jackfield lock` wrote there, or nothing.")
     ] = None

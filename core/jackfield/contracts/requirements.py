@@ -126,6 +126,8 @@ class Requirements:
         offloaded: Placement: places that only hold weights (the CPU beside a GPU, "disk").
         tp_size: Placement: how many processes share the model (tensor parallelism); 1: none do.
             Heads, shapes, numbers and bytes are those of one of them, the one that plans.
+        expert_parallel: Placement: each of them has some of a mixture's experts, as a whole, where
+            otherwise it has a part of each.
         adapter: The job: the type of the adapter on top of the weights ("LORA"), None without one.
         merge_adapter: The job: the adapter is added into the weights.
         request_adapters: The job: each request may have an adapter of its own, computed beside the
@@ -188,6 +190,7 @@ class Requirements:
     execution_devices: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     tp_size: int = 1
+    expert_parallel: bool = False
     adapter: str | None = None
     merge_adapter: bool = False
     request_adapters: bool = False

@@ -100,9 +100,10 @@ class Plan:
         needs = self.requirements
         if needs.tp_size == 1:
             return None
+        experts = ", and some of its experts as a whole" if needs.expert_parallel else ""
         return (
             f"shared by {needs.tp_size} processes; this one has {needs.num_attention_heads} query "
-            f"heads and {needs.num_key_value_heads} key/value heads of each layer"
+            f"heads and {needs.num_key_value_heads} key/value heads of each layer{experts}"
         )
 
     def memory(self) -> CacheMemory | None:
@@ -221,6 +222,7 @@ class Plan:
             "features": dict(needs.features),
             "experts_implementation": needs.experts_implementation,
             "tp_size": needs.tp_size,
+            "expert_parallel": needs.expert_parallel,
             "placement": self.placement.to_dict() if self.placement else None,
             "adapter": self.adapter.to_dict() if self.adapter else None,
             "adapters": {name: each.to_dict() for name, each in self.adapters.items()},

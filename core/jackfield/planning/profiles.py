@@ -32,8 +32,8 @@ logger = logging.getLogger("jackfield")
 
 #: What figures depend on and no profile selects: it only says how it was when it was made.
 NAMED = (
-    "adapter", "adapters", "assistant", "assistant_model", "deterministic", "max_memory",
-    "merge_adapter", "revision", "target_step_seconds", "tp_plan", "tp_size",
+    "adapter", "adapters", "assistant", "assistant_model", "deterministic", "expert_parallel",
+    "max_memory", "merge_adapter", "revision", "target_step_seconds", "tp_plan", "tp_size",
 )  # fmt: skip
 #: What figures depend on, beside the distributions of the backends.
 _LIBRARIES = ("jackfield", "torch", "transformers")

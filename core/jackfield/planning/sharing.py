@@ -35,11 +35,16 @@ def shard_of(spec: PlanSpec) -> Shard | None:
     """
     size, world = _size(spec), world_of()
     if size is None or size == 1:
+        if spec.expert_parallel:
+            raise UsageError(
+                "expert_parallel=True hands the experts of a mixture out to the processes that "
+                "share a model, and there is one; add tp_size=N, or drop it"
+            )
         return None
     for name, why in _WITHOUT.items():
         if getattr(spec, name, None):
             raise UsageError(f"{name} does not go with tp_size={size}: {why}; drop one of them")
-    return Shard(size, world.rank if world else 0)
+    return Shard(size, world.rank if world else 0, spec.expert_parallel)
 
 
 def _size(spec: PlanSpec) -> int | None:

@@ -47,6 +47,7 @@ class PlanSpec:
     profile: Taken | None = None
     tp_plan: str | None = None
     tp_size: int | None = None
+    expert_parallel: bool = False
     device_memory: int | None = None
 
     @property

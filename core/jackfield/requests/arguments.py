@@ -43,6 +43,7 @@ class PlanArguments(TypedDict, total=False):
     profile: str | Path | None
     tp_plan: str | None
     tp_size: int | None
+    expert_parallel: bool
 
 
 class LoadArguments(PlanArguments, total=False):
