@@ -18,6 +18,7 @@ from jackfield.demo import MODEL_PATH
 with extras.imports():
     from PIL import Image
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -192,13 +193,45 @@ def _gemma3() -> tuple[Any, Any]:
         "<boi>", "<eoi>", "<soft>", boi_token="<boi>", eoi_token="<eoi>", image_token="<soft>"
     )
     images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {**TEXT, "num_hidden_layers": 3, "layer_types": layers, "head_dim": 8}
     return transformers.Gemma3Config(
         vision_config={**VISION, "vision_use_head": False},
-        text_config={**TEXT, "head_dim": 8, "sliding_window": 8}, mm_tokens_per_image=4,
+        text_config={**text, "sliding_window": 8}, mm_tokens_per_image=16,
+        tie_word_embeddings=False,  # else it repeats the last token, whatever it has read
         image_token_id=tokenizer.convert_tokens_to_ids("<soft>"),
         boi_token_index=tokenizer.convert_tokens_to_ids("<boi>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<eoi>"),
-    ), transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)  # fmt: skip
+    ), transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)  # fmt: skip
+
+
+class _Gemma4(_NoVideo, transformers.Gemma4Processor):
+    """A processor without the package that its feature_extractor, for sound, needs."""
+
+    def check_argument_for_proper_class(self, name: str, arg: Any) -> Any:
+        if name == "feature_extractor":
+            return None
+        return super().check_argument_for_proper_class(name, arg)  # type: ignore[no-untyped-call]
+
+
+def _gemma4() -> tuple[Any, Any]:
+    names = {
+        f"{name}_token": f"<{name}>" for name in ("image", "boi", "eoi", "boa", "eoa", "audio")
+    }
+    tokenizer = _tokenizer("<|video|>", *names.values(), **names)
+    images = Gemma4ImageProcessorPil(patch_size=8, max_soft_tokens=70, pooling_kernel_size=2)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    ids["eoa_token_index"] = ids.pop("eoa_token_id")
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {**TEXT, "num_hidden_layers": 4, "layer_types": layers, "head_dim": 8}
+    text |= {"global_head_dim": 8, "sliding_window": 8, "hidden_size_per_layer_input": 0}
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
+    return transformers.Gemma4Config(
+        vision_config={**vision, "position_embedding_size": 64},
+        text_config={**text, "use_bidirectional_attention": "vision"}, audio_config=None,
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"), tie_word_embeddings=False,
+        **ids,
+    ), _Gemma4(None, images, tokenizer, None)  # fmt: skip
 
 
 def _qwen(kind: type[Any]) -> tuple[dict[str, int], Any]:
@@ -251,7 +284,8 @@ def _qwen3() -> tuple[Any, Any]:
 
 #: type of a model -> its config, its processor
 _MADE: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "gemma3": _gemma3, "got_ocr2": _got_ocr2, "idefics3": _idefics3, "internvl": _internvl,
+    "gemma3": _gemma3, "gemma4": _gemma4, "got_ocr2": _got_ocr2, "idefics3": _idefics3,
+    "internvl": _internvl,
     "llava": _llava, "llava_next": _llava_next, "llava_onevision": _llava_onevision,
     "qwen2_5_vl": _qwen25, "qwen2_vl": _qwen2, "qwen3_vl": _qwen3,
 }  # fmt: skip
@@ -340,6 +374,12 @@ def published(model_type: str) -> tuple[Any, Any]:
         images.size, images.max_patches = {"height": 448, "width": 448}, 12
         processor.image_seq_length = 256
         return transformers.InternVLConfig(**ids), processor
+    if model_type == "gemma3":
+        images.size = {"height": 896, "width": 896}
+        tower: dict[str, Any] = {"image_size": 896, "patch_size": 14, "vision_use_head": False}
+        return transformers.Gemma3Config(
+            text_config={"vocab_size": 262208}, vision_config=tower, **ids
+        ), transformers.Gemma3Processor(images, processor.tokenizer)  # fmt: skip
     images.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
     if model_type == "qwen2_5_vl":
         images.patch_size = 14

@@ -256,19 +256,6 @@ def test_control_tokens_in_a_text_are_no_places(llava: Any) -> None:
         assert found.error is None
 
 
-def test_what_is_not_read_rightly_is_refused_and_text_runs() -> None:
-    why = "the tokens of an image look at one another in both directions"
-    model, processor = build("gemma3")
-    text = chat("no image at all")
-    expected = generated(model, processor, text, **GREEDY)
-    with jackfield.load(model, tokenizer=processor) as engine:
-        assert new(engine.generate([text], **GREEDY)) == [expected]
-        with pytest.raises(
-            PromptError, match=f"message 0, part 1: images are not read here: {why}"
-        ):
-            engine.generate([chat("a ", picture(0))], **GREEDY)
-
-
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -304,7 +291,12 @@ def test_a_folder_has_its_processor(llava: Any, folder: Any) -> None:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llava", "qwen2_5_vl", "qwen3_vl", pytest.param("internvl", marks=pytest.mark.long)],
+    [
+        "llava",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "internvl")),
+    ],
 )
 def test_models_of_published_sizes_can_be_tried(model_type: str) -> None:
     config, processor = published(model_type)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import create_masks_for_generate
 
 from jackfield.bridge.forward import forward_of
-from jackfield.bridge.image_encoder import TAKEN
+from jackfield.bridge.image_encoder import TAKEN, TOKEN_TYPES
 from jackfield.bridge.model_layers import attention_modules, layer_types
 from jackfield.bridge.opaque import (
     Comparison,
@@ -232,6 +232,7 @@ class CompiledForward:
             attention_mask=kwargs["attention_mask"],
             past_key_values=kwargs["past_key_values"],
             position_ids=kwargs["position_ids"],
+            **{name: kwargs[name] for name in TOKEN_TYPES if name in kwargs},
         )
         if not isinstance(found, dict):
             return dict.fromkeys(self._modules, found)

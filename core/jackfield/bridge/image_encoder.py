@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TAKEN = "mm_encoder_outputs"
+#: Arguments that tell a model which tokens are an image's, where those see one another.
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 _DEEP = "deepstack_features"  # what Qwen3-VL adds behind its first layers
 
 
@@ -62,11 +64,15 @@ def image_token(model: PreTrainedModel) -> int:
 
 
 class ImageEncoder:
-    """What reads the images of `model`, one at a time: none is padded for another."""
+    """What reads the images of `model`, one at a time: none is padded for another.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `token_types`: the argument that tells it which tokens of a step are an image's, where those see
+    one another; None: they do not.
+    """
+
+    def __init__(self, model: PreTrainedModel, token_types: str | None = None) -> None:
         own: Any = model
-        self._model = own
+        self._model, self.token_types = own, token_types
         self._device = input_device(model)
         taken = inspect.signature(own.get_image_features).parameters
         self._takes = frozenset(taken)

@@ -52,14 +52,15 @@ class ReadImage:
 class ImageReader:
     """The processor of a model that reads images; `token` is what its template writes for one.
 
-    `alone`: why a chat may have one image and no more; None: it may have several. `hosts` are those
-    that images are fetched from; None: none are.
+    `hosts` are those that images are fetched from; None: none are. `alone`: why a chat may have one
+    image and no more; None: it may have several. `token_types`: the argument that tells the model
+    which tokens are an image's, in a step that reads prompts whole; None: it need not be told.
     """
 
-    def __init__(
-        self, processor: Any, alone: str | None = None, hosts: ImageHosts | None = None
-    ) -> None:
-        self.processor, self.alone, self.hosts = processor, alone, hosts
+    def __init__(self, processor: Any, hosts: ImageHosts | None = None) -> None:
+        self.processor, self.hosts = processor, hosts
+        self.alone: str | None = None
+        self.token_types: str | None = None
         self.token: str = processor.image_token
         self._lock = threading.Lock()  # a processor's tokenizer is for one thread
         self._read: WeakValueDictionary[bytes, ReadImage] = WeakValueDictionary()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from jackfield.errors import ExecutionError
+
 if TYPE_CHECKING:
     from jackfield.bridge.image_encoder import Features, ImageEncoder
 
@@ -86,12 +88,33 @@ def fed(encoder: ImageEncoder, rows: Seq[Row], position_ids: torch.Tensor) -> di
             parts += [own] if own is not None else []
             parts += [encoder.of_a_text(like)] * alone  # new ones, behind all of the prompt
         given = encoder.arguments(parts)
+        if encoder.token_types is not None:
+            given[encoder.token_types] = _are_of_images(rows, position_ids)
     axes = [row.shown.positions for row in rows if row.shown is not None]
     if any(own is not None for own in axes):
         # Tokens that stand for no image are at one place along all axes.
         positions = _positions(rows, position_ids)
         given["position_ids"] = positions[0] if like is None else positions
     return given
+
+
+def _are_of_images(rows: Seq[Row], position_ids: torch.Tensor) -> torch.Tensor:
+    """1 for tokens of images, which see one another, 0 for others: `[rows, width]`.
+
+    A model makes its mask of these for a step that begins all texts. Raises ExecutionError for
+    another one, and where an image is cut.
+    """
+    found = torch.zeros_like(position_ids, device="cpu")
+    width = found.shape[1]
+    for row in rows:
+        places = () if row.shown is None else row.shown.places
+        if row.start or (places and row.end <= places[-1]):
+            raise ExecutionError(
+                "the tokens of an image see one another here, so prompts are read whole, and a "
+                "step cuts one; select another scheduler or cache"
+            )
+        found[row.number, [width - row.end + at for at in places]] = 1
+    return found.to(position_ids.device)
 
 
 def _positions(rows: Seq[Row], position_ids: torch.Tensor) -> torch.Tensor:

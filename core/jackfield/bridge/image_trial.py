@@ -20,7 +20,7 @@ from jackfield.bridge.batch_trial import SEED, apart, drawn
 from jackfield.bridge.config_files import config_tree
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.image_chats import Places
-from jackfield.bridge.image_encoder import ImageEncoder, joined
+from jackfield.bridge.image_encoder import TOKEN_TYPES, ImageEncoder, joined
 from jackfield.bridge.image_parts import Picture, opened
 from jackfield.bridge.image_reader import ImageReader, ReadImage, stacked
 from jackfield.bridge.image_steps import Row, Shown, fed
@@ -38,6 +38,7 @@ _SIZES = ((32, 32), (30, 60))  # of two images, in pixels
 _NAMED = 4  # the first id that a special token of a small model has
 _PIECE, _PIECES = 7, 8  # tokens of a piece at least, pieces of a text at most
 _OF_A_TOKEN = ("_token_id", "_token_index")  # names of fields
+BOTH_WAYS = "the tokens of an image look at one another in both directions"
 TOGETHER = "its processor makes other tokens of several images than of each alone"
 
 
@@ -47,12 +48,12 @@ def tried_with_images(
     reader: ImageReader,
     *,
     ragged: bool,
-    most: int = 2,
 ) -> str | None:
     """Why images are not read rightly; None: they are.
 
-    `ragged`: rows of several lengths are run together, and prompts in pieces. `most`: how many
-    images a text has, one or two.
+    `ragged`: rows of several lengths are run together, and prompts in pieces. A text has two
+    images, or one where `reader` has them `alone`. Where the model has to be told which tokens are
+    an image's, `reader` gets the `token_types` for it, and prompts are tried whole.
     """
     why = "none can be built"
     own, ids = _with_small_tokens(config)
@@ -60,7 +61,7 @@ def tried_with_images(
         for small in shrunk(own, cls):
             torch.manual_seed(SEED)
             try:
-                bench = _Bench(drawn(small, cls, torch.float32), reader, ids, most)
+                bench = _Bench(drawn(small, cls, torch.float32), reader, ids)
                 return bench.trial(ragged=ragged)
             except Exception as error:  # noqa: BLE001 - any model's or processor's code
                 why = first_line(error)
@@ -79,18 +80,16 @@ def _with_small_tokens(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict
 
 
 class _Bench:
-    """Three texts, with `most` images, one, and none; and what the model itself says of them."""
+    """Three texts, with images, one, and none; and what the model itself says of them."""
 
-    def __init__(
-        self, model: PreTrainedModel, reader: ImageReader, small: dict[int, int], most: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, reader: ImageReader, small: dict[int, int]) -> None:
         self._model, self._reader, self._small = model, reader, small
         self._forward = forward_of(model)
         self._encoder = ImageEncoder(model)
         self._pictures = [_noise(*size) for size in _SIZES]
         token = reader.token
-        which = tuple(range(most))
-        first = " c ".join([token] * most)
+        which: tuple[int, ...] = (0,) if reader.alone else (0, 1)
+        first = " c ".join([token] * len(which))
         self._texts = {f"a b {first} d e f g": which, f"{token} h i j k": (1,)}
         self._texts["l m n o p q r s t"] = ()
 
@@ -101,12 +100,19 @@ class _Bench:
         if own["input_ids"].tolist() != [two[0]]:
             return TOGETHER
         said = self._said(own)
-        if apart(self._read([two]), said):
-            return self._cause(own, self._read([two]))
+        if apart(ours := self._read([two]), said):
+            why = self._cause(own, ours)
+            if why != BOTH_WAYS:
+                return why
+            self._encoder.token_types = next(name for name in TOKEN_TYPES if name in own)
+            if apart(self._read([two]), said):
+                return why
+        self._reader.token_types = self._encoder.token_types
         if not ragged:
             return None
-        piece = max(_PIECE, -(-len(two[0]) // _PIECES))
-        if apart(self._read([two], piece=piece), said):
+        whole = self._encoder.token_types is not None
+        piece = None if whole else max(_PIECE, -(-len(two[0]) // _PIECES))
+        if piece and apart(self._read([two], piece=piece), said):
             return "a prompt with images that is read in pieces says something else"
         alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
         if apart(self._read([two, one, none], piece=piece), alone):
@@ -153,9 +159,9 @@ class _Bench:
         positions = torch.arange(own["input_ids"].shape[1])[None]
         if not apart(ours, self._said({**own, "position_ids": positions})):
             return "it numbers the tokens of an image along several axes"
-        without = {name: value for name, value in own.items() if "token_type_ids" not in name}
+        without = {name: value for name, value in own.items() if name not in TOKEN_TYPES}
         if not apart(ours, self._said(without)):
-            return "the tokens of an image look at one another in both directions"
+            return BOTH_WAYS
         return "what it says of images is more than numbers in the places of their tokens"
 
     def _read(self, rows: Seq[tuple[list[int], Shown]], piece: int | None = None) -> torch.Tensor:

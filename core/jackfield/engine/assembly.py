@@ -95,7 +95,9 @@ def assemble(
         intake = None if images is None else ImageIntake(images, image_token(model))
         if isinstance(images, ImageReader):
             loop.images = StepImages(
-                ImageEncoder(model), bound.aside, forgets=plan.requirements.live
+                ImageEncoder(model, images.token_types),
+                bound.aside,
+                forgets=plan.requirements.live,
             )
         if bound.adapters is not None:
             loop.adapting = bound.adapters.adapting

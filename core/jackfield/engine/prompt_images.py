@@ -94,5 +94,12 @@ class ImageIntake:
         )
 
     def settle(self, images: PromptImages, ids: Seq[int]) -> None:
-        """Say which tokens of their prompt stand for them."""
-        images.shown = Shown([at for at, token in enumerate(ids) if token == self._token])
+        """Say which tokens of their prompt stand for them. Raises PromptError for others."""
+        places = [at for at, token in enumerate(ids) if token == self._token]
+        if len(places) != images.num_tokens:
+            raise PromptError(
+                f"the prompt has {len(places)} tokens of images, and its images have "
+                f"{images.num_tokens}: a message writes such a token itself; drop it, or set "
+                "sanitize_control_tokens=True"
+            )
+        images.shown = Shown(places)

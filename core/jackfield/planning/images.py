@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jackfield.bridge.image_hosts import ImageHosts, hosts_of
@@ -14,7 +15,8 @@ from jackfield.bridge.image_reader import (
     processor_of,
     reads_images,
 )
-from jackfield.bridge.image_trial import TOGETHER, tried_with_images
+from jackfield.bridge.image_trial import BOTH_WAYS, TOGETHER, tried_with_images
+from jackfield.contracts import Attention
 from jackfield.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,11 +63,35 @@ def _found(
         return reason
     reader = ImageReader(processor, hosts=hosts)
     ragged = not (needs.ragged or needs.pieces)
-    reason = tried_with_images(source.config, cls, reader, ragged=ragged)
+    trial = partial(tried_with_images, source.config, cls, reader, ragged=ragged)
+    reason = trial()
     if reason == TOGETHER:
-        reader = ImageReader(processor, alone=reason, hosts=hosts)
-        reason = tried_with_images(source.config, cls, reader, ragged=ragged, most=1)
+        reader.alone = reason
+        reason = trial()
+    if reason is None and reader.token_types is not None:
+        reason = _looks_back_only(plan, spec)
     return reader if reason is None else reason
+
+
+def _looks_back_only(plan: Plan, spec: LoadSpec) -> str | None:
+    """Why prompts are not read whole, with the mask that a model makes for them; None: they are."""
+    cache, attention = (plan[kind].registered for kind in ("cache", "attention"))
+    if plan.requirements.layout != "padded":
+        return (
+            f"{BOTH_WAYS}, and steps of the cache {cache.name!r} look back only; load it with "
+            "cache_implementation='dynamic'"
+        )
+    if spec.prefill_chunk_size is not None:
+        return (
+            f"{BOTH_WAYS}, and prefill_chunk_size={spec.prefill_chunk_size} cuts prompts; drop it"
+        )
+    assert isinstance(attention.backend, Attention)
+    if "bidirectional_prefix" not in attention.backend.capabilities.features:
+        return (
+            f"{BOTH_WAYS}, and the attention {attention.name!r} looks back only; load it with "
+            "attn_implementation='sdpa'"
+        )
+    return None
 
 
 def _without(needs: Requirements, spec: LoadSpec) -> str | None:
