@@ -101,6 +101,23 @@ ZOO: tuple[Wrong, ...] = (
 -    scales = (groups.abs().amax(2) / 7).bfloat16().float()
 +    scales = (groups.abs().amax().expand(groups.shape[:2]) / 7).bfloat16().float()
 """),
+    wrong("scales that other outputs decide", r"and .* from what the whole says there", """
+-    scales = (groups.abs().amax(2) / 7).bfloat16().float()
++    largest = groups.abs().amax(2)
++    scales = (largest.maximum(0.55 * largest.amax(0)) / 7).bfloat16().float()
+"""),
+    wrong("a bias that no process can leave out", r"has no attribute `bias`", """
+-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
++        self.added = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+@
+-        return nn.functional.linear(states, self.weight.to(states.dtype), self.bias)
++        return nn.functional.linear(states, self.weight.to(states.dtype), self.added)
+"""),
+    wrong("bytes of a part as of the whole", r"weight_bytes promised .* bytes of a part", """
+-            return weight.numbers // 2 + weight.numbers // GROUP * 2
++            numbers = weight.numbers * (3 if weight.whole else 1)
++            return numbers // 2 + numbers // GROUP * 2
+"""),
     wrong("layers of one shape share the first one's weights",
           r"has the weights of|products are not those", '''
 -GROUP = 16

@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jackfield.contracts import Quantizer, QuantizerCapabilities
 from jackfield.contracts.checkpoint import Form, one_of, paths, unlike
-from jackfield.contracts.quantizing import mixed_bytes
+from jackfield.contracts.quantizing import cut_groups, mixed_bytes, own_part
 
 METHOD = "nibbles"
 GROUP = 16
@@ -83,7 +83,8 @@ class NibbleHfQuantizer(HfQuantizer):
     def put(self, model: Any, name: str, parts: Any, missing: Any) -> dict[str, Any]:
         path = name.rpartition(".")[0]
         linear = model.get_submodule(path)
-        made = NibbleLinear(linear.in_features, linear.out_features, linear.bias)
+        bias = None if linear.bias is None else own_part(linear.bias)
+        made = NibbleLinear(*own_part(linear.weight).shape[::-1], bias)
         made.packed, made.scales = parts
         made._is_hf_initialized = True
         model.set_submodule(path, made)
@@ -148,6 +149,7 @@ class Nibbles(Quantizer):
         devices=frozenset({"cpu"}),
         relative_error=0.1,
         compiles=True,
+        tensor_parallel=True,
     )
     fields: ClassVar[Any] = {"group_size": one_of(GROUP, needed=True)}
 
@@ -164,13 +166,13 @@ class Nibbles(Quantizer):
     def refuse(self, requirements: Any, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
         linear = [w for w in requirements.weights if w.linear and not w.transposed]
-        if requirements.weights and not any(w.linear[1] % GROUP == 0 for w in linear):
+        if requirements.weights and not any(has_groups(w) for w in linear):
             reasons.append("groups of 16 divide the inputs of no nn.Linear of this model")
-        return reasons
+        return reasons + cut_groups(requirements, GROUP)
 
     def weight_bytes(self, requirements: Any, options: Any) -> int:
         def size(weight: Any) -> int | None:
-            if weight.linear is None or weight.transposed or weight.linear[1] % GROUP:
+            if weight.linear is None or weight.transposed or not has_groups(weight):
                 return None
             return weight.numbers // 2 + weight.numbers // GROUP * 2
 
@@ -193,12 +195,16 @@ class Nibbles(Quantizer):
         return isinstance(module, NibbleLinear)
 
 
+def has_groups(weight: Any) -> bool:
+    return (weight.whole or weight.linear)[1] % GROUP == 0
+
+
 def misfits(needs: Any, tensors: Any) -> list[str]:
     """Why the files are not of this form."""
     found = paths(tensors, ".packed", ".scales")
     if not found:
         return ["its config says nibbles, and none of its weights is quantized"]
-    known = {w.name.removesuffix(".weight"): w.linear for w in needs.weights if w.linear}
+    known = {w.name.removesuffix(".weight"): w.whole or w.linear for w in needs.weights}
     for path in found:
         rows, columns = known[path]
         forms = {

@@ -18,9 +18,10 @@ from torch import nn
 from jackfield.bridge.footprint import tensors_of
 from jackfield.bridge.gguf import GgufModel
 from jackfield.bridge.meta_model import meta_model
+from jackfield.bridge.sharding import Shard
 from jackfield.contracts import Requirements, StoredTensor, Weight
 from jackfield.contracts.checkpoint import Tensors, shown
-from jackfield.contracts.quantizing import plain_bytes
+from jackfield.contracts.quantizing import own_part, plain_bytes
 from jackfield.errors import CheckpointError
 from jackfield.guarded import fault
 from jackfield.registry.backends import Choice, Registered
@@ -80,13 +81,15 @@ def check_read(
     needs: Requirements,
     tensors: Tensors,
     gguf: GgufModel | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Compare a model that a quantizer has read with its plan and with the files.
 
-    `tensors` is empty where the files are not known; `gguf` is what they are of. Raises
-    PluginError for what the quantizer did, CheckpointError for what the files hold.
+    `tensors` is empty where the files are not known; `gguf` is what they are of; `shard` is the
+    part of them that was read. Raises PluginError for what the quantizer did, CheckpointError for
+    what the files hold.
     """
-    reader = _Reader(model, choice.registered, needs, tensors, gguf)
+    reader = _Reader(model, choice.registered, needs, tensors, gguf, shard)
     stored = {w.name for w in needs.weights if _is_stored(w, choice, needs)}
     converted = {
         p
@@ -135,9 +138,10 @@ class _Reader(ExitStack):
         needs: Requirements,
         tensors: Tensors,
         gguf: GgufModel | None,
+        shard: Shard | None,
     ) -> None:
         super().__init__()
-        self._gguf = gguf
+        self._gguf, self._shard = gguf, shard
         self.model, self.quantizer, self.needs, self.tensors = model, quantizer, needs, tensors
         self._dtype: torch.dtype = getattr(torch, needs.dtype)
         self._files: dict[Path, Any] = {}
@@ -184,6 +188,8 @@ class _Reader(ExitStack):
         own = type(module).__module__ == type(self.model).__module__
         if own and isinstance(module, nn.Linear):
             return nn.Linear.forward(module, given)
+        if self._shard is not None:  # without what processes do with one another around it
+            return type(module).forward(module, given)
         return module(given)
 
     def _linear(self, path: str, module: Any) -> Weight | None:
@@ -215,13 +221,24 @@ class _Reader(ExitStack):
             return self._gguf.first_rows(weight.name, ROWS)
         if self.needs.stored is not None:
             return None
-        found, linear = self.tensors.get(weight.name), weight.linear
+        found, linear = self.tensors.get(weight.name), weight.whole or weight.linear
         shape = linear[::-1] if weight.transposed and linear else linear
         if found is None or found.dtype not in _FLOATS or found.shape != shape:
             return None
         part = self._file(found.file).get_slice(weight.name)
-        some = part[:, :ROWS].T if weight.transposed else part[:ROWS]
+        rows, inputs = self._own(weight)
+        some = part[inputs, rows].T if weight.transposed else part[rows, inputs]
         return some.to(self._dtype).float()  # type: ignore[no-any-return]
+
+    def _own(self, weight: Weight) -> tuple[slice, slice]:
+        """Where in a whole matrix the first rows are of what this process has of it."""
+        assert weight.linear is not None
+        own, whole = weight.linear, weight.whole or weight.linear
+        row, column = (
+            0 if self._shard is None or here == there else self._shard.begin(there)
+            for here, there in zip(own, whole, strict=True)
+        )
+        return slice(row, row + min(ROWS, own[0])), slice(column, column + own[1])
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
@@ -245,6 +262,7 @@ class _Reader(ExitStack):
         if not isinstance(found, torch.Tensor):
             self.fail(weight.name, f"it is {found!r}, where a tensor is due")
             return
+        found = own_part(found)
         if not found.is_floating_point() or found.numel() != weight.numbers:
             self.fail(weight.name, f"it is {found.dtype} {list(found.shape)}, where "
                       f"{weight.numbers:,} numbers of floating point are due")  # fmt: skip

@@ -345,10 +345,49 @@ def _of_experts(shard: Shard) -> dict[str, Any]:
 def check_loaded(model: PreTrainedModel, expected: PreTrainedModel) -> None:
     """Raise ExecutionError where a loaded model has not the shapes of the one that was planned."""
     planned = {name: tuple(p.shape) for name, p in expected.named_parameters()}
+    ours = {path for path, _, _ in replaced(model, expected)}
     for name, parameter in model.named_parameters():
         local: Any = getattr(parameter, "_local_tensor", parameter)
+        if name.rpartition(".")[0] in ours:
+            continue  # a quantizer's, which is compared with the files
         if name in planned and tuple(local.shape) != planned[name]:
             raise ExecutionError(
                 f"{name} of {type(model).__name__} came as {list(local.shape)}, where its tensor "
                 f"parallel plan says {list(planned[name])}; load it in one process"
             )
+
+
+def replaced(
+    model: PreTrainedModel, expected: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Path, module and the one that was planned, where a quantizer put one of another class."""
+    planned = dict(expected.named_modules())
+    for path, module in model.named_modules():
+        if path in planned and type(module) is not type(planned[path]):
+            yield path, module, planned[path]
+
+
+class Around(NamedTuple):
+    """What transformers does around a linear layer of which each process has a part.
+
+    `split`: all processes are given all inputs, and each takes its own. `summed`: outputs are added
+    up. `gathered`: outputs are put side by side.
+    """
+
+    split: bool = False
+    summed: bool = False
+    gathered: bool = False
+
+
+#: Styles of a layer around which nothing is done where no gradients are computed.
+_NOTHING_AROUND = frozenset({None, "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce"})
+
+
+def around(model: PreTrainedModel, path: str) -> Around | None:
+    """What is done around a layer by the plan of `model`; None: what jackfield does not do."""
+    style = _style(path, _plan(model))
+    if style in _ROWS:
+        return Around(split=_ROWS[style], summed=True)
+    if style in _COLUMNS:
+        return Around(gathered=_COLUMNS[style])
+    return Around() if style in _NOTHING_AROUND else None

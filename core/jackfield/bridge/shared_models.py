@@ -9,8 +9,8 @@ from jackfield.bridge.footprint import numbers_of_a_token, weights_of
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.probe import probe
 from jackfield.bridge.requirements import probed, shapes_by_layer
-from jackfield.bridge.sharding import Shard, are_cut, sharded
-from jackfield.contracts.requirements import BYTES, Requirements
+from jackfield.bridge.sharding import Shard, are_cut, around, sharded
+from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
     part = part_of(config, shard)
     whole, seen = probed(part), probe(part_of(config, shard))  # by its config: that of all of it
     size = shard.size if are_cut(needs, whole.calls, seen.calls, shard) else 1
-    weights, layers = weights_of(part), len(needs.layer_types)
+    weights, layers = parts_of(needs.weights, part), len(needs.layer_types)
     return replace(
         needs,
         tp_size=shard.size,
@@ -47,5 +47,26 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
         **shapes_by_layer(seen.calls, layers),
         token_numbers=numbers_of_a_token(part),
         weights=weights,
+        plain_matrices=needs.plain_matrices or _plain_matrices(part, weights),
         weight_bytes=sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights),
     )
+
+
+def parts_of(whole: tuple[Weight, ...], part: PreTrainedModel) -> tuple[Weight, ...]:
+    """The weights of `part`, which know what one process would have of a matrix that is cut."""
+    linear = {weight.name: weight.linear for weight in whole}
+    return tuple(
+        weight
+        if weight.linear == linear[weight.name]
+        else replace(weight, whole=linear[weight.name])
+        for weight in weights_of(part)
+    )
+
+
+def _plain_matrices(part: PreTrainedModel, weights: tuple[Weight, ...]) -> str | None:
+    """Which linear layer no quantizer may replace, since only transformers shares it so."""
+    for weight in weights:
+        path = weight.name.rpartition(".")[0]
+        if weight.linear is not None and around(part, path) is None:
+            return f"transformers has a style of its own to share {path} among processes"
+    return None

@@ -17,6 +17,7 @@ from jackfield.bridge.placement import Placement
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.read_back import check_floats, check_shapes
 from jackfield.bridge.sharding import Shard, check_loaded, loading
+from jackfield.bridge.shared_layers import connect
 from jackfield.bridge.shared_models import part_of
 from jackfield.bridge.source import ModelSource
 from jackfield.bridge.spreading import check_placed, has_accelerate, native, no_notes
@@ -122,9 +123,12 @@ def load_model(
         )
     model: PreTrainedModel = loaded[0]
     _check_complete(source, loaded[1])
-    if shard is not None:
-        check_loaded(model, part_of(source.config, shard))
+    part = None if shard is None else part_of(source.config, shard)
+    if part is not None:
+        check_loaded(model, part)
     quantization.finish(model)
+    if part is not None and shard is not None and quantized:
+        connect(model, part, needs.weights, shard)
     if where.spread:
         check_placed(model, where)
     elif not placed and model.device != device:

@@ -50,7 +50,8 @@ class QuantizerCapabilities:
         merges: An adapter can be added into its weights; needs `adapters`.
         batch_invariant: The bits of a row of a layer's output do not depend on the other rows.
         compiles: Its layers can be traced by a compiler.
-        tensor_parallel: Several processes may share a model, each with a part of its weights.
+        tensor_parallel: Several processes may share a model, each with a part of its weights: what
+            is made of a part of a matrix is that part of what is made of the whole (see below).
         relative_error: How far a layer's outputs are from those of the weights that it stores, at
             most: the Euclidean norm of the difference over that of the outputs, for Gaussian
             weights and inputs, beside the error of rounding to the dtype. 0: nothing is lost. None:
@@ -153,6 +154,15 @@ class Quantizer(Backend):
     Both classes are registered, under `quant_method`, in `make_config` and in `reads`, after
     which transformers looks them up: `register_quantization_config` and `register_quantizer` of
     `transformers.quantizers`. These raise where a name is taken, so register once.
+
+    One that declares `tensor_parallel` is handed parts of matrices, as `Weight.linear` has them
+    beside `Weight.whole`: some outputs of a layer, or some inputs, in one piece. It stores a part
+    as it would within the whole, and `refuse` tells what cannot be cut so (`cut_groups`), and so
+    does what it keeps as it is. While weights are read, a parameter of the model is a DTensor with
+    the shape of the whole (`own_part`), and the weight that comes is the part. The layer that is
+    put in its place has the sizes of the part and computes with it alone: jackfield adds outputs up
+    over processes, gathers them and splits inputs around its `forward`. A bias is an attribute
+    `bias` that is read in each call: where outputs are added up, one process keeps its numbers.
 
     Violations: every layer that `weight_bytes` counts as stored, and every one that `converted`
     knows, is checked after reading. It has to exist, to return the planned dtype, shape and
@@ -425,6 +435,31 @@ def mixed_bytes(requirements: Requirements, convert: Callable[[Weight], int | No
             weight.numbers * _number_bytes(weight.dtype, requirements) if size is None else size
         )
     return total
+
+
+def cut_groups(requirements: Requirements, group_size: int) -> list[str]:
+    """Why processes that share the model would cut groups of neighbouring inputs, by one layer.
+
+    Empty: none is cut. A layer has groups where `group_size` divides the inputs of the whole.
+    """
+    for weight in requirements.weights:
+        if weight.whole is None or weight.linear is None or weight.whole[1] % group_size:
+            continue
+        if (own := weight.linear[1]) % group_size:
+            layer, inputs = weight.name.removesuffix(".weight"), weight.whole[1]
+            why = f"has groups of {group_size} inputs, and tp_size={requirements.tp_size} cuts one"
+            what = f"each process has {own} of the {inputs} inputs of {layer}"
+            return [f"{why}: {what}; take a group size that divides {own}, or another tp_size"]
+    return []
+
+
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process has of a parameter, where several share the model; elsewhere all of it.
+
+    For a quantizer that puts a layer in place of a linear one, while weights are read.
+    """
+    local = getattr(parameter, "to_local", None)
+    return parameter if local is None else local()  # type: ignore[no-any-return]
 
 
 def in_force(requirements: Requirements, options: Any) -> Mapping[str, Any] | None:

@@ -49,6 +49,8 @@ class Weight:
             quantizers may store in their own way, which the output head is not; None otherwise.
         dtype: The one that it keeps whatever the model's is; None: it keeps none.
         transposed: The model has the matrix as in × out, a `Conv1D`.
+        whole: `linear` as one process would have it, where this one shares the model with others
+            and has a part of the matrix; None: it has all of it.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Weight:
     linear: tuple[int, int] | None = None
     dtype: str | None = None
     transposed: bool = False
+    whole: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,8 @@ def read_weights(job: Job, plan: Plan, files: ExitStack, tokenizer: Any | None) 
         model = load_model(source, plan.requirements, plan.placement, bound, folder, job.shard)
         changes = bound.config is not None or bound.finish is not Quantization.finish
         if changes or plan.requirements.stored is not None:
-            check_read(model, choice, plan.requirements, tensors_in(source), source.gguf)
+            tensors = tensors_in(source)
+            check_read(model, choice, plan.requirements, tensors, source.gguf, job.shard)
         if job.found is None or job.held(plan, 1) is not None:
             return model
         return load_adapter(model, job.found)

@@ -15,6 +15,7 @@ import torch
 
 from jackfield.bridge.adapter_files import WEIGHTS
 from jackfield.bridge.shard_trial import shard_trial
+from jackfield.contracts.quantizing import plain_bytes
 from jackfield.devices import free_bytes
 from jackfield.errors import PlanError, UsageError, error_text
 from jackfield.parallel.meeting import found, hosted, join, lead, share_tensors
@@ -143,7 +144,9 @@ def prove(ranks: Ranks, plan: Plan, source: ModelSource, shard: Shard) -> None:
     Before any weight of the large one is read.
     """
     needs = plan.requirements
-    found = ranks.exchange(shard_trial(source.config, shard, needs.experts_implementation))
+    stored = needs.weight_bytes != plain_bytes(needs)
+    why = shard_trial(source.config, shard, needs.experts_implementation, stored=stored)
+    found = ranks.exchange(why)
     if why := next(filter(None, found), None):
         raise PlanError(
             f"tp_size={shard.size} cannot run {needs.architecture}: {why}; load it in one process"

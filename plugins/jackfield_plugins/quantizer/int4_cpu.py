@@ -50,6 +50,7 @@ class Int4Cpu(Groupwise):
         devices=frozenset({"cpu"}),
         batch_invariant=True,
         compiles=True,
+        tensor_parallel=True,
     )
 
 

@@ -43,6 +43,7 @@ class Int8Cpu(Groupwise):
         devices=frozenset({"cpu"}),
         batch_invariant=True,
         compiles=True,
+        tensor_parallel=True,
     )
 
     def meant(self, requirements: Requirements | None, options: Any) -> dict[str, Any]:

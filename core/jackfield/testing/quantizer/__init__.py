@@ -10,6 +10,7 @@ from jackfield.testing.quantizer import (
     files,
     layers,
     memory,
+    parts,
     quality,
     refusals,
     running,
@@ -23,5 +24,5 @@ def checks(subject: Subject) -> Iterator[Check]:
     loads = Loads(subject)
     if not loads.asks_for_a_config():
         yield from layers.checks(loads)
-    for room in (memory, files, running, adapters, quality, refusals):
+    for room in (memory, parts, files, running, adapters, quality, refusals):
         yield from room.checks(loads)

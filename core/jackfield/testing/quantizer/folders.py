@@ -6,6 +6,7 @@ the tokenizer of the demo model, for quantizers that measure a model on texts.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,12 +79,30 @@ class Original:
 
 def write(name: str, into: Path | None, seed: int) -> Original:
     """One of `MODELS` as a folder inside `into`. Raises NotTriedError without its class."""
-    model = _built(name, seed)
+    return _saved(_built(name, seed), into, name)
+
+
+def _saved(model: transformers.PreTrainedModel, into: Path | None, name: str) -> Original:
     folder = Path(tempfile.mkdtemp(dir=into, prefix=f"{name.replace(' ', '-')}-"))
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(MODEL_PATH).save_pretrained(folder)
     state = {key: value.double() for key, value in model.state_dict().items()}
     return Original(folder, state, dict(_matrices(model)), model)
+
+
+def write_part(original: Original, into: Path | None, size: int, rank: int) -> Original:
+    """The same with one of `size` parts of the features of each MLP, in a folder."""
+    config = copy.deepcopy(original.model.config)
+    config.intermediate_size //= size
+    own = slice(rank * config.intermediate_size, (rank + 1) * config.intermediate_size)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict({
+        name: tensor[own] if _kind(name.rpartition(".")[0]) in ("gate_proj", "up_proj")
+        else tensor[:, own] if name.endswith("down_proj.weight") else tensor
+        for name, tensor in original.model.state_dict().items()
+    })  # fmt: skip
+    model.generation_config = original.model.generation_config
+    return _saved(model, into, "part")
 
 
 def _built(name: str, seed: int) -> transformers.PreTrainedModel:

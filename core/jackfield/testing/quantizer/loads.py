@@ -94,6 +94,10 @@ class Loads:
             self._originals[name] = write(name, self.into, self.subject.seed)
         return self._originals[name]
 
+    def add(self, name: str, original: Original) -> None:
+        """Have one more model, under a name of its own."""
+        self._originals.setdefault(name, original)
+
     def arguments(self, dtype: str | None) -> dict[str, Any]:
         """Of `jackfield.load`: this quantizer, in `dtype`; None: in one that it chooses."""
         chosen = {"quantization": self.subject.selection, "device_map": self.subject.device}

@@ -18,7 +18,7 @@ from jackfield.contracts import (
     Weight,
 )
 from jackfield.contracts.checkpoint import first
-from jackfield.contracts.quantizing import in_force, method, mixed_bytes
+from jackfield.contracts.quantizing import cut_groups, in_force, method, mixed_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,8 @@ class Groupwise(Quantizer):
                 reasons.append(f"the checkpoint has {name}={stored.get(name)}, not {asked}")
         meant = self.meant(requirements, options)
         return reasons or first(
-            check(requirements, meant) for check in (_no_layers, _no_head, self._refuse_kernel)
+            check(requirements, meant)
+            for check in (_no_layers, _no_head, _not_shared, self._refuse_kernel)
         )
 
     def _refuse_kernel(self, requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
@@ -94,7 +95,9 @@ class Groupwise(Quantizer):
             filled = -(-shape[0] // 64) * 64  # kernels lay out 64 outputs together
             return filled * (shape[1] * bits // 8 + shape[1] // group * of_group)
 
-        total = mixed_bytes(requirements, lambda weight: size(weight.linear))
+        total = mixed_bytes(
+            requirements, lambda w: size(w.linear) if _has_groups(w, group) else None
+        )
         if not requirements.weights or not meant["head"]:
             return total
         head = size(requirements.head, int(meant["head"]))
@@ -138,10 +141,10 @@ class Groupwise(Quantizer):
 def _no_layers(requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
     """Why nothing would be stored in groups."""
     group, name = int(meant["group_size"]), requirements.architecture
-    layers = [w.linear for w in requirements.weights if w.linear is not None]
-    if meant["head"] or not requirements.weights or any(n % group == 0 for _, n in layers):
+    weights = requirements.weights
+    if meant["head"] or not weights or any(_has_groups(weight, group) for weight in weights):
         return []
-    if not layers:
+    if not any(weight.linear for weight in weights):
         return [f"converts nn.Linear and Conv1D, and {name} has none but its head"]
     return [f"groups of {group} divide the inputs of no linear layer of {name}, its head aside"]
 
@@ -157,6 +160,20 @@ def _no_head(requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
         inputs = requirements.head[1]
         return [f"groups of {group} do not divide the {inputs} inputs of the output head"]
     return []
+
+
+def _not_shared(requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
+    """Why processes that share a model would not have what one process has."""
+    if requirements.tp_size > 1 and meant["head"]:
+        why = f"head={meant['head']} stores the output head of one process"
+        return [f"{why}, and tp_size={requirements.tp_size} shares it; leave 'head' out"]
+    return cut_groups(requirements, int(meant["group_size"]))
+
+
+def _has_groups(weight: Weight, group: int) -> bool:
+    """Whether it is stored in groups, as it is in one process."""
+    whole = weight.whole or weight.linear
+    return whole is not None and whole[1] % group == 0
 
 
 def _plain_head(requirements: Requirements) -> int:

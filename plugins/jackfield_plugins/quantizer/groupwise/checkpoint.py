@@ -16,7 +16,8 @@ def misfits(
     found = paths(tensors, ".qweight", ".scales")
     if not found:
         return [f"its config says {method}, and none of its weights is quantized"]
-    known = {w.name.removesuffix(".weight"): w.linear for w in needs.weights if w.linear}
+    linear = {w.name.removesuffix(".weight"): w.whole or w.linear for w in needs.weights}
+    known = {path: shape for path, shape in linear.items() if shape is not None}
     group, head = int(meant["group_size"]), int(meant["head"] or bits)
     says = f"its config says group_size={group} and head={meant['head']}"
     reasons = first(_unlike(path, known.get(path), group, (bits, head), tensors) for path in found)

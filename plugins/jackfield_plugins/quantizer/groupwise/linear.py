@@ -103,7 +103,7 @@ class GroupwiseLinear(nn.Module):
                     f"{found.dtype} {list(found.shape)}"
                 )
         self.qweight, self.scales = self.product.pack(quantized, self.bits)
-        self._ready = self.qweight.is_cpu
+        self._ready = self.qweight.is_cpu and self.qweight.numel() > 0
         if self.bias is not None and bias is not None:
             self.bias = bias.detach().to(self.dtype, copy=True)
 
@@ -144,7 +144,7 @@ class GroupwiseLinear(nn.Module):
         if hidden.dtype is not self.dtype:
             own = str(self.dtype).removeprefix("torch.")
             wrong.append(f"takes {own}, not {hidden.dtype}: load with dtype='{own}'")
-        if hidden.is_cpu and not self._ready:
+        if hidden.is_cpu and not self._ready and self.out_features > 0:  # a part may have none
             wrong.append("has no weights yet")
         return shape_alone(self, hidden, name_of(self.bits), wrong)
 

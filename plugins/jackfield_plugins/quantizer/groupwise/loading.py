@@ -14,6 +14,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from jackfield.contracts.quantizing import own_part
 from jackfield.errors import PlanError
 from jackfield_plugins.quantizer.groupwise.choosing import product
 from jackfield_plugins.quantizer.groupwise.files import forget_files
@@ -106,7 +107,7 @@ class GroupwiseHfQuantizer(CpuHfQuantizer):
         assert self.product is not None
         path = name.rpartition(".")[0]
         linear: Any = model.get_submodule(path)
-        out_features, in_features = _matrix(linear).shape
+        out_features, in_features = own_part(_matrix(linear)).shape
         config = self.quantization_config
         made = GroupwiseLinear(
             in_features,
@@ -117,7 +118,7 @@ class GroupwiseHfQuantizer(CpuHfQuantizer):
             bits=(config.head if linear is model.get_output_embeddings() else None) or self.bits,
             dtype=linear.weight.dtype,
         )
-        made.set_weight(quantized, linear.bias)
+        made.set_weight(quantized, None if linear.bias is None else own_part(linear.bias))
         put(model, path, made)
         if missing is not None:
             missing.discard(name)
