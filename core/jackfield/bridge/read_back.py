@@ -226,8 +226,8 @@ class _Reader(ExitStack):
         if found is None or found.dtype not in _FLOATS or found.shape != shape:
             return None
         part = self._file(found.file).get_slice(weight.name)
-        rows, inputs = self._own(weight)
-        some = part[inputs, rows].T if weight.transposed else part[rows, inputs]
+        outputs, inputs = self._own(weight)
+        some = part[inputs, outputs].T if weight.transposed else part[outputs, inputs]
         return some.to(self._dtype).float()  # type: ignore[no-any-return]
 
     def _own(self, weight: Weight) -> tuple[slice, slice]:

@@ -115,7 +115,7 @@ def _compared(
 class _Layer(nn.Module):
     """A linear layer of a part of a matrix, in place of one that transformers has cut."""
 
-    def __init__(self, cut: nn.Linear) -> None:
+    def __init__(self, cut: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(own_part(cut.weight))
         self.bias = None if cut.bias is None else nn.Parameter(own_part(cut.bias))
@@ -130,6 +130,5 @@ def _replace_layers(model: PreTrainedModel, config: PreTrainedConfig, shard: Sha
     for weight in weights:
         if weight.linear is not None:
             path = weight.name.removesuffix(".weight")
-            cut: Any = model.get_submodule(path)
-            model.set_submodule(path, _Layer(cut))
+            model.set_submodule(path, _Layer(model.get_submodule(path)))
     connect(model, part, weights, shard)

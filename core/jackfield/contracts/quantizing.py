@@ -459,7 +459,7 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
     For a quantizer that puts a layer in place of a linear one, while weights are read.
     """
     local = getattr(parameter, "to_local", None)
-    return parameter if local is None else local()  # type: ignore[no-any-return]
+    return parameter if local is None else local()
 
 
 def in_force(requirements: Requirements, options: Any) -> Mapping[str, Any] | None:
