@@ -189,7 +189,9 @@ def test_experts_that_cannot_be_handed_out_are_refused_by_name() -> None:
     assert jackfield.plan(three, tp_size=2).requirements.tp_size == 2
     with pytest.raises(PlanError, match="tp_size=2 does not divide the 3 experts of Mixtral"):
         jackfield.plan(three, tp_size=2, expert_parallel=True)
-    with pytest.raises(PlanError, match=r"no expert parallel plan of LlamaForCausalLM.*drop expert"):
+    with pytest.raises(
+        PlanError, match=r"no expert parallel plan of LlamaForCausalLM.*drop expert"
+    ):
         jackfield.plan(tiny("LlamaConfig"), tp_size=2, expert_parallel=True)
     with pytest.raises(UsageError, match="and there is one; add tp_size=N, or drop it"):
         jackfield.plan(three, expert_parallel=True)

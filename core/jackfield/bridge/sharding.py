@@ -383,9 +383,9 @@ class Around(NamedTuple):
 _NOTHING_AROUND = frozenset({None, "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce"})
 
 
-def around(model: PreTrainedModel, path: str) -> Around | None:
+def around(model: PreTrainedModel, path: str, shard: Shard) -> Around | None:
     """What is done around a layer by the plan of `model`; None: what jackfield does not do."""
-    style = _style(path, _plan(model))
+    style = _style(path, _plan(model, shard))
     if style in _ROWS:
         return Around(split=_ROWS[style], summed=True)
     if style in _COLUMNS:

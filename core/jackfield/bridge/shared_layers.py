@@ -37,7 +37,7 @@ def connect(
         if weight.linear is not None
     }
     for path, module, _ in list(replaced(model, expected)):
-        does = around(model, path)
+        does = around(model, path, shard)
         if does is None or (does.gathered and path not in outputs):
             raise ExecutionError(
                 f"{path} of {type(model).__name__} was replaced by a {type(module).__name__}, "

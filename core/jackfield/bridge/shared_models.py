@@ -47,7 +47,7 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
         **shapes_by_layer(seen.calls, layers),
         token_numbers=numbers_of_a_token(part),
         weights=weights,
-        plain_matrices=needs.plain_matrices or _plain_matrices(part, weights),
+        plain_matrices=needs.plain_matrices or _plain_matrices(part, weights, shard),
         weight_bytes=sum(w.numbers * BYTES[w.dtype or needs.dtype] for w in weights),
     )
 
@@ -63,10 +63,10 @@ def parts_of(whole: tuple[Weight, ...], part: PreTrainedModel) -> tuple[Weight, 
     )
 
 
-def _plain_matrices(part: PreTrainedModel, weights: tuple[Weight, ...]) -> str | None:
+def _plain_matrices(part: PreTrainedModel, weights: tuple[Weight, ...], shard: Shard) -> str | None:
     """Which linear layer no quantizer may replace, since only transformers shares it so."""
     for weight in weights:
         path = weight.name.rpartition(".")[0]
-        if weight.linear is not None and around(part, path) is None:
+        if weight.linear is not None and around(part, path, shard) is None:
             return f"transformers has a style of its own to share {path} among processes"
     return None
