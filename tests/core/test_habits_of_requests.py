@@ -251,7 +251,7 @@ def test_what_is_not_there_is_answered_with_our_spelling(engine: jackfield.Engin
 def test_a_file_that_asks_for_what_nothing_honours_is_lifted_with_none() -> None:
     for name, value in (
         ("token_healing", True),
-        ("output_hidden_states", True),
+        ("low_memory", True),
         ("num_beams", 3),
     ):
         model = build("llama", torch.float64)

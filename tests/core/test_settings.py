@@ -49,6 +49,8 @@ HONOURED = {
     "min_new_tokens": 3,
     "min_p": 0.1,
     "no_repeat_ngram_size": 2,
+    "output_attentions": True,
+    "output_hidden_states": True,
     "output_logits": True,
     "output_scores": True,
     "remove_invalid_values": True,
@@ -380,7 +382,7 @@ def test_min_length_counts_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 4), ("token_healing", True), ("output_attentions", True)],
+    [("num_beams", 4), ("token_healing", True), ("low_memory", True)],
 )
 def test_a_default_of_the_model_that_cannot_be_honoured_says_how_to_override(
     name: str, value: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,25 @@ def forward_of(
 
     With `fixed_shapes`, the bits of a token's logits do not depend on the other tokens of the call.
     """
+    call = call_of(model)
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(inputs: ModelInputs) -> torch.Tensor:
+        logits: torch.Tensor = call(inputs.kwargs).logits
+        if not keeps:
+            keep = inputs.kwargs["logits_to_keep"]
+            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        logits = logits.view(inputs.rows, -1, logits.shape[-1])
+        return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)
+
+    return with_fixed_shapes(forward) if fixed_shapes else forward
+
+
+def call_of(model: PreTrainedModel) -> Callable[[dict[str, Any]], Any]:
+    """A function that calls the model with a step's arguments, by the names that it has for them.
+
+    It returns what the model does, and leaves the arguments as they are.
+    """
     parameters = inspect.signature(model.forward).parameters
     absent = [name for name in _DERIVABLE if name not in parameters]
     other_name = "past_key_values" not in parameters and "cache_params" in parameters
@@ -36,8 +55,7 @@ def forward_of(
     router = {"output_router_logits"} & parameters.keys()
     silent = {name: False for name in router if getattr(model.config, name, False)}
 
-    def forward(inputs: ModelInputs) -> torch.Tensor:
-        kwargs = inputs.kwargs
+    def call(kwargs: dict[str, Any]) -> Any:
         if prefix:  # it looks at these in the first step only, which feeds whole prompts
             kwargs = {**kwargs, "token_type_ids": torch.ones_like(kwargs["input_ids"])}
         if encodes:
@@ -47,13 +65,8 @@ def forward_of(
         if other_name:  # of a model whose layers all have a state
             kwargs = dict(kwargs)
             kwargs["cache_params"] = kwargs.pop("past_key_values", None)
-        keep = kwargs["logits_to_keep"]
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}
-        logits: torch.Tensor = model(**kwargs).logits
-        if "logits_to_keep" in absent:
-            logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
-        logits = logits.view(inputs.rows, -1, logits.shape[-1])
-        return logits if inputs.row_of is None else logits.index_select(0, inputs.row_of)
+        return model(**kwargs)
 
-    return with_fixed_shapes(forward) if fixed_shapes else forward
+    return call

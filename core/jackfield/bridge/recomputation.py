@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -116,20 +116,29 @@ class Recomputation:
             found[module.layer_idx] = AttentionCall(queries, keys, values, output[0])
             return output, None
 
-        key = f"{KEY}recomputed-{next(_serial)}"
-        AttentionInterface.register(key, noting)
-        AttentionMaskInterface.register(key, eager.mask)
-        configs = decoder_configs(self._model)
-        before = [config._attn_implementation_internal for config in configs]
-        try:
-            for config in configs:
-                config._attn_implementation_internal = key
+        with attending(self._model, noting, eager.mask):
             yield
-        finally:
-            for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation_internal = implementation
-            AttentionInterface._global_mapping.pop(key, None)
-            AttentionMaskInterface._global_mapping.pop(key, None)
+
+
+@contextlib.contextmanager
+def attending(
+    model: PreTrainedModel, forward: Callable[..., Any], mask: Callable[..., Any]
+) -> Iterator[None]:
+    """Have the model call `forward` as its attention, with what `mask` makes."""
+    key = f"{KEY}recomputed-{next(_serial)}"
+    AttentionInterface.register(key, forward)
+    AttentionMaskInterface.register(key, mask)
+    configs = decoder_configs(model)
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = key
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(key, None)
+        AttentionMaskInterface._global_mapping.pop(key, None)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,8 @@ class Settings(NamedTuple):
         logprobs: Of how many of the likeliest tokens log-probabilities are told; None: of none.
         output_logits: Whether the completion has the model's logits of each new token.
         output_scores: Whether it has the scores that each was chosen by.
+        output_hidden_states: Whether it has what each layer gives.
+        output_attentions: Whether it has how much each token looks at the others, by layer.
         logits_processor: Functions of (token ids `[1, length]`, scores `[1, vocab]`), called after
             the penalties.
         guidance_scale: How far scores are led away from those behind the request's negative prompt,
@@ -131,6 +133,8 @@ class Settings(NamedTuple):
     logprobs: int | None = None
     output_logits: bool = False
     output_scores: bool = False
+    output_hidden_states: bool = False
+    output_attentions: bool = False
     logits_processor: tuple[Callable[..., Any], ...] = ()
     guidance_scale: float = 1.0
     watermark: Callable[..., Any] | None = None

@@ -133,6 +133,17 @@ class Adapters:
         finally:
             self._layers.choose(None, (0, 0))
 
+    @contextlib.contextmanager
+    def alone(self, held: HeldLora | None, tokens: int) -> Iterator[None]:
+        """Have a call within, which is no step's, compute one row of `tokens` with `held`."""
+        self._settle()
+        chosen = None if held is None else Chosen(None, [held.slot], self._layers.owners)
+        self._layers.choose(chosen, (1, tokens))
+        try:
+            yield
+        finally:
+            self._layers.choose(None, (0, 0))
+
     def _choose(self, step: Step, inputs: ModelInputs) -> None:
         self._settle()
         rows, width = inputs.kwargs["input_ids"].shape

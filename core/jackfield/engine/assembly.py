@@ -17,6 +17,7 @@ from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.bound import BoundModel, install_all, vocab_size_of
 from jackfield.engine.checked_schedule import CheckedSchedule
 from jackfield.engine.decoder import Decoder, strategies_of
+from jackfield.engine.introspection import Introspection
 from jackfield.engine.leading import SharedCache, shared_forward
 from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
@@ -47,6 +48,7 @@ class Assembly:
     text: Text
     images: ImageIntake | None
     structures: Structures
+    introspection: Introspection
     loop: Loop
     observer: Observer
     worker: Worker
@@ -110,7 +112,8 @@ def assemble(
             leader.exchange("ready")
             leader.watch()
         verification = Verification(bound, loop, verify) if verify else None
-        observer = Observer(plan, bound, loop, text, draft, verification)
+        introspection = Introspection(bound)
+        observer = Observer(plan, bound, loop, text, draft, verification, introspection)
         linger = linger_on(input_device(model).type)
         worker = Worker(loop, observer.delta, observer.mark, max_waiting, stall_after, linger)
     except BaseException:
@@ -120,7 +123,7 @@ def assemble(
     if loop.images is not None:
         restore.append(loop.images.kept.clear)
     restore.append(unused)
-    return Assembly(bound, text, intake, structures, loop, observer, worker, restore)
+    return Assembly(bound, text, intake, structures, introspection, loop, observer, worker, restore)
 
 
 def _steps(

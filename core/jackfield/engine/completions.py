@@ -44,6 +44,11 @@ class Completion:
     is made of. `logits` and `scores` are float32 `[new tokens, vocab]` on the CPU, where
     `output_logits` and `output_scores` ask for them: what the model said, and what each token was
     chosen by, -inf where it was out of the question.
+
+    `hidden_states` and `attentions` are what the layers say where `output_hidden_states` and
+    `output_attentions` ask for it, of a text that is whole: on the CPU in the model's dtype,
+    `[layers + 1, tokens, hidden_size]` and `[layers, heads, tokens, tokens]`. These tokens are the
+    prompt's and the new ones without the last, which is never fed.
     """
 
     text: str | None
@@ -56,6 +61,8 @@ class Completion:
     score: float | None = None
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
     scores: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    hidden_states: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    attentions: torch.Tensor | None = field(default=None, repr=False, compare=False)
     heard: Heard | Copied | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -124,6 +131,9 @@ class Completion:
         for name in ("logits", "scores"):
             if (table := getattr(self, name)) is not None:
                 data[name] = [[x if isfinite(x) else None for x in row] for row in table.tolist()]
+        for name in ("hidden_states", "attentions"):
+            if (array := getattr(self, name)) is not None:
+                data[name] = array.tolist()
         if self.heard is not None:
             data |= {"content": self.content, "reasoning": self.reasoning}
             if self._said.unread is None:

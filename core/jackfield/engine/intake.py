@@ -58,6 +58,7 @@ class Intake:
         encodes = has_encoder(self._model.config)
         self._start = decoder_start(self._model, self._text.vocab_size) if encodes else None
         self._images = assembly.images
+        self._introspection = assembly.introspection
         self._check_open = assembly.worker.check_open
 
     def check(self, asked: Mapping[str, Any]) -> None:
@@ -115,6 +116,7 @@ class Intake:
             raise SettingsError(f"decoding={decoding!r}: {reason}")
         width = self._loop.decoding.width(settings)
         self._check_size(settings, len(ids), width)
+        self._check_told(settings, len(ids), wished, images is not None)
         adapter, settings = self._adapter(settings)
         if images is not None:
             settings = settings._replace(cache_salt=f"{images.salt} {settings.cache_salt}")
@@ -159,6 +161,13 @@ class Intake:
             check_width(width, settings.num_return_sequences, self._text.vocab_size, places)
         if reason := self._loop.cache.refuse(length, settings.max_new_tokens, *copies):
             raise CacheFullError(f"{self._plan['cache'].registered.name}: {reason}")
+
+    def _check_told(self, settings: Settings, length: int, wished: Wishes, images: bool) -> None:
+        """Raise SettingsError for a request that cannot be told what is inside the model."""
+        try:
+            self._introspection.check(settings, length, images=images)
+        except SettingsError as error:
+            raise SettingsError(wished.told(str(error))) from None
 
     def _adapter(self, settings: Settings) -> tuple[HeldLora | None, Settings]:
         """The adapter of a request, which then caches for itself. Raises SettingsError."""

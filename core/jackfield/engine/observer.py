@@ -12,6 +12,7 @@ from jackfield.bridge.tokenizer import Text
 from jackfield.engine.assistant import DraftModel
 from jackfield.engine.bound import BoundModel
 from jackfield.engine.completions import Completion, Delta, Usage
+from jackfield.engine.introspection import Introspection
 from jackfield.engine.loop import Loop
 from jackfield.engine.report import Compiled, Observation, Ran, Report, observe
 from jackfield.engine.sequences import RunningSequence
@@ -36,6 +37,7 @@ class Observer:
         text: Text,
         draft: DraftModel | None,
         verification: Verification | None,
+        introspection: Introspection,
     ) -> None:
         self._plan = plan
         self._attention = bound.attention
@@ -48,6 +50,7 @@ class Observer:
         self._layers = bound.layers
         self._draft = draft
         self._verification = verification
+        self._introspection = introspection
         self._marked: tuple[int, Report] | None = None  # and before which turn of the loop
 
     def report(self) -> Report:
@@ -116,6 +119,8 @@ class Observer:
 
     def _completion(self, sequence: RunningSequence) -> Completion:
         text = self._text_of(sequence)
+        seconds = time.perf_counter() - sequence.started
+        told = self._introspection.of(sequence)
         assert sequence.finish_reason is not None
         first = sequence.first_token_at
         return Completion(
@@ -125,7 +130,7 @@ class Observer:
             usage=Usage(
                 sequence.num_prompt_tokens,
                 sequence.num_new,
-                time.perf_counter() - sequence.started,
+                seconds,
                 sequence.num_found or 0,
                 None if first is None else first - sequence.started,
             ),
@@ -135,6 +140,8 @@ class Observer:
             score=sequence.score,
             logits=torch.stack(sequence.logits) if sequence.logits else None,
             scores=torch.stack(sequence.scores) if sequence.scores else None,
+            hidden_states=told.hidden_states,
+            attentions=told.attentions,
             heard=sequence.heard,
         )
 

@@ -87,6 +87,8 @@ def _resolved(
         else None,
         output_logits=_flag(given, "output_logits"),
         output_scores=_flag(given, "output_scores"),
+        output_hidden_states=_flag(given, "output_hidden_states"),
+        output_attentions=_flag(given, "output_attentions"),
         logits_processor=_processors(fields, given, number),
         guidance_scale=_guidance(given, count),
         watermark=watermark(wishes, prompt_length, limits.vocab_size),

@@ -23,8 +23,9 @@ OWN = frozenset(
 LOOP = frozenset(
     {
         "adapter", "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar",
-        "json_schema", "max_length", "max_new_tokens", "num_return_sequences", "priority", "regex",
-        "renormalize_logits", "skip_special_tokens", "stop_strings",
+        "json_schema", "max_length", "max_new_tokens", "num_return_sequences", "output_attentions",
+        "output_hidden_states", "priority", "regex", "renormalize_logits", "skip_special_tokens",
+        "stop_strings",
     }
 )  # fmt: skip
 
@@ -120,7 +121,6 @@ DRAFTING: Mapping[str, str] = {
 
 
 _MOVED = "transformers has moved it out of itself"
-_INSIDE = "a step keeps the logits of its requests alone; call the model itself to see its insides"
 
 #: Fields that nothing here honours: what to do.
 REFUSED: Mapping[str, str] = {
@@ -131,8 +131,6 @@ REFUSED: Mapping[str, str] = {
     "dola_layers": _MOVED,
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "low_memory": _MOVED,
-    "output_attentions": _INSIDE,
-    "output_hidden_states": _INSIDE,
     "penalty_alpha": _MOVED,
     "return_dict_in_generate": "a Completion has text, tokens and log-probabilities anyway",
     "token_healing": "transformers first generates one token more; end the prompt where one does",
