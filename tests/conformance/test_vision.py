@@ -15,7 +15,7 @@ import jackfield
 from jackfield.bridge.image_encoder import ImageEncoder
 from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.image_trial import tried_with_images
-from jackfield.errors import CheckpointError, PromptError, UsageError
+from jackfield.errors import CheckpointError, PromptError, SettingsError, UsageError
 
 with extras.imports():
     from seeing import build, chat, generated, given, picture, published, sixteen
@@ -122,6 +122,20 @@ def test_equal_images_are_computed_once(
         again[0]["content"][1]["image"] = file.getvalue()
         engine.generate([again], **GREEDY)
         assert len(read) == 3
+
+
+def test_what_layers_say_is_told_of_texts_without_images() -> None:
+    model, processor = build("llava")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with jackfield.load(model, tokenizer=processor) as engine:
+        (text,) = engine.generate(ids, **GREEDY, output_hidden_states=True)
+        with pytest.raises(SettingsError, match="a text with images is not computed once more"):
+            engine.generate([chat("a ", picture(0))], **GREEDY, output_hidden_states=True)
+    due = model.generate(
+        ids, **GREEDY, output_hidden_states=True, return_dict_in_generate=True
+    ).hidden_states
+    last = torch.cat([step[-1][0] for step in due])
+    torch.testing.assert_close(text.hidden_states[-1], last, rtol=1e-3, atol=1e-4)
 
 
 def test_weights_of_a_live_model_may_change_between_requests() -> None:

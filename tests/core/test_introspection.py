@@ -18,6 +18,7 @@ from jackfield.bridge import layer_outputs
 from jackfield.contracts import Settings
 from jackfield.engine import introspection
 from jackfield.engine.introspection import Introspection
+from jackfield.engine.loop import Loop
 from jackfield.errors import SettingsError, UsageError
 
 PROMPTS = prompts((5, 13, 21, 1))
@@ -35,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "guesses": {"decoding": LOOKUP},
     "compiled": {"compile": "inductor?backend=eager"},
     "verified": {"verify": True},
+    "ahead": {"cache_implementation": "paged?page_size=4", "max_batch_size": 3},
 }
 
 
@@ -80,13 +82,22 @@ def check(model: Any, prompt: list[int], one: Any, **asked: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_they_are_those_of_generate_beside_requests_that_do_not_ask(way: str) -> None:
+def test_they_are_those_of_generate_beside_requests_that_do_not_ask(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, following = [], Loop._following
+    monkeypatch.setattr(
+        Loop, "_following", lambda *given: begun.append(following(*given)) or begun[-1]
+    )
     settings = [BOTH, {}, {"output_attentions": True}, {"output_hidden_states": True}]
     with jackfield.load(build("llama"), **WAYS[way]) as engine:
+        if way == "ahead":  # as on a GPU: a step is begun before the texts of the last are told
+            engine._loop.overlaps = True
         found = engine.generate(
             [prompt for prompt in PROMPTS for _ in settings],
             settings=settings * len(PROMPTS), max_new_tokens=NEW,
         )  # fmt: skip
+        assert bool(begun) == (way == "ahead")
     model = build("llama")
     for number, one in enumerate(found):
         asked = settings[number % len(settings)]

@@ -49,6 +49,8 @@ def said(*parts: Any) -> dict[str, Any]:
         ({"service_tier": "flex"}, "service_tier"),
         ({"functions": []}, "functions"),
         ({"frequenzy_penalty": 1}, "frequenzy_penalty"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"output_attentions": True}, "output_attentions"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_in_its_field(client: OpenAI, more: dict[str, Any], param: str) -> None:
