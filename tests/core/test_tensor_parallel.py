@@ -136,6 +136,7 @@ def test_tokens_are_those_of_one_process(
     assert found == told(model)
 
 
+@pytest.mark.skipif(not UNEVEN, reason="transformers 5.17 hands out no experts in float64")
 @pytest.mark.parametrize(
     "name",
     ["MixtralConfig", *(pytest.param(name, marks=pytest.mark.long) for name in EXPERTS)],
@@ -161,7 +162,10 @@ def test_tokens_are_the_same_where_experts_are_handed_out(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "more"),
-    [*((name, {}) for name in FAMILIES), *((n, {"expert_parallel": True}) for n in EXPERTS)],
+    [
+        *((name, {}) for name in FAMILIES),
+        *((name, {"expert_parallel": True}) for name in EXPERTS if UNEVEN),
+    ],
     ids=str,
 )
 def test_four_processes_say_the_same(tmp_path: Path, name: str, more: dict[str, Any]) -> None:

@@ -148,9 +148,8 @@ def prove(ranks: Ranks, plan: Plan, source: ModelSource, shard: Shard) -> None:
     why = shard_trial(source.config, shard, needs.experts_implementation, stored=stored)
     found = ranks.exchange(why)
     if why := next(filter(None, found), None):
-        raise PlanError(
-            f"tp_size={shard.size} cannot run {needs.architecture}: {why}; load it in one process"
-        )
+        other = "drop expert_parallel" if shard.experts else "load it in one process"
+        raise PlanError(f"tp_size={shard.size} cannot run {needs.architecture}: {why}; {other}")
 
 
 def agreed_bytes(ranks: Ranks, device: torch.device) -> int | None:
