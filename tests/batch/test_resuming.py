@@ -58,6 +58,7 @@ OTHERS: dict[str, Any] = {
     "dtype": "float64",
     "device_map": "cpu",
     "tp_size": 2,
+    "expert_parallel": True,
     "max_memory": {"cpu": "4GB"},
     "offload_folder": "folder",
     "adapter": "adapter",

@@ -50,6 +50,7 @@ GIVEN: Mapping[str, tuple[Any, str, str]] = {
     "kernels": ("cpu-rms-norm", HONOURED, HONOURED),
     "deterministic": (True, HONOURED, HONOURED),
     "tp_plan": ("auto", "say how many with tp_size=N", "say how many with tp_size=N"),
+    "expert_parallel": (True, "there is one; add tp_size=N", "there is one; add tp_size=N"),
     "tp_size": (0, "a number of processes from 1 on", "a number of processes from 1 on"),
     "locked": ("/nowhere", "there is no lock /nowhere", "there is no lock /nowhere"),
     "profile": ("/nowhere", "there is no profile /nowhere", "there is no profile /nowhere"),

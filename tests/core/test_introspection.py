@@ -329,6 +329,9 @@ def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         text = refusal(engine, max_new_tokens=10, output_hidden_states=True, output_attentions=None)
         assert "output_hidden_states=True takes 10.8 kB for 14 tokens" in text
         assert "to 13 tokens together" in text
+        drawn = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2}
+        text = refusal(engine, **drawn)  # each of which would fit by itself
+        assert "takes 18.4 kB for 12 tokens of each of 2 texts, and 10.0 kB" in text
         assert engine.generate(PROMPTS[0], max_new_tokens=90, output_attentions=None)
         for name in BOTH:
             assert name in refusal(engine, **{"output_attentions": None, name: [1]})

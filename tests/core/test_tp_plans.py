@@ -195,6 +195,8 @@ def test_experts_that_cannot_be_handed_out_are_refused_by_name() -> None:
         jackfield.plan(tiny("LlamaConfig"), tp_size=2, expert_parallel=True)
     with pytest.raises(UsageError, match="and there is one; add tp_size=N, or drop it"):
         jackfield.plan(three, expert_parallel=True)
+    with pytest.raises(UsageError, match="expert_parallel is True or False, not 'no'"):
+        jackfield.plan(three, tp_size=2, expert_parallel="no")  # type: ignore[arg-type]
 
 
 def test_experts_that_nobody_brings_tokens_to_are_refused() -> None:
@@ -348,6 +350,7 @@ def plugins_of(record: dict[str, Any]) -> dict[str, str]:
         (lambda r: r["backend"].pop("cache"), "backend cache is missing on rank 1 and there on"),
         (lambda r: r.update({"the model's config": "x"}), "the model's config is x on rank 1"),
         (lambda r: r["adapter"].update(fr="x"), "adapter fr is x on rank 1 and "),
+        (lambda r: r.update(expert_parallel=True), "expert_parallel is True on rank 1 and False"),
     ],
 )  # fmt: skip
 def test_processes_have_the_same_installed(tmp_path: Path, change: Any, why: str | None) -> None:
@@ -362,7 +365,9 @@ def test_processes_have_the_same_installed(tmp_path: Path, change: Any, why: str
     if why is None:
         agree(ranks, plan, job, registry())  # type: ignore[arg-type]
         return
-    with pytest.raises(UsageError, match=f"must have the same installed: .*{why}"):
+    with pytest.raises(
+        UsageError, match=f"must have the same installed, and be told the same: .*{why}"
+    ):
         agree(ranks, plan, job, registry())  # type: ignore[arg-type]
 
 

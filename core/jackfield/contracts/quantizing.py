@@ -156,13 +156,14 @@ class Quantizer(Backend):
     `transformers.quantizers`. These raise where a name is taken, so register once.
 
     One that declares `tensor_parallel` is handed parts of matrices, as `Weight.linear` has them
-    beside `Weight.whole`: some outputs of a layer, or some inputs, in one piece. It stores a part
-    as it would within the whole, and `refuse` tells what cannot be cut so (`cut_groups`), and so
-    does what it keeps as it is. While weights are read, a parameter of the model is a DTensor with
-    the shape of the whole (`own_part`), and the weight that comes is the part. The layer that is
-    put in its place has the sizes of the part and computes with it alone: jackfield adds outputs up
-    over processes, gathers them and splits inputs around its `forward`. A bias is an attribute
-    `bias` that is read in each call: where outputs are added up, one process keeps its numbers.
+    beside `Weight.whole`: some outputs of a layer, or some inputs, in one piece, which may be
+    shorter in the last processes, or empty. It stores a part as it would within the whole, and
+    `refuse` tells what cannot be cut so (`cut_groups`); what it keeps as it is it keeps in parts,
+    too. While weights are read, a parameter of the model is a DTensor with the shape of the whole
+    (`own_part`), and the weight that comes is the part. The layer that is put in its place has the
+    sizes of the part and computes with it alone: jackfield adds outputs up over processes, gathers
+    them and splits inputs around its `forward`. A bias is an attribute `bias` that is read in each
+    call: where outputs are added up, one process keeps its numbers.
 
     Violations: every layer that `weight_bytes` counts as stored, and every one that `converted`
     knows, is checked after reading. It has to exist, to return the planned dtype, shape and

@@ -128,12 +128,9 @@ class Completion:
                 {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]}
                 for p in self.logprobs
             ]
-        for name in ("logits", "scores"):
-            if (table := getattr(self, name)) is not None:
-                data[name] = [[x if isfinite(x) else None for x in row] for row in table.tolist()]
-        for name in ("hidden_states", "attentions"):
+        for name in ("logits", "scores", "hidden_states", "attentions"):
             if (array := getattr(self, name)) is not None:
-                data[name] = array.tolist()
+                data[name] = _finite(array.tolist())
         if self.heard is not None:
             data |= {"content": self.content, "reasoning": self.reasoning}
             if self._said.unread is None:
@@ -143,6 +140,13 @@ class Completion:
         if self.score is not None:
             data["score"] = self.score
         return data
+
+
+def _finite(value: Any) -> Any:
+    """Numbers, or lists of them, as JSON has them: null where one is not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if isfinite(value) else None
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,14 @@ class Introspection:
             raise SettingsError("output_attentions=True: no layer of this model attends; drop it")
         tokens = length + settings.max_new_tokens - 1  # the last one is never fed
         for name in asked:
-            if (size := self._bytes(name, tokens)) > MOST_BYTES:
+            texts = settings.num_return_sequences
+            size = texts * self._bytes(name, tokens)
+            if size > MOST_BYTES:
                 share = MOST_BYTES / size
                 fit = math.floor(tokens * (share if name == "output_hidden_states" else share**0.5))
                 raise SettingsError(
-                    f"{name}=True takes {in_units(size)} for {tokens} tokens, and "
+                    f"{name}=True takes {in_units(size)} for {tokens} tokens"
+                    f"{f' of each of {texts} texts' if texts > 1 else ''}, and "
                     f"{in_units(MOST_BYTES)} are the most for one request: shorten the prompt or "
                     f"lower max_new_tokens, to {fit} tokens together, or drop it"
                 )

@@ -95,7 +95,8 @@ def agree(ranks: Ranks, plan: Plan, job: Job, registry: Registry) -> None:
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         raise UsageError(
-            f"the processes of one model must have the same installed: {'; '.join(found[:3])}{more}"
+            "the processes of one model must have the same installed, and be told the same: "
+            f"{'; '.join(found[:3])}{more}"
         )
 
 
@@ -116,6 +117,7 @@ def _record(plan: Plan, job: Job, registry: Registry) -> dict[str, Any]:
             for name, one in adapters.items()
         },
         "the model's config": hashlib.sha256(config.encode()).hexdigest()[:12],
+        "expert_parallel": plan.requirements.expert_parallel,
         "dtype": plan.requirements.dtype,
         "device": plan.requirements.device,
     }
@@ -148,7 +150,8 @@ def prove(ranks: Ranks, plan: Plan, source: ModelSource, shard: Shard) -> None:
     why = shard_trial(source.config, shard, needs.experts_implementation, stored=stored)
     found = ranks.exchange(why)
     if why := next(filter(None, found), None):
-        other = "drop expert_parallel" if shard.experts else "load it in one process"
+        one = "load it in one process"
+        other = f"drop expert_parallel, or {one}" if shard.experts else one
         raise PlanError(f"tp_size={shard.size} cannot run {needs.architecture}: {why}; {other}")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jackfield.bridge.devices import best_device
 from jackfield.bridge.sharding import Shard
-from jackfield.errors import UsageError
+from jackfield.errors import UsageError, quoted
 from jackfield.parallel.world import world_of
 from jackfield.planning.device_map import Asked
 from jackfield.spelling import AUTO
@@ -34,6 +34,8 @@ def shard_of(spec: PlanSpec) -> Shard | None:
     Under torchrun it is that of this process, elsewhere that of the first.
     """
     size, world = _size(spec), world_of()
+    if type(spec.expert_parallel) is not bool:
+        raise UsageError(f"expert_parallel is True or False, not {quoted(spec.expert_parallel)}")
     if size is None or size == 1:
         if spec.expert_parallel:
             raise UsageError(

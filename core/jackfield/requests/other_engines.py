@@ -20,7 +20,7 @@ _LOADING: Mapping[str, str] = {
     "write tp_size=2": "tensor_parallel_size tp num_shard tensor_parallel",
     "processes of one machine share a model's layers: tp_size=N": "pipeline_parallel_size pp_size "
     "sharded distributed_executor_backend nnodes node_rank",
-    "write expert_parallel=True, and tp_size=N": "enable_expert_parallel ep_size",
+    "write tp_size=2 and expert_parallel=True": "enable_expert_parallel ep_size",
     "`jackfield serve --replicas N` has several engines": "data_parallel_size dp_size",
     _CONTEXT: "max_model_len ctx_size context_length n_ctx num_ctx max_context_length context_size "
     "max_seq_len max_seq_length max_total_tokens max_input_length max_input_tokens",

@@ -85,7 +85,9 @@ def _without_bias(layer: Layer) -> None:
         raise told(layer, "has no attribute `bias`, and adds one")
     kept = bias.data
     bias.data = torch.zeros_like(bias)
-    said = layer(torch.zeros(2, layer.weight.shape[1], dtype=layer.dtype))
-    bias.data = kept
+    try:
+        said = layer(torch.zeros(2, layer.weight.shape[1], dtype=layer.dtype))
+    finally:
+        bias.data = kept
     if said.any():
         raise told(layer, "adds a bias that is not its attribute `bias`")
