@@ -6,6 +6,7 @@ they are told to, with the same code.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from jackfield.engine.loop import Loop
 from jackfield.errors import ExecutionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 PAGED = "paged?page_size=4&num_tokens=512"
@@ -367,20 +370,24 @@ def test_who_gets_no_token_ends_alone(begun: list[Any]) -> None:
     assert num_begun(begun) >= 5
 
 
+def broken_at(number: int, forward: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """`forward`, of which one call fails."""
+    calls = itertools.count(1)
+
+    def broken(inputs: Any) -> torch.Tensor:
+        if next(calls) == number:
+            raise ExecutionError("broken")
+        return forward(inputs)
+
+    return broken
+
+
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
     """All have what was chosen before; the next request finds the engine as it was."""
     with load() as engine:
-        loop, inner, calls = engine._loop, engine._loop.forward, 0
-
-        def forward(inputs: Any) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == after + 1:
-                raise ExecutionError("broken")
-            return inner(inputs)
-
-        loop.forward = forward
+        loop, inner = engine._loop, engine._loop.forward
+        loop.forward = broken_at(after + 1, loop.forward)
         request = engine.submit([3, 4, 5], max_new_tokens=30, min_new_tokens=30)
         with pytest.raises(ExecutionError, match="broken"):
             request.result()
@@ -394,16 +401,8 @@ def test_a_step_that_fails_takes_no_token_back(after: int) -> None:
 def test_a_step_that_failed_early_is_where_nobody_is() -> None:
     """Until it is raised, health looks for nobody inside of it."""
     with load() as engine:
-        loop, inner, calls = engine._loop, engine._loop.forward, 0
-
-        def forward(inputs: Any) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise ExecutionError("broken")
-            return inner(inputs)
-
-        loop.forward = forward
+        loop = engine._loop
+        loop.forward = broken_at(2, loop.forward)
         (one,) = engine._intake.sequences([3, 4], {"max_new_tokens": 9}, streams=False)
         loop.submit(one)
         assert [event.sequence for event in loop.step()] == [one]
@@ -417,19 +416,11 @@ def test_a_step_that_failed_early_is_where_nobody_is() -> None:
 def test_a_step_that_nobody_waits_for_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     """It is told, and harms nobody: its text has ended by the token before."""
     with load() as engine:
-        loop, inner, calls = engine._loop, engine._loop.forward, 0
-
-        def forward(inputs: Any) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise ExecutionError("broken")
-            return inner(inputs)
-
+        loop, inner = engine._loop, engine._loop.forward
         plain = {"max_new_tokens": 2, "eos_token_id": 119}
         whole = engine.generate([[3, 4, 5]], **plain)[0].token_ids
         assert len(set(whole)) == 2
-        loop.forward = forward
+        loop.forward = broken_at(3, loop.forward)
         asked = {"max_new_tokens": 9, "eos_token_id": whole[1]}
         (done,) = engine.generate([[3, 4, 5]], **asked)
         loop.forward = inner

@@ -143,7 +143,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_handed_out_as_a_whole(name: str) -> None:
-    """Each process has half of them, and of all else what it has otherwise (before 5.20: all)."""
+    """Each process has half of them, and of all else what it has otherwise (with 5.17: all)."""
     config = tiny(name, **EXPERTS[name])
     whole, cut, half = (
         {weight.name: weight.numbers for weight in needs.weights}

@@ -26,7 +26,7 @@ from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.sharding import Shard, loading
 from jackfield.bridge.shared_layers import connect
-from jackfield.bridge.shared_models import part_of, parts_of
+from jackfield.bridge.shared_models import part_of, with_whole
 from jackfield.bridge.shrinking import VOCAB, shrunk
 from jackfield.contracts.quantizing import own_part
 from jackfield.errors import first_line
@@ -126,7 +126,7 @@ class _Layer(nn.Module):
 
 def _replace_layers(model: PreTrainedModel, config: PreTrainedConfig, shard: Shard) -> None:
     part = part_of(config, shard)
-    weights = parts_of(weights_of(meta_model(config)), part)
+    weights = with_whole(weights_of(part), weights_of(meta_model(config)))
     for weight in weights:
         if weight.linear is not None:
             path = weight.name.removesuffix(".weight")

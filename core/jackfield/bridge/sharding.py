@@ -70,7 +70,7 @@ _WHOLE = frozenset(
 _EXPERTS = "grouped_gemm"  # the style that hands out whole experts, their first dimension
 #: Styles that bring tokens to their experts and add up what these say; they change no shape.
 _ROUTING = frozenset({"ep_dispatch_experts", "ep_router"})
-#: Whether transformers takes the plan of experts beside the other one; before 5.20 in its place.
+#: Whether transformers takes the plan of experts beside the other one; 5.17 has it in its place.
 _BESIDE = "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}
 _PARTS = 2  # that are packed into one weight, the gate and what it is multiplied with
 _EMBEDDINGS = {"embedding_rowwise": 0, "embedding_colwise": 1}

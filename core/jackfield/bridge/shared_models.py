@@ -14,6 +14,8 @@ from jackfield.contracts.requirements import BYTES, Requirements, Weight
 from jackfield.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -36,7 +38,7 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
     part = part_of(config, shard)
     whole, seen = probed(part), probe(part_of(config, shard))  # by its config: that of all of it
     size = shard.size if are_cut(needs, whole.calls, seen.calls, shard) else 1
-    weights, layers = parts_of(needs.weights, part), len(needs.layer_types)
+    weights, layers = with_whole(weights_of(part), needs.weights), len(needs.layer_types)
     return replace(
         needs,
         tp_size=shard.size,
@@ -52,14 +54,14 @@ def shared_out(config: PreTrainedConfig, needs: Requirements, shard: Shard) -> R
     )
 
 
-def parts_of(whole: tuple[Weight, ...], part: PreTrainedModel) -> tuple[Weight, ...]:
-    """The weights of `part`, which know what one process would have of a matrix that is cut."""
+def with_whole(own: Iterable[Weight], whole: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Weights of one process, which know what of `whole` they are a part of."""
     linear = {weight.name: weight.linear for weight in whole}
     return tuple(
         weight
         if weight.linear == linear[weight.name]
         else replace(weight, whole=linear[weight.name])
-        for weight in weights_of(part)
+        for weight in own
     )
 
 

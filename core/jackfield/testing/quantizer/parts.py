@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from jackfield.bridge.footprint import loaded_bytes
-from jackfield.contracts import Requirements, Weight
+from jackfield.bridge.shared_models import with_whole
+from jackfield.contracts import Requirements
 from jackfield.errors import shown
 from jackfield.testing.checks import Check, NotTriedError, WrongError
 from jackfield.testing.quantizer.diagnosis import multiplied_with
@@ -56,13 +57,7 @@ def _parts(loads: Loads) -> str:
 
 def _shared(part: Requirements, whole: Requirements) -> Requirements:
     """What the second of three processes asks for."""
-    linear = {weight.name: weight.linear for weight in whole.weights}
-
-    def known(weight: Weight) -> Weight:
-        is_whole = weight.linear == linear[weight.name]
-        return weight if is_whole else replace(weight, whole=linear[weight.name])
-
-    return replace(part, tp_size=SIZE, weights=tuple(map(known, part.weights)))
+    return replace(part, tp_size=SIZE, weights=with_whole(part.weights, whole.weights))
 
 
 def _compare(part: Layer, whole: Layer) -> None:
