@@ -166,6 +166,9 @@ def test_selections_stand_in_a_file(tmp_path: Path) -> None:
     rows = of_file(file, {"model": "demo"})
     assert [row.label for row in rows] == ["sdpa + 4", "x"]
     assert rows[0].arguments["max_batch_size"] == 4
+    file.write_text('[{"tp_size": 2}, {"tp_size": 2, "expert_parallel": true}]')
+    shared = of_file(file, {"model": "demo"})
+    assert [row.label for row in shared] == ["tp 2", "tp 2 + expert_parallel"]
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,10 @@ def product(
     return found
 
 
-def _told(kind: str, chosen: str | int) -> str:
-    return f"tp {chosen}" if kind == "tp_size" else str(chosen).removeprefix(PREFIX)
+def _told(kind: str, chosen: Any) -> str:
+    if kind == "tp_size":
+        return f"tp {chosen}"
+    return kind if chosen is True else str(chosen).removeprefix(PREFIX)
 
 
 def of_file(path: Path, common: Mapping[str, Any]) -> list[Contender]:
@@ -105,7 +107,7 @@ def of_file(path: Path, common: Mapping[str, Any]) -> list[Contender]:
     found = []
     for row in rows:
         own = dict(row)
-        told = " + ".join(str(value).removeprefix(PREFIX) for value in own.values())
+        told = " + ".join(_told(kind, value) for kind, value in own.items())
         label = str(own.pop("label", told or AUTO))
         found.append(contender(label, {**common, **own}))
     check_labels(found)
