@@ -44,7 +44,7 @@ from jackfield.registry.backends import Registered
 from jackfield.registry.discovery import registry
 
 # No deadline: a machine may be loaded. `make test-all` draws many examples, an ordinary run some.
-settings.register_profile("some", deadline=None, max_examples=40)
+settings.register_profile("some", deadline=None, max_examples=30)
 settings.register_profile("many", deadline=None, max_examples=400)
 settings.load_profile("some")
 

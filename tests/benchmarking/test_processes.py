@@ -55,6 +55,7 @@ def test_what_is_forked_computes(nursery: Nursery) -> None:
         assert worker.ask("finish")["report"]["attention"]["name"] == "sdpa"
 
 
+@pytest.mark.long
 def test_what_is_forked_has_as_many_threads_as_what_begins_from_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,6 +178,7 @@ def test_wrong_tokens_are_no_result(liars: Liars) -> None:
 
 
 @pytest.mark.usefixtures("with_operators")
+@pytest.mark.long
 def test_what_only_calls_another_is_no_result(liars: Liars) -> None:
     liars("inside")
     found = measured("inside", "sdpa", "eager", rounds=1)

@@ -185,7 +185,7 @@ def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
         saved.read(tmp_path / "text")
 
 
-@pytest.mark.parametrize("flag", ["--html", "--save"])
+@pytest.mark.parametrize("flag", ["--html", pytest.param("--save", marks=pytest.mark.long)])
 def test_what_cannot_be_written_is_one_line(cli: Cli, tmp_path: Path, flag: str) -> None:
     file = tmp_path / "a.json"
     saved.save(run(row("mine", FAST)), file)

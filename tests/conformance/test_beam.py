@@ -135,6 +135,7 @@ TIGHT = {"llama": (4, 96), "mistral": (1, 40), "gemma3": (4, 96)}
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("family", TIGHT)
+@pytest.mark.one_in(3)
 def test_groups_that_are_preempted_go_on_as_if_nothing_had_happened(
     family: str, swap: bool, sharing: bool
 ) -> None:

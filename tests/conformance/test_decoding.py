@@ -122,6 +122,7 @@ TIGHT = {"llama": (4, 72), "mistral": (1, 35), "gemma3": (4, 72)}
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("family", TIGHT)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_requests_that_come_and_are_preempted(strategy: str, family: str, swap: bool) -> None:
     page, size = TIGHT[family]
     texts = repetitive(20, WINDOW)

@@ -37,6 +37,7 @@ def bart() -> Any:
 
 @pytest.mark.parametrize("attention", ["auto", "eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.one_in(3)
 def test_a_ragged_batch_is_what_each_prompt_gets_alone(model_type: str, attention: str) -> None:
     model = build(model_type)
     if "code of its own" in (why := refused(model)):
@@ -197,6 +198,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("asked", SETTINGS, ids=lambda asked: next(iter(asked)))
+@pytest.mark.one_in(2)
 def test_settings_mean_what_they_mean_in_generate(bart: Any, asked: dict[str, Any]) -> None:
     text = generated(bart, PROMPTS[0], max_new_tokens=10, eos_token_id=None, **VARIED)
     usual = {"max_new_tokens": 10, "eos_token_id": text[3], **VARIED}

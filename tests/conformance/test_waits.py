@@ -129,6 +129,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "cache", "attention", "settings"), cells())
+@pytest.mark.one_in(2)
 def test_a_step_waits_once(family: str, cache: str, attention: str, settings: str) -> None:
     load = {
         "model": build(family), "cache_implementation": cache, "attn_implementation": attention,

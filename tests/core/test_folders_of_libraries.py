@@ -68,7 +68,6 @@ SURROUNDINGS: dict[str, tuple[str, bool]] = {
     "empty": ("", True),
     "missing": ("MADE/a/b", True),
 }
-QUICK = "below a file"
 
 
 def test_every_command_is_swept() -> None:
@@ -85,9 +84,8 @@ def environment(folder: Path, value: str, names: tuple[str, ...] = VARIABLES) ->
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **named}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.long) for n in SURROUNDINGS]
-)
+@pytest.mark.parametrize("name", SURROUNDINGS)
+@pytest.mark.long
 def test_no_command_stumbles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value, keeps = SURROUNDINGS[name]
     env = environment(tmp_path, value)

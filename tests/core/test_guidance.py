@@ -90,6 +90,7 @@ def wanted(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
 def test_tokens_are_those_of_generate(model: Any, wanted: list[list[int]], way: str) -> None:
     """Prompts and negative prompts of all lengths in one batch, beside requests without any."""
     pairs = [(prompt, asked) for prompt in PROMPTS for asked in [{}, *ASKED]]

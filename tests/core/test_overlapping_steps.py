@@ -179,6 +179,7 @@ def told(sequences: Any) -> list[Any]:
 @pytest.mark.parametrize("cache", [PAGED, "paged?page_size=4&num_tokens=72&swap=true"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize("size", [1, 6, 24])
+@pytest.mark.one_in(2)
 def test_texts_are_the_same(
     size: int, family: str, cache: str, most: dict[str, int], begun: list[Any]
 ) -> None:

@@ -80,6 +80,7 @@ def as_told(said: Said[ToolCall]) -> tuple[str, str, list[Any]]:
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_the_deltas_of_a_stream_add_up_to_the_whole(
     name: str, special: bool, data: st.DataObject
 ) -> None:

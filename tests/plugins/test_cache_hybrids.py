@@ -65,6 +65,7 @@ STATES = {
 @pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*HYBRIDS, *STATES])
+@pytest.mark.one_in(3)
 def test_rows_that_end_early_leave_the_others_right(
     monkeypatch: pytest.MonkeyPatch, family: str, cache: str, attention: str
 ) -> None:
@@ -92,6 +93,7 @@ BEGIN_ALIKE = [*PROMPTS, [*PROMPTS[2], 3, 1], PROMPTS[2], [*PROMPTS[2][:9], 4]]
 
 @in_pages
 @pytest.mark.parametrize("chunk", [None, 1, 5])
+@pytest.mark.one_in(2)
 def test_states_beside_pages(hybrid: Any, chunk: int | None) -> None:
     """Requests wait, are read in pieces, lose their pages and come back, and begin alike."""
     expected = [oracle(hybrid, prompt, 10) for prompt in BEGIN_ALIKE]

@@ -151,7 +151,7 @@ def test_drafts_are_verified_in_compiled_steps(cache: str, shapes: str) -> None:
         assert compiled(engine).compiled.graphs <= (4 if shapes == "dynamic" else 14)
 
 
-@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("kernel", ["native", pytest.param("torch", marks=pytest.mark.long)])
 def test_layers_of_int4_cpu(kernel: str) -> None:
     selected = {"quantization": f"int4-cpu?kernel={kernel}", "cache_implementation": "paged"}
     text = "Sort these numbers: 41 7 88"

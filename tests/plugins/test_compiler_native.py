@@ -540,6 +540,7 @@ def test_a_graph_that_has_no_form_on_disk_is_traced_by_each_process(folder: Path
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 40, -1])
+@pytest.mark.one_in(3)
 def test_a_graph_that_was_cut_off_is_traced_anew(
     folder: Path, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -642,9 +643,9 @@ def test_auto_takes_it_for_a_model_that_was_warmed(folder: Path) -> None:
 
 
 def test_warm_makes_a_graph_of_every_size(folder: Path, cli: Cli) -> None:
-    assert cli("warm", "--rows", "20", "--json").json["rows"] == [1, 2, 4, 8, 16, 24]
+    assert cli("warm", "--rows", "3", "--json").json["rows"] == [1, 2, 4]
     kept = {file.stem.rpartition("-")[2] for file in folder.glob("*.json")}
-    assert kept == {"1x1", "1x2", "1x4", "1x8", "1x16", "1x24"}
+    assert kept == {"1x1", "1x2", "1x4"}
     for compiler in ("none", "inductor?backend=eager"):
         done = cli("warm", "--rows", "1", "--compile", compiler)
         assert done.code == 2

@@ -77,6 +77,7 @@ def refusal(model: Any, kernels: Any, **more: Any) -> str:
 @pytest.mark.parametrize("kernel", [pytest.param(TRITON, marks=needs_interpreter), CPU])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.one_in(4)
 def test_rms_norm_in_every_family(kernel: str, family: str, dtype: torch.dtype) -> None:
     count, offset = FAMILIES[family]
     model = build(family, dtype)

@@ -73,7 +73,7 @@ def test_logits_and_texts_are_those_of_steps_that_are_not_compiled(
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "gemma3"])
 def test_pieces_of_prompts_beside_rows_that_decode(family: str, read: list[bool]) -> None:
     model, coming = build(family), arrivals(20)
     limits = {"max_batch_size": 7, "prefill_chunk_size": 12}

@@ -40,8 +40,8 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
         # What transformers imports whatever is asked for: heard by test_a_whole_process as well.
         pytest.param("none", "torchao", marks=pytest.mark.long),
         ("bnb-4bit", "bitsandbytes"),
-        ("bnb-8bit", "bitsandbytes"),
-        ("torchao", "torchao"),
+        pytest.param("bnb-8bit", "bitsandbytes", marks=pytest.mark.long),
+        pytest.param("torchao", "torchao", marks=pytest.mark.long),
         ("torchao?type=int4-weight-only", "torchao"),
     ],
 )

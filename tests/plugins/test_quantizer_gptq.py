@@ -81,6 +81,7 @@ def test_saved_and_read_again_it_is_the_same(saved: Path) -> None:
     assert written["tokenizer"] is None
 
 
+@pytest.mark.long
 def test_answers_are_within_two_points_of_full_precision(saved: Path) -> None:
     with jackfield.load("demo", dtype="float32") as engine:
         exact = evaluate(engine, count=20).accuracy

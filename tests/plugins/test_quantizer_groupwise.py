@@ -132,6 +132,7 @@ def test_refusals(saved: Path, tmp_path: Path) -> None:
     assert f"there is no {name}, which has to be" in refusal(broken)
 
 
+@pytest.mark.long
 def test_loading_holds_little_more_than_the_quantized_model(tmp_path: Path, forks: Forks) -> None:
     """In a process of its own, against the same without weights: what remains is the checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -251,6 +251,7 @@ def test_gated_mlps(family: str) -> None:
             assert torch.allclose(forward(rows), layer(rows), atol=1e-5)
 
 
+@pytest.mark.long
 def test_they_compile_for_gpus_and_read_weights_in_wide_loads(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_one_row.py")
     native = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

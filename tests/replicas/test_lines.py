@@ -217,6 +217,7 @@ def whole_lines(path: Path) -> list[bytes]:
 @on_ray
 @linux
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_replica_is_killed(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", sorting(30))
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"

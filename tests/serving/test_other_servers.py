@@ -32,6 +32,7 @@ ANSWERS = sorted(set(FLAGS.values()))
 
 
 @pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.one_in(4)
 def test_a_flag_of_another_server_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:

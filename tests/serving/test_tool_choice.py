@@ -138,6 +138,7 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.one_in(3)
 def test_a_call_that_is_required_comes(name: str, special: bool) -> None:
     found, _, _ = known(name, special=special)
     seen: set[tuple[str, int, bool]] = set()

@@ -60,7 +60,7 @@ def test_native_calls_of_a_right_one_pass() -> None:
 
 
 @pytest.mark.parametrize("wrong", sampled(ZOO, SAMPLE), ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_wrong_attention_is_caught(wrong: Wrong) -> None:
     assert_caught(wrong)
 

@@ -72,6 +72,7 @@ def moody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.long
 def test_a_crash_a_hang_and_noise(moody: None) -> None:
     names = ("everyone.class", "padded.prefill.plain", "padded.chunks.plain")
     only = (*names, "padded.decode.plain")
