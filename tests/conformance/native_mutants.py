@@ -152,9 +152,9 @@ def gguf_linear(kind: str, through_torch: bool) -> Entry:
     packed = native.pack(torch.from_numpy(random_blocks(Type[kind], 70, 256, 0.1)), matrix)
 
     def call(t: Tensors) -> torch.Tensor:
-        return (
-            operator(*t.values(), *matrix) if through_torch else native.linear(*t.values(), matrix)
-        )
+        if through_torch:
+            return operator(*t.values(), *matrix, False)
+        return native.linear(*t.values(), matrix)
 
     def expected(t: Tensors) -> torch.Tensor:
         given = t["packed"].reshape(packed.shape)

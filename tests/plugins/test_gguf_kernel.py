@@ -20,6 +20,7 @@ from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.calls import Done
 from jackfield_plugins.compiler.native.siblings import joined
 from jackfield_plugins.native import compiling
+from jackfield_plugins.quantizer.gguf import INT8_ERROR
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import (
     BLOCKS,
@@ -59,13 +60,24 @@ def matrix_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> Any:
     return pack(torch.from_numpy(blocks), matrix), matrix, weights(blocks, Type[kind])
 
 
-def assert_right(kind: str, count: int, outputs: int, inputs: int, dtype: Any, bias: bool) -> None:
+def rounded(hidden: torch.Tensor) -> torch.Tensor:
+    """What 8 bits say of activations: whole numbers up to 127, times a scale of each 32."""
+    groups = hidden.float().unflatten(-1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True)
+    whole = (groups * torch.where(most > 0, 127 / most, 0)).round()
+    return (whole.double() * (most / 127).double()).flatten(-2)
+
+
+def assert_right(
+    kind: str, count: int, outputs: int, inputs: int, dtype: Any, bias: bool, int8: bool = False
+) -> None:
     packed, matrix, weight = matrix_of(kind, outputs, inputs, seed=outputs + inputs)
     drawn = torch.Generator().manual_seed(count)
     hidden = torch.randn(count, inputs, generator=drawn).to(dtype)
     added = torch.randn(outputs, generator=drawn).to(dtype) if bias else None
-    found = linear(hidden, packed, added, matrix)
-    exact = hidden.double() @ weight.double().T + (0 if added is None else added.double())
+    found = linear(hidden, packed, added, matrix, int8)
+    given = rounded(hidden) if int8 else hidden.double()
+    exact = given @ weight.double().T + (0 if added is None else added.double())
     assert found.dtype is dtype
     assert found.shape == exact.shape
     assert (found.double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
@@ -79,16 +91,42 @@ def assert_right(kind: str, count: int, outputs: int, inputs: int, dtype: Any, b
     dtype=st.sampled_from(DTYPES),
     bias=st.booleans(),
     threads=st.sampled_from((1, 2, 3)),
+    int8=st.booleans(),
 )
-def test_kernel_equals_the_oracle(kind, count, blocks, outputs, dtype, bias, threads) -> None:
+def test_kernel_equals_the_oracle(kind, count, blocks, outputs, dtype, bias, threads, int8) -> None:
     torch.set_num_threads(threads)
-    assert_right(kind, count, outputs, blocks * BLOCKS[kind].inputs, dtype, bias)
+    assert_right(kind, count, outputs, blocks * BLOCKS[kind].inputs, dtype, bias, int8)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_each_type_at_any_number_of_rows(kind: str, int8: bool) -> None:
+    for count in range(1, 34):
+        assert_right(kind, count, 70, 512, DTYPES[count % 2], count % 3 == 0, int8)
+
+
+def test_activations_of_8_bits() -> None:
+    """Ties go to even; a group of zeros, or of next to nothing, is nothing."""
+    packed, matrix, weight = matrix_of("Q8_0", 70, 128)
+    hidden = torch.zeros(4, 128)
+    hidden[0, :5] = torch.tensor([127.0, 0.5, 1.5, -2.5, -0.49])
+    hidden[1, 32:64] = 1e-35
+    hidden[2, 64] = 1e37
+    hidden[3, 96:] = torch.linspace(-1, 1, 32)
+    wanted = torch.zeros(4, 128, dtype=torch.double)
+    wanted[0, :5] = torch.tensor([127.0, 0, 2, -2, 0])
+    wanted[2:] = rounded(hidden[2:])
+    found = linear(hidden, packed, None, matrix, int8=True)
+    torch.testing.assert_close(found.double(), wanted @ weight.double().T, rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_each_type_at_any_number_of_rows(kind: str) -> None:
-    for count in range(1, 34):
-        assert_right(kind, count, 70, 512, DTYPES[count % 2], count % 3 == 0)
+def test_8_bits_are_as_near_as_the_plan_says(kind: str) -> None:
+    packed, matrix, weight = matrix_of(kind, 200, 1024)
+    hidden = torch.randn(20, 1024)
+    exact = hidden.double() @ weight.double().T
+    found = linear(hidden, packed, None, matrix, int8=True)
+    assert (found - exact).norm() <= INT8_ERROR * exact.norm()
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -116,25 +154,31 @@ def test_numbers_are_exact(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.float(), weight, rtol=rounding, atol=rounding / 8)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_depend_neither_on_the_batch_nor_on_threads(kind: str, dtype: torch.dtype) -> None:
+def test_bits_depend_neither_on_the_batch_nor_on_threads(
+    kind: str, dtype: torch.dtype, int8: bool
+) -> None:
     packed, matrix, _ = matrix_of(kind, 200, 1024)
     hidden = torch.randn(140, 1024).to(dtype)
     torch.set_num_threads(2)
-    together = linear(hidden, packed, None, matrix)
+    together = linear(hidden, packed, None, matrix, int8)
     for number, count in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 13, 48, 49)):
         torch.set_num_threads(1 + number % 3)
-        assert torch.equal(linear(hidden[:count], packed, None, matrix), together[:count]), count
+        found = linear(hidden[:count], packed, None, matrix, int8)
+        assert torch.equal(found, together[:count]), count
 
 
-def test_infinity_and_not_a_number_reach_every_output() -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_infinity_and_not_a_number_reach_every_output(int8: bool) -> None:
     packed, matrix, _ = matrix_of("Q4_K", 70, 256)
     for value in (float("inf"), float("nan")):
         hidden = torch.randn(3, 256).bfloat16()
         hidden[1, 100] = value
-        found = linear(hidden, packed, None, matrix).isfinite().all(-1)
-        assert found.tolist() == [True, False, True]
+        found = linear(hidden, packed, None, matrix, int8)
+        assert found.isfinite().all(-1).tolist() == [True, False, True]
+        assert not found[1].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(256,), (3, 256), (2, 3, 256), (0, 256), (2, 0, 256)])
@@ -222,7 +266,10 @@ def test_layers_without_weights() -> None:
         embedding(torch.ones(2, dtype=torch.long))
 
 
-@pytest.mark.parametrize("flag", sampled(["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"], 3))
+WITHOUT = ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx", "-mno-avx2")
+
+
+@pytest.mark.parametrize("flag", sampled(WITHOUT, 5))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86's flags")
 def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: Forks) -> None:
     command = compiling.compiler()
@@ -236,9 +283,11 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
         "    t.test_rows_are_what_blocks_stand_for(kind)\n"
         "    for dtype in t.DTYPES:\n"
         "        t.test_numbers_are_exact(kind, dtype)\n"
-        "        t.test_bits_depend_neither_on_the_batch_nor_on_threads(kind, dtype)\n"
-        "        for rows in (1, 3, 9, 50):\n"
-        "            t.assert_right(kind, rows, 70, 512, dtype, True)"
+        "        for int8 in (False, True):\n"
+        "            t.test_bits_depend_neither_on_the_batch_nor_on_threads(kind, dtype, int8)\n"
+        "            for rows in (1, 3, 9, 50):\n"
+        "                t.assert_right(kind, rows, 70, 512, dtype, True, int8)\n"
+        "t.test_activations_of_8_bits()"
     )
     environ = {**os.environ, "CXX": f"{command[0]} {flag}", "XDG_CACHE_HOME": str(tmp_path)}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]
@@ -246,9 +295,12 @@ def test_processors_without_its_instructions(tmp_path: Path, flag: str, forks: F
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 8, 49])
-def test_products_run_together_give_the_same_bits(dtype: torch.dtype, count: int) -> None:
+def test_products_run_together_give_the_same_bits(
+    dtype: torch.dtype, count: int, int8: bool
+) -> None:
     """Of several kinds, with minima and without, of one value and of another one."""
     torch.set_num_threads(2)
     kinds = [*BLOCKS, "Q4_K", "Q6_K"]
@@ -257,9 +309,9 @@ def test_products_run_together_give_the_same_bits(dtype: torch.dtype, count: int
     for at, kind in enumerate(kinds):
         packed, matrix, _ = matrix_of(kind, 70 + 300 * (at % 3), 512, seed=at)
         hidden = inputs[at >= len(BLOCKS)]
-        dues.append(linear(hidden, packed, None, matrix))
+        dues.append(linear(hidden, packed, None, matrix, int8))
         outs.append(torch.full_like(dues[-1], 77))
-        call = native_linear(outs[-1], hidden, packed, None, *matrix)
+        call = native_linear(outs[-1], hidden, packed, None, *matrix, int8)
         assert call is not None
         calls.append(Done(kind, call, sibling=at > 0))
     (whole,) = joined(calls)

@@ -18,6 +18,7 @@ from jackfield.bridge.footprint import loaded_bytes
 from jackfield.bridge.gguf_header import read_header
 from jackfield.demo import MODEL_PATH
 from jackfield.errors import CheckpointError, JackfieldError, UsageError
+from jackfield.estimates.evaluation import evaluate
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import BLOCKS, KERNEL
 
@@ -66,6 +67,8 @@ def mixed(name: str) -> Type:
         return Type.Q6_K
     return Type.Q6_K if ".ffn_down." in name or ".attn_v." in name else Type.Q4_K
 
+
+INT8 = "gguf?activations=int8"
 
 #: What files are stored as, by a name.
 KINDS: dict[str, Any] = {
@@ -136,6 +139,17 @@ def test_the_demo_answers(demo: Path) -> None:
             engine.model.save_pretrained(demo.parent / "saved")
 
 
+def test_the_demo_answers_with_activations_of_8_bits(demo: Path) -> None:
+    with jackfield.load(demo, quantization=INT8, deterministic=True) as engine:
+        (answer,) = engine.generate([QUESTION])
+        assert answer.text == "7 23 41 88"
+        told = answer.report["quantizer"].source
+        assert told == "58 of 58 linear layers, 1 in Q4_0, 57 in Q4_0 with int8 activations"
+        right = evaluate(engine, count=20).accuracy
+    with jackfield.load(demo) as engine:
+        assert right >= evaluate(engine, count=20).accuracy - 0.05
+
+
 @pytest.mark.long
 def test_compiled_steps_say_the_same(demo: Path) -> None:
     with jackfield.load(demo) as engine:
@@ -145,7 +159,10 @@ def test_compiled_steps_say_the_same(demo: Path) -> None:
     assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
 
 
-def test_native_steps_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["gguf", INT8])
+def test_native_steps_say_the_same(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Linear layers, head and embedding are functions in C within a native step."""
     from jackfield_plugins.compiler.native import kept
     from jackfield_plugins.native import keeping
@@ -154,7 +171,7 @@ def test_native_steps_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = export(model_of("qwen2"), tmp_path / "model.gguf", mixed)
     texts, found = prompts((3, 17, 40)), {}
     for compiler in ("none", "native"):
-        with jackfield.load(path, compile=compiler) as engine:
+        with jackfield.load(path, quantization=quantization, compile=compiler) as engine:
             found[compiler] = [c.token_ids for c in engine.generate(texts, max_new_tokens=12)]
             seen = engine.report()["compiler"]
     assert found["native"] == found["none"]
@@ -180,6 +197,9 @@ def test_refusals(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "reads quantized checkpoints" in refusal("demo", quantization="gguf")
     assert "float16" in refusal(demo, quantization="gguf?kernel=native", dtype="float16")
     assert "kernel" in refusal(demo, quantization="gguf?kernel=metal")
+    assert "float16" in refusal(demo, quantization=INT8, dtype="float16")
+    assert "as kernel=none asks" in refusal(demo, quantization=f"{INT8}&kernel=none")
+    assert "activations" in refusal(demo, quantization="gguf?activations=int4")
     with pytest.raises(UsageError, match="quantizes nothing; leave quantization_config out"):
         jackfield.quantization("plugin:gguf")
     plan = jackfield.plan(demo, quantization="gguf?kernel=native")
@@ -191,7 +211,8 @@ def test_refusals(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     assert reason == "takes no LORA adapter on top (adapters)"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "needs a C++ compiler" in refusal(demo, quantization="gguf?kernel=native")
+    for named in ("gguf?kernel=native", INT8):
+        assert "needs a C++ compiler" in refusal(demo, quantization=named)
 
 
 def test_without_a_compiler_weights_are_unpacked(

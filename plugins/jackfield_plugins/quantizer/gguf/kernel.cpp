@@ -16,15 +16,7 @@
 
 namespace {
 
-// What Python packs, field by field. Of the last unit of outputs some may not exist.
-struct LinearCall {
-    const void* input;      // [rows, in_features]
-    void* out;              // [rows, out_features]
-    const uint8_t* weight;  // [units, records]
-    const void* bias;       // [out_features], or none
-    int64_t rows, in_features, out_features, type, floats, threads;  // floats: not bfloat16
-};
-
+// What Python packs, field by field.
 struct RowsCall {
     const int64_t* index;   // [rows], of outputs
     void* out;              // [rows, in_features]
@@ -123,36 +115,6 @@ template <int count>
 inline Bits without(Bits bits) { return bits >> count; }
 
 #endif
-
-inline Vec<float> whole(const uint8_t* from, bool negative) {
-#if defined(__AVX512F__)
-    __m128i bytes = read<__m128i>(from);
-    return _mm512_cvtepi32_ps(negative ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#else
-    Vec<float> made;
-    for (int i = 0; i < WIDE; i++) made[i] = negative ? float(int8_t(from[i])) : float(from[i]);
-    return made;
-#endif
-}
-
-inline Vec<float> halves(const uint8_t* from) { return load(reinterpret_cast<const float16*>(from)); }
-
-// Scale and minimum of a group, of the outputs from `output` of a unit on.
-template <Type type>
-inline ALWAYS_INLINE Vec<float> scale_of(const uint8_t* record, const uint8_t* group, int output) {
-    if constexpr (Format<type>::super)
-        return halves(record + 2 * output) * whole(group + output, type == Q6_K);
-    else
-        return halves(group + 2 * output);
-}
-
-template <Type type>
-inline ALWAYS_INLINE Vec<float> minimum_of(const uint8_t* record, const uint8_t* group, int output) {
-    if constexpr (Format<type>::super)
-        return halves(record + 2 * (OUTPUTS + output)) * -whole(group + OUTPUTS + output, false);
-    else
-        return halves(group + 2 * (OUTPUTS + output));
-}
 
 // The sums of the inputs that share a scale, [rows, groups of a row], where there are minima.
 struct Summed : LinearCall {

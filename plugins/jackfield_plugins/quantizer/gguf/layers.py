@@ -53,9 +53,14 @@ class _InBlocks(nn.Module):
 
 
 class GgufLinear(_InBlocks):
-    """A linear layer; bfloat16 or float32 in and the same out, float32 sums."""
+    """A linear layer; bfloat16 or float32 in and the same out, float32 sums.
+
+    Attributes:
+        int8: Activations are rounded to 8 bits (`native.linear`).
+    """
 
     bias: torch.Tensor | None
+    int8: bool = False
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None) -> None:
         super().__init__(matrix)
@@ -69,8 +74,8 @@ class GgufLinear(_InBlocks):
         if not (input.is_cpu and weight.is_cpu) or input.requires_grad:
             return self._without_values(input, weight)
         if torch.compiler.is_compiling():
-            return gguf_linear(input, weight, parameters["bias"], *self.matrix)  # type: ignore[no-any-return]
-        return native.linear(input, weight, parameters["bias"], self.matrix)
+            return gguf_linear(input, weight, parameters["bias"], *self.matrix, self.int8)  # type: ignore[no-any-return]
+        return native.linear(input, weight, parameters["bias"], self.matrix, self.int8)
 
     def _without_values(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         empty = hidden.is_cpu and weight.is_meta

@@ -105,11 +105,16 @@ class _Pack(ConversionOps):
         return {}
 
 
-def check_packed(model: PreTrainedModel) -> None:
-    """Raise CheckpointError where blocks of a model that was read were refused."""
+def finish(model: PreTrainedModel, *, int8: bool) -> None:
+    """Raise CheckpointError where blocks of a model that was read were refused; its linear layers
+    round activations where `int8` says so.
+    """
     quantizer: GgufBlocksHfQuantizer = model.hf_quantizer  # type: ignore[assignment]
     for name, why in quantizer.refused.items():
         raise CheckpointError(f"the file has {why} in {name}; fetch it again")
+    for module in model.modules():
+        if isinstance(module, GgufLinear):
+            module.int8 = int8
 
 
 def register() -> None:

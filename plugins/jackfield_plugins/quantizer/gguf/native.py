@@ -19,6 +19,10 @@ from jackfield_plugins.native import NativeKernel
 from jackfield_plugins.native.arguments import unreadable
 
 KERNEL = NativeKernel("gguf", Path(__file__).parent, instead="quantization='gguf?kernel=none'")
+#: Products with activations that are rounded to 8 bits; compiled where they are asked for.
+INT8_KERNEL = NativeKernel(
+    "gguf-int8", Path(__file__).parent / "int8", instead="quantization='gguf?activations=dtype'"
+)
 UNIT = 64  # outputs that lie side by side
 
 _PACK_LINEAR = struct.Struct("@10q").pack  # the structs of kernel.cpp
@@ -26,6 +30,7 @@ _PACK_ROWS = struct.Struct("@9q").pack
 _PACK_PACK = struct.Struct("@6q").pack
 _threads = torch.get_num_threads
 _DTYPES = (torch.bfloat16, torch.float32)
+_NAMES = (("gguf_linear", "gguf_linears"), ("gguf_int8_linear", "gguf_int8_linears"))
 
 
 class Blocks(NamedTuple):
@@ -96,18 +101,23 @@ def pack(blocks: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 
 
 def linear(
-    hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, matrix: Matrix
+    hidden: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    matrix: Matrix,
+    int8: bool = False,
 ) -> torch.Tensor:
     """`[..., in_features]` of bfloat16 or float32 to `[..., out_features]` of the same.
 
-    Raises ExecutionError where the kernel cannot read them.
+    `int8` rounds activations to 8 bits, 32 that share a scale, as llama.cpp's Q8_0 does. Raises
+    ExecutionError where the kernel cannot read them.
     """
     if not hidden.is_contiguous():
         hidden = hidden.contiguous()
     out = hidden.new_empty((*hidden.shape[:-1], matrix.out_features))
     arguments = _of_linear(hidden, packed, bias, matrix, out)
     if out.numel():
-        _function("gguf_linear")(arguments)
+        (_int8_function if int8 else _function)(_NAMES[int8][0])(arguments)
     return out
 
 
@@ -116,14 +126,16 @@ def native_linear(
     hidden: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
-    *matrix: Any,
+    *matrix_and_int8: Any,
 ) -> NativeCall | None:
     """The call that writes what `linear` returns into `out`; None for strided tensors."""
+    *matrix, int8 = matrix_and_int8
     if not (hidden.is_contiguous() and out.is_contiguous() and out.numel()):
         return None
     arguments = _of_linear(hidden, packed, bias, Matrix(*matrix), out)
     keeps = (hidden, packed, bias, out)
-    return NativeCall(_address("gguf_linear"), arguments, keeps, _address("gguf_linears"))
+    one, several = map(_int8_address if int8 else _address, _NAMES[int8])
+    return NativeCall(one, arguments, keeps, several)
 
 
 def _of_linear(
@@ -217,6 +229,8 @@ def _nbytes(matrix: Matrix) -> int:
 
 _function = functools.cache(KERNEL.function)
 _address = functools.cache(KERNEL.address)
+_int8_function = functools.cache(INT8_KERNEL.function)
+_int8_address = functools.cache(INT8_KERNEL.address)
 
 
 def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:

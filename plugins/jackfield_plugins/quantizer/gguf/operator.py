@@ -19,8 +19,9 @@ def _linear(
     kind: str,
     out_features: int,
     in_features: int,
+    int8: bool,
 ) -> torch.Tensor:
-    return native.linear(hidden, packed, bias, Matrix(kind, out_features, in_features))
+    return native.linear(hidden, packed, bias, Matrix(kind, out_features, in_features), int8)
 
 
 def _linear_shape(
@@ -30,6 +31,7 @@ def _linear_shape(
     kind: str,
     out_features: int,
     in_features: int,
+    int8: bool,
 ) -> torch.Tensor:
     check_device("gguf", hidden=hidden, packed=packed, bias=bias)
     return hidden.new_empty(*hidden.shape[:-1], out_features)
@@ -61,7 +63,7 @@ def _rows_shape(
 #: `native.linear` and `native.rows` of what they are given.
 gguf_linear = operator(
     "gguf_linear(Tensor hidden, Tensor packed, Tensor? bias, str kind, int out_features, "
-    "int in_features) -> Tensor",
+    "int in_features, bool int8) -> Tensor",
     _linear,
     _linear_shape,
 )

@@ -1,0 +1,294 @@
+// Products with activations that are rounded to 8 bits, 32 that share a scale, as llama.cpp's Q8_0 rounds
+// them: sums of whole numbers, of four inputs in one instruction (VPDPBUSD), where bfloat16 has two.
+//
+// Weights lie as for other activations. A word of 8 inputs has its nibbles in the order 0 2 4 6 | 1 3 5 7;
+// every second nibble is a byte each, so activations lie as inputs 0 4 1 5, 2 6 3 7.
+#include <vector>
+
+#include "formats.h"
+
+namespace {
+
+constexpr int ROUNDED = 32;  // activations that share a scale
+constexpr int ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// What 8 bits say of as many activations; a line of memory, so that a row has one address.
+struct alignas(64) Rounded {
+    int8_t values[ROUNDED];  // each 8 in `ORDER`
+    float scale;
+    float sum;          // of the activations that they stand for
+    int32_t less;       // the sum of the values, negative,
+    int32_t halves[2];  // and of each half of them
+
+    Rounded() = default;
+
+    // To the nearest, ties to even. What is not finite leaves no scale but NaN.
+    template <class T>
+    explicit Rounded(const T* from) {
+        constexpr int parts = ROUNDED / WIDE;
+        Vec<float> x[parts], most{}, odd{};
+        each<parts>([&](auto i) ALWAYS_INLINE {
+            x[i] = load(from + i * WIDE);
+            Vec<float> size = as<Vec<float>>(as<Words>(x[i]) & 0x7fffffff);
+            most = size > most ? size : most;
+            odd += x[i] * 0.0f;  // NaN of what is not finite
+        });
+        float largest = 0, none = 0;
+        for (int i = 0; i < WIDE; i++) largest = std::max(largest, most[i]), none += odd[i];
+        const bool nothing = largest < 0x1p-100f;  // or its inverse would be infinite
+        const float by = nothing ? 0.0f : 127 / largest;
+        alignas(WIDTH) int32_t whole[ROUNDED];
+        each<parts>([&](auto i) ALWAYS_INLINE {
+            Integers found = as<Integers>(x[i] * by + 0x1.8p23f) - 0x4b400000;
+            std::memcpy(whole + i * WIDE, &found, sizeof found);
+        });
+        for (int i = 0; i < ROUNDED; i++) values[i] = int8_t(whole[(i & ~7) + ORDER[i & 7]]);
+        for (int half = 0; half < 2; half++) {
+            halves[half] = 0;
+            for (int i = 0; i < ROUNDED / 2; i++) halves[half] -= int8_t(whole[half * ROUNDED / 2 + i]);
+        }
+        less = halves[0] + halves[1];
+        scale = (nothing ? 0.0f : largest / 127) + none;
+        sum = scale * -less;
+    }
+};
+
+// sum += the products of four bytes of each lane, from 0 on, with four activations. `small`: bytes of at most 7
+// bits, so that two products fit into 16.
+template <bool small>
+inline ALWAYS_INLINE void add_four(Integers& sum, Words bytes, const int8_t* activations) {
+    const auto four = Words{} + read<uint32_t>(activations);
+#if defined(__AVX512VNNI__)
+    sum = (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)four);
+    return;
+#elif defined(__AVX512BW__)
+    if constexpr (small) {
+        __m512i two = _mm512_maddubs_epi16((__m512i)bytes, (__m512i)four);
+        sum += (Integers)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
+        return;
+    }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (small) {
+        __m256i two = _mm256_maddubs_epi16((__m256i)bytes, (__m256i)four);
+        sum += (Integers)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
+        return;
+    }
+#endif
+    each<4>([&](auto i) ALWAYS_INLINE {
+        sum += as<Integers>(bytes >> (8 * i) & 255) * (as<Integers>(four << (24 - 8 * i)) >> 24);
+    });
+}
+
+// What is subtracted from `fours`, as bits to shift: 2 to the `bits_less`, or nothing.
+template <Type type>
+constexpr int bits_less = Format<type>::minimum ? -1 : Format<type>::bits - 1;
+
+// Numbers from 0 on of inputs 0 4 1 5 (turn 0) or 2 6 3 7 (turn 1) of eight.
+template <Type type, int turn>
+inline ALWAYS_INLINE Words fours(const uint8_t* low, Words high) {
+    using F = Format<type>;
+    if constexpr (F::bits == 8) {
+        auto pair = [&](int at) ALWAYS_INLINE {
+            return words(reinterpret_cast<const uint16_t*>(low + at * UNIT * 2 * LANES));
+        };
+        Words first = pair(turn), second = pair(turn + 2);
+        Words even = (first & 0xff) | (first & 0xff00) << 8, odd = (second & 0xff) | (second & 0xff00) << 8;
+        return (even | odd << 8) ^ 0x80808080;
+    } else {
+        Words bytes = read<Words>(low) >> (4 * turn) & 0x0f0f0f0f;
+        if constexpr (F::bits > 4) {
+            constexpr int more = F::bits - 4;
+            constexpr uint32_t ones = (1 << more) - 1;
+            bytes |= (high << (4 - more * turn) & ones * 0x00100010)
+                   | (high << (12 - more * (turn + 2)) & ones * 0x10001000);
+        }
+        return bytes;
+    }
+}
+
+struct RoundedCall : LinearCall {
+    const Rounded* rounded = nullptr;
+
+    explicit RoundedCall(const LinearCall& call) : LinearCall(call) {}
+};
+
+template <Type type>
+class Linear {
+    using F = Format<type>;
+    const LinearCall& call;
+    const Rounded* const input;
+    const int64_t units, chunks, records;
+    const bool once;
+
+   public:
+    explicit Linear(const RoundedCall& own)
+        : call(own), input(own.rounded), units((call.out_features + OUTPUTS - 1) / OUTPUTS),
+          chunks((call.rows + CHUNK - 1) / CHUNK), records(call.in_features / F::inputs),
+          once(call.rows <= ONE_TILE) {}
+
+    int64_t tasks() const { return units * chunks; }
+
+    void task(int64_t at) const {
+        int64_t from = at % chunks * CHUNK, count = std::min(CHUNK, call.rows - from);
+        const int64_t most = call.rows <= FEW ? ONE_TILE : 2 * ONE_TILE;
+        for (int64_t rows; count; from += rows, count -= rows) {
+            rows = std::min(count, most);
+            by_rows<2 * ONE_TILE>(rows, at / chunks, from);
+        }
+    }
+
+   private:
+    template <int most>
+    void by_rows(int64_t rows, int64_t unit, int64_t from) const {
+        if constexpr (most > 1) {
+            if (rows <= most / 2) return by_rows<most / 2>(rows, unit, from);
+        }
+        constexpr int blocks = blocks_for(most);
+        for (int block = 0; block < UNIT; block += blocks) multiply<most, blocks>(rows, unit, block, from);
+    }
+
+    template <int rows, int blocks>
+    void multiply(int count, int64_t unit, int block, int64_t from) const {
+        constexpr int parts = blocks * PARTS;
+        const uint8_t* record = call.weight + unit * records * F::record;
+        const int64_t groups = records * F::groups;
+        const Rounded* row[rows];
+        each<rows>([&](auto i) ALWAYS_INLINE {
+            int64_t place = from + std::min<int>(i, count - 1);  // the last again where there is none
+            row[i] = input + place * call.in_features / ROUNDED;
+        });
+        Vec<float> total[rows * parts];
+        each<rows * parts>([&](auto i) ALWAYS_INLINE { total[i] = Vec<float>{}; });
+        for (int64_t at = 0; at < groups; at++) {
+            const int g = at % F::groups;
+            const uint8_t* group = record + F::head + g * F::part;
+            if (block == 0)
+                for (int line = 0; line < F::part; line += 64) ask_for(group + line + AHEAD, once);
+            const int64_t place = at * F::group / ROUNDED;
+            const int half = F::group < ROUNDED ? at % 2 : 0;
+            Integers sums[rows * parts];
+            each<rows>([&](auto i) ALWAYS_INLINE {
+                Integers less{};
+                if constexpr (bits_less<type> > 0) {
+                    const Rounded& own = row[i][place];
+                    less = (Integers{} + (F::group < ROUNDED ? own.halves[half] : own.less)) << bits_less<type>;
+                }
+                each<parts>([&](auto part) ALWAYS_INLINE { sums[i * parts + part] = less; });
+            });
+            add_group<rows, parts>(group + F::factors, block * PARTS, row, place, half, sums);
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                const int output = block * LANES + part * WIDE;
+                Vec<float> scale = scale_of<type>(record, group, output), minimum{};
+                if constexpr (F::minimum) minimum = minimum_of<type>(record, group, output);
+                each<rows>([&](auto i) ALWAYS_INLINE {
+                    const Rounded& own = row[i][place];
+                    Vec<float> found = __builtin_convertvector(sums[i * parts + part], Vec<float>);
+                    Vec<float>& all = total[i * parts + part];
+                    all = fused(found, scale * own.scale, all);
+                    if constexpr (F::minimum) all = fused(minimum, Vec<float>{} + own.sum, all);
+                });
+            });
+            if (g == F::groups - 1) record += F::record;
+        }
+        each<rows * parts>([&](auto i) ALWAYS_INLINE {
+            int64_t output = (unit * UNIT + block) * LANES + i % parts * WIDE;
+            if (i / parts >= count) return;
+            if (call.floats) write<float>(total[i], from + i / parts, output);
+            else write<bfloat16>(total[i], from + i / parts, output);
+        });
+    }
+
+    template <class T>
+    void write(Vec<float> total, int64_t row, int64_t output) const {
+        T* out = static_cast<T*>(call.out) + row * call.out_features;
+        write_outputs(total, output, call.out_features, static_cast<const T*>(call.bias), out);
+    }
+
+    template <int rows, int parts>
+    ALWAYS_INLINE void add_group(const uint8_t* low, int first, const Rounded* const* row, int64_t place,
+                                 int half, Integers* sums) const {
+        constexpr int above = F::bits == 8 ? 0 : F::bits - 4;
+        constexpr int wide = F::bits == 8 ? 2 * WIDE : 4 * WIDE;  // bytes of a vector and a turn, or a step
+        Words high[parts] = {};
+        if constexpr (above > 0)
+            each<parts>([&](auto part) ALWAYS_INLINE {
+                high[part] = read<Words>(low + F::low + (first + part) * WIDTH);
+            });
+        low += first * wide;
+        for (int i = 0; i < F::group; i += 8) {
+            each<2>([&](auto turn) ALWAYS_INLINE {
+                each<parts>([&](auto part) ALWAYS_INLINE {
+                    const Words bytes = fours<type, turn>(low + part * wide, high[part]);
+                    each<rows>([&](auto r) ALWAYS_INLINE {
+                        const int8_t* own = row[r][place].values + half * ROUNDED / 2 + i + 4 * turn;
+                        add_four<F::bits < 8>(sums[r * parts + part], bytes, own);
+                    });
+                });
+            });
+            if constexpr (above > 0)
+                each<parts>([&](auto part) ALWAYS_INLINE { high[part] >>= 4 * above; });
+            low += OUTPUTS * (F::bits == 8 ? 8 : 4);  // bytes of eight inputs
+        }
+    }
+};
+
+struct Product {
+    const RoundedCall& call;
+
+    explicit Product(const RoundedCall& call) : call(call) {}
+    int64_t tasks() const {
+        int64_t count = 0;
+        with_type(call.type, [&](auto type) { count = Linear<type>(call).tasks(); });
+        return count;
+    }
+    void task(int64_t at) const {
+        with_type(call.type, [&](auto type) { Linear<type>(call).task(at); });
+    }
+};
+
+// What 8 bits say of all activations of a call, [rows, in_features / ROUNDED].
+template <class T>
+void fill(std::vector<Rounded>& room, const LinearCall& call) {
+    const int64_t groups = call.in_features / ROUNDED, all = call.rows * call.in_features;
+    if (int64_t(room.size()) < call.rows * groups) room.resize(call.rows * groups);
+    Tasks(call.rows, std::min(call.threads, all * 4 / WORTH + 1), [&](int64_t row) {
+        for (int64_t at = row * groups; at < (row + 1) * groups; at++)
+            room[at] = Rounded(static_cast<const T*>(call.input) + at * ROUNDED);
+    });
+}
+
+// Calls with one input share what 8 bits say of it.
+void round_inputs(std::vector<RoundedCall>& all, std::vector<std::vector<Rounded>>& rooms) {
+    rooms.resize(std::max(rooms.size(), all.size()));
+    auto room = rooms.begin();
+    for (auto& one : all) {
+        for (auto& other : all)
+            if (other.rounded && other.input == one.input && other.rows == one.rows &&
+                other.in_features == one.in_features && other.floats == one.floats)
+                one.rounded = other.rounded;
+        if (one.rounded) continue;
+        if (one.floats) fill<float>(*room, one);
+        else fill<bfloat16>(*room, one);
+        one.rounded = room++->data();
+    }
+}
+
+}  // namespace
+
+extern "C" {
+// Each returns whether it knows the type.
+bool gguf_int8_linears(const LinearCall* const* calls, int64_t count) {
+    static thread_local std::vector<RoundedCall> all;
+    static thread_local std::vector<const RoundedCall*> each;
+    static thread_local std::vector<std::vector<Rounded>> rooms;
+    all.clear(), each.clear();
+    for (int64_t i = 0; i < count; i++) {
+        if (!with_type(calls[i]->type, [](auto) {})) return false;
+        all.emplace_back(*calls[i]);
+    }
+    for (auto& one : all) each.push_back(&one);
+    round_inputs(all, rooms);
+    return together<Product>(each.data(), count), true;
+}
+bool gguf_int8_linear(const LinearCall* call) { return gguf_int8_linears(&call, 1); }
+}
