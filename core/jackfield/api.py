@@ -26,6 +26,7 @@ from jackfield.parallel.ranks import Follower, Leader
 from jackfield.paths import check_here
 from jackfield.planning.assistance import FoundAssistant, check_vocabulary, with_assistant
 from jackfield.planning.deciding import Job, resolve_job
+from jackfield.planning.early_exit import EarlyExit
 from jackfield.planning.images import reader_for
 from jackfield.planning.keywords import in_our_words
 from jackfield.planning.locking import check as check_lock
@@ -156,14 +157,14 @@ def prepare(model: Any, **arguments: Any) -> Prepared:
         check_verifiable(plan)
     plan = plan.limited(limits.max_batch_tokens, limits.max_batch_size)
     tokenizer = tokenizer_of(spec.tokenizer, job.source)
-    if helper is not None:
+    if isinstance(helper, FoundAssistant):
         check_vocabulary(job.source, tokenizer, helper)
     images = reader_for(job.source, plan, spec)
     given = {"model": model, **arguments}
     return Prepared(job, plan, helper, tokenizer, images, limits, spec, given)
 
 
-def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | None]:
+def _decided(model: Any, spec: PlanSpec) -> tuple[Job, Plan, FoundAssistant | EarlyExit | None]:
     """The job, its plan and its draft model. Raises PlanError for a plan that was not locked."""
     with of_profile(spec.profile):
         spec, lock = opened(spec, registry())
@@ -187,7 +188,7 @@ class Prepared:
 
     job: Job
     plan: Plan
-    assistant: FoundAssistant | None
+    assistant: FoundAssistant | EarlyExit | None
     tokenizer: Any | None
     images: ImageReader | str | None
     limits: BatchLimits
@@ -213,7 +214,11 @@ class Prepared:
             beside = self.job.held(self.plan, self.spec.max_adapters)
             if isinstance(shared, Follower):
                 follow(BoundModel(model, self.plan, *self.plan.room(), free, beside), shared)
-            draft = None if self.assistant is None else read_assistant(self.assistant, model, files)
+            draft = (
+                None
+                if self.assistant is None
+                else read_assistant(self.assistant, model, self.tokenizer, files)
+            )
             engine = Engine(
                 model,
                 self.plan,

@@ -17,6 +17,7 @@ from jackfield.requests.vocabulary import (
     ARGUMENTS,
     CODE,
     DRAFTING,
+    EARLY_EXIT,
     FACTS,
     FILLED_IN,
     LOOP,
@@ -34,6 +35,8 @@ def honoured() -> dict[str, set[str]]:
     for registered in own:
         for name in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
             found.setdefault(name, set()).add(registered.name)
+        if registered.backend.capabilities.assistant:  # type: ignore[attr-defined]
+            found.setdefault(EARLY_EXIT, set()).add(registered.name)
     return found
 
 

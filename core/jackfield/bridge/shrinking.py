@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -38,6 +38,9 @@ _WIDE = re.compile(
 _WIDTH = re.compile(
     r"^(cross_attention_|out_)?hidden_size$|intermediate|ffn|n_inner|^n_embd$|^d_model$|mlp|lora_rank"
 )
+
+#: Lists that may be as long as there are layers, and say nothing of them.
+_OF_NO_LAYER = re.compile(r"token_ids?$|^architectures$")
 
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> PreTrainedModel:
@@ -98,21 +101,37 @@ def _fewer(config: PreTrainedConfig) -> None:
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or count <= 2:
         return
-    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == count}
     kinds: dict[str, int] = {}
+    lists = by_layer(config).values()
     for index in range(count):
-        kinds.setdefault(repr([values[index] for values in lists.values()]), index)
+        kinds.setdefault(repr([values[index] for values in lists]), index)
     keep = sorted(kinds.values())[:_LAYERS]
     if len(keep) == 1:
         keep = [0, 1]
     try:
-        config.num_hidden_layers = len(keep)
+        leave(config, keep)
     except NotImplementedError:  # it is the sum of others (ProphetNet)
         return
-    for name, values in lists.items():
-        setattr(config, name, [values[index] for index in keep])
     if getattr(config, "first_k_dense_replace", 0) > 1:
         config.first_k_dense_replace = 1
+
+
+def by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """The fields of a config that say something of each of its layers."""
+    count, fields = config.num_hidden_layers, vars(config).items()
+    lists = {n: v for n, v in fields if isinstance(v, list) and len(v) == count}
+    return {n: v for n, v in lists.items() if not _OF_NO_LAYER.search(n)}
+
+
+def leave(config: PreTrainedConfig, layers: Sequence[int]) -> None:
+    """Leave these of its layers in a config, by what it says of each.
+
+    Raises NotImplementedError where its number of layers is the sum of others.
+    """
+    lists = by_layer(config)
+    config.num_hidden_layers = len(layers)
+    for name, values in lists.items():
+        setattr(config, name, [values[index] for index in layers])
 
 
 def _narrow(config: PreTrainedConfig) -> None:

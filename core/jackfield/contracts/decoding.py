@@ -50,7 +50,8 @@ class DecodingCapabilities:
             itself honours (lengths, stops); any other setting in a request is refused by name.
             `SAMPLER_SETTINGS` are those of the sampler.
         rollback: It proposes drafts, tokens that may be taken back; else `propose` is not called.
-        assistant: It needs a draft model, which is then `BindContext.assistant`.
+        assistant: It needs a draft model, which is then `BindContext.assistant`: one of its own,
+            or the model's own first layers (`Decoding.early_exit`).
         forks: It is a `Search`, which goes on with copies of a sequence.
 
     Raises:
@@ -291,6 +292,20 @@ class Decoding(Backend):
         """
         del options
         return 10 if self.capabilities.rollback else 0
+
+    def early_exit(self, options: Any) -> int | None:
+        """How many of the model's own first layers are the draft model, with its norm and head.
+
+        Asked when a plan is made, where `capabilities.assistant`.
+
+        Args:
+            options: An instance of `options`.
+
+        Returns:
+            At least 1; None: the draft model is another one, the caller's `assistant_model`.
+        """
+        del options
+        return None
 
     @abstractmethod
     def bind(self, context: BindContext) -> Strategy:

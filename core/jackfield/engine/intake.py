@@ -19,7 +19,7 @@ from jackfield.engine.sequences import GuidedPair, RunningGroup, RunningSequence
 from jackfield.engine.turns import Heard, Turn, Turns
 from jackfield.errors import CacheFullError, PromptError, SettingsError
 from jackfield.planning.planning import Plan
-from jackfield.planning.strategies import elsewhere, pick
+from jackfield.planning.strategies import elsewhere, pick, settings_of
 from jackfield.registry.discovery import registry
 from jackfield.requests.chat_settings import ChatSettings, chat_settings_of
 from jackfield.requests.decoding_settings import check_width
@@ -263,7 +263,7 @@ def _limits(text: Text, plan: Plan, decoding: str) -> Limits:
     return Limits(
         vocab_size=text.vocab_size,
         context_length=plan.requirements.context_length,
-        honoured=decodings[decoding].backend.capabilities.settings,
+        honoured=settings_of(decodings[decoding]),
         decoding=decoding,
         has_tokenizer=text.tokenizer is not None,
         elsewhere=lambda name: elsewhere(registry(), decodings, name),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.adapters import load_adapter
 from jackfield.bridge.attention import decoder_configs
+from jackfield.bridge.first_layers import first_layers
 from jackfield.bridge.read_back import check_read
 from jackfield.bridge.spreading import folder_for
 from jackfield.bridge.weights import load_model, tensors_in
@@ -15,6 +16,7 @@ from jackfield.contracts import BindContext, Quantization
 from jackfield.errors import UsageError
 from jackfield.planning.assistance import FoundAssistant
 from jackfield.planning.deciding import Job
+from jackfield.planning.early_exit import EarlyExit
 from jackfield.planning.planning import Plan
 
 if TYPE_CHECKING:
@@ -78,8 +80,18 @@ def check_free(model: PreTrainedModel) -> None:
         )
 
 
-def read_assistant(found: FoundAssistant, beside: PreTrainedModel, files: ExitStack) -> Assistance:
-    """Read a draft model's weights. Raises UsageError where it is the model to be assisted."""
+def read_assistant(
+    found: FoundAssistant | EarlyExit,
+    beside: PreTrainedModel,
+    tokenizer: Any | None,
+    files: ExitStack,
+) -> Assistance:
+    """Read a draft model's weights, unless it is part of the model `beside` it.
+
+    Raises UsageError where it is the model to be assisted.
+    """
+    if isinstance(found, EarlyExit):
+        return Assistance(first_layers(beside, found.layers), found.plan, tokenizer)
     model = read_weights(found.job, found.plan, files, found.tokenizer)
     if not set(map(id, decoder_configs(model))).isdisjoint(map(id, decoder_configs(beside))):
         raise UsageError(

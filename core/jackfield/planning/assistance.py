@@ -15,8 +15,10 @@ from jackfield.bridge.tokenizer_files import tokenizer_of
 from jackfield.errors import JackfieldError, UsageError
 from jackfield.planning.deciding import Job, resolve_job
 from jackfield.planning.device_map import STRATEGIES
+from jackfield.planning.early_exit import EarlyExit, planned_exit
 from jackfield.planning.planning import Plan
 from jackfield.planning.spec import PlanSpec
+from jackfield.planning.strategies import exits_early
 from jackfield.registry.discovery import registry
 from jackfield.spelling import AUTO, nearest
 
@@ -38,10 +40,42 @@ class FoundAssistant:
     tokenizer: Any | None
 
 
-def with_assistant(plan: Plan, job: Job, spec: PlanSpec) -> tuple[Plan, FoundAssistant | None]:
+def with_assistant(
+    plan: Plan, job: Job, spec: PlanSpec
+) -> tuple[Plan, FoundAssistant | EarlyExit | None]:
     """`plan` with that of its draft model, and this. Raises what `jackfield.plan` raises."""
-    helper = _find(plan, spec, job.asked.device_map)
+    layers = _exits(plan, spec)
+    if layers is None:
+        helper: FoundAssistant | EarlyExit | None = _find(plan, spec, job.asked.device_map)
+    else:
+        helper = planned_exit(plan, job, spec.selections, _mapping(spec.assistant), layers)
     return plan if helper is None else replace(plan, assistant=helper.plan), helper
+
+
+def _exits(plan: Plan, spec: PlanSpec) -> int | None:
+    """At which layer of the model the draft model of `plan` ends; None: it is another model.
+
+    Raises UsageError where its decodings need several draft models.
+    """
+    found = {
+        name: exits_early(choice)
+        for name, choice in plan.decodings.items()
+        if choice.backend.capabilities.assistant
+    }
+    if len(set(found.values())) > 1:
+        first = {at: name for name, at in reversed(found.items())}
+        one, other = list(first.values())[:2]
+        raise UsageError(
+            f"the decodings {one!r} and {other!r} need two draft models, and an engine has one; "
+            "load an engine for each"
+        )
+    layers = next(iter(found.values()), None)
+    if layers is not None and spec.assistant_model is not None:
+        raise UsageError(
+            f"assistant_model is not used: the draft model of {next(iter(found))!r} is the model's "
+            "own first layers; drop it, or assistant_early_exit"
+        )
+    return layers
 
 
 def _find(plan: Plan, spec: PlanSpec, where: str | Mapping[str, str]) -> FoundAssistant | None:
@@ -64,7 +98,7 @@ def _find(plan: Plan, spec: PlanSpec, where: str | Mapping[str, str]) -> FoundAs
             f"decoding {needing[0]!r} needs a draft model; give assistant_model='…' (a hub id, a "
             "folder, or a live model)"
         )
-    how = _checked(how or {})
+    how = _checked(how)
     try:
         live = isinstance(model, PreTrainedModel)
         one = not live and isinstance(where, str) and where not in STRATEGIES
@@ -79,10 +113,15 @@ def _find(plan: Plan, spec: PlanSpec, where: str | Mapping[str, str]) -> FoundAs
         raise type(error)(f"assistant_model: {error}") from error
 
 
-def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(how, Mapping):
+def _mapping(how: Any) -> dict[str, Any]:
+    if how is not None and not isinstance(how, Mapping):
         raise UsageError(f"assistant must be a mapping of arguments, not {how!r}")
-    for key in how:
+    return dict(how or {})
+
+
+def _checked(how: Any) -> Mapping[str, Any]:
+    found = _mapping(how)
+    for key in found:
         if key == "adapter":
             raise UsageError(
                 "assistant has no key 'adapter'; give the draft model with it, as a live model: "
@@ -92,7 +131,7 @@ def _checked(how: Mapping[str, Any]) -> Mapping[str, Any]:
             raise UsageError(
                 f"assistant has no key {key!r} (keys: {', '.join(KEYS)}){nearest(str(key), KEYS)}"
             )
-    return how
+    return found
 
 
 def check_vocabulary(source: ModelSource, tokenizer: Any | None, found: FoundAssistant) -> None:

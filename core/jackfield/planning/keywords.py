@@ -128,7 +128,7 @@ def _with_decoding(found: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     if said.get("num_beams") == 1 and said["num_beams"] is not True:
         del said["num_beams"]
     named = [name for name in DECODINGS if name in said]
-    if len(named) > 1:
+    if len({DECODINGS[name] for name in named}) > 1:
         both = " and ".join(f"{name}=…" for name in named)
         raise UsageError(f"{both} name two decodings; write decoding={{'NAME': 'plugin:…', …}}")
     backend = DECODINGS[named[0]] if named else None

@@ -28,7 +28,8 @@ class Plan:
     `adapters` what a request may name.
     `decodings` are the strategies that requests can choose by name, the default first; `assistant`
     is the plan of their draft model. `kernels` stand in for layers. `limits` are those of a step:
-    the defaults of an engine, until one is made.
+    the defaults of an engine, until one is made. `early_exit` of a draft model: it is the model's
+    own first so many layers, which are read once; None: it is another model.
     """
 
     requirements: Requirements
@@ -41,6 +42,7 @@ class Plan:
     assistant: Plan | None = None
     kernels: tuple[Choice, ...] = ()
     limits: StepLimits = field(default_factory=StepLimits)
+    early_exit: int | None = None
 
     def __getitem__(self, kind: str) -> Choice:
         return self.choices[kind]
@@ -230,6 +232,7 @@ class Plan:
             "chosen": {kind: choice.to_dict() for kind, choice in self.choices.items()},
             "decodings": {name: choice.to_dict() for name, choice in self.decodings.items()},
             "assistant": self.assistant.to_dict() if self.assistant else None,
+            "early_exit": self.early_exit,
             "kernels": [choice.to_dict() for choice in self.kernels],
             "recording": None if self.recording is None else {
                 "whole": not self.recording, "reasons": list(self.recording),
@@ -253,7 +256,9 @@ class Plan:
             lines.append(f"  {kind}: {r.name} ({choice.how}), {r.distribution} {r.version}")
         if self.recorded is not None:
             lines.append(f"  recorded: {self.recorded}")
-        if self.placement:
+        if self.early_exit is not None:
+            lines.append(f"  weights: none of its own, the model's first {self.early_exit} layers")
+        elif self.placement:
             lines.append(f"  weights: {self.placement}")
         if self.shared:
             lines.append(f"  {self.shared}")

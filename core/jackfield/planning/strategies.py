@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from jackfield.errors import PlanError, SelectionError, SettingsError, quoted
+from jackfield.guarded import fault
 from jackfield.planning.candidates import Candidates
 from jackfield.planning.solving import reasons_against
 from jackfield.registry.backends import Choice
 from jackfield.requests.arguments import Strategies
-from jackfield.requests.vocabulary import DRAFTING, asks_for_nothing
+from jackfield.requests.checked_numbers import CheckedNumbers
+from jackfield.requests.vocabulary import DRAFTING, EARLY_EXIT, asks_for_nothing
 from jackfield.spelling import AUTO, Selectable, nearest
 
 if TYPE_CHECKING:
@@ -99,9 +101,16 @@ def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
     """The name of the decoding that a request asks for, or the default. Raises SettingsError.
 
     One that names none and asks for beams, or whose model does, gets the first that has them, one
-    for a single beam the first that has not, and one for looked up tokens the first that looks
-    them up; where there is none of the kind, the default says so.
+    for a single beam the first that has not, one for looked up tokens the first that looks
+    them up, and one for drafts of the model's first layers the first that has so many; where there
+    is none of the kind, the default says so.
     """
+    found = _picked(decodings, wishes)
+    _check_early_exit(decodings, found, wishes)
+    return found
+
+
+def _picked(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
     names, given = list(decodings), wishes.given
     asked = given.get("decoding")
     if asked is None:
@@ -114,6 +123,7 @@ def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
             offered
             for offered in names
             if all((name in _honoured(decodings[offered])) == has for name, has in wanted.items())
+            if (layers := _asked_exit(wishes)) is None or exits_early(decodings[offered]) == layers
         )
         return next(fitting, names[0])
     if not isinstance(asked, str) or asked not in decodings:
@@ -123,6 +133,44 @@ def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
             f"{near}; offer it with jackfield.load(decoding={{'name': 'plugin:…'}})"
         )
     return asked
+
+
+def _check_early_exit(decodings: Mapping[str, Choice], picked: str, wishes: Wishes) -> None:
+    """Raise SettingsError where a request asks for another layer than its decoding ends at."""
+    layers, ends = _asked_exit(wishes), exits_early(decodings[picked])
+    if layers is None or ends is None or ends == layers:  # without any, it is refused as others are
+        return
+    raise SettingsError(
+        f"{EARLY_EXIT}={layers} is not what the decoding {picked!r} does, which drafts with {ends} "
+        f"layers; ask for {ends}, or load with jackfield.load(decoding='assisted?{EARLY_EXIT}="
+        f"{layers}')"
+    )
+
+
+def _asked_exit(wishes: Wishes) -> int | None:
+    """At which layer a request wants drafts to end. Raises SettingsError for what is no number."""
+    if EARLY_EXIT not in wishes.given or wishes.of_the_model(EARLY_EXIT):
+        return None
+    return CheckedNumbers(wishes.given).integer(EARLY_EXIT, 1, at_least=1)
+
+
+def settings_of(decoding: Choice) -> frozenset[str]:
+    """What a decoding with its options honours."""
+    return _honoured(decoding) | ({EARLY_EXIT} if exits_early(decoding) is not None else set())
+
+
+def exits_early(decoding: Choice) -> int | None:
+    """At which layer the draft model of a decoding ends; None: it has none that is of the model.
+
+    Raises PluginError for what is no number of layers.
+    """
+    if not decoding.backend.capabilities.assistant:
+        return None
+    registered = decoding.registered
+    layers = registered.ask("early_exit", decoding.options)
+    if layers is not None and (type(layers) is not int or layers < 1):
+        raise fault(registered, f"early_exit must return 1 or more, or None, got {quoted(layers)}")
+    return layers
 
 
 def _is_default(wishes: Wishes, name: str) -> bool:
@@ -139,9 +187,11 @@ def _honoured(decoding: Choice) -> frozenset[str]:
 
 def elsewhere(registry: Registry, decodings: Mapping[str, Choice], setting: str) -> str:
     """Which decoding honours a setting, and how to have it."""
-    here = [repr(name) for name, choice in decodings.items() if setting in _honoured(choice)]
+    here = [repr(name) for name, choice in decodings.items() if setting in settings_of(choice)]
     if here:
         return f": decoding={' or '.join(here)}"
+    if setting == EARLY_EXIT:
+        return f": {DRAFTING[EARLY_EXIT]}"
     for registered in registry.of_kind("decoding"):
         if setting in registered.backend.capabilities.settings:  # type: ignore[attr-defined]
             offers = ", ".join(f"{n!r}: {n!r}" for n in (next(iter(decodings)), registered.name))

@@ -183,6 +183,7 @@ DECODINGS: Mapping[str, str] = {
     "num_beams": "beam",
     "prompt_lookup_num_tokens": "prompt_lookup",
     "assistant_model": "assisted",
+    "assistant_early_exit": "assisted",
 }
 #: Options of a decoding that go along where it is named so.
 DECODING_OPTIONS: Mapping[str, str] = {

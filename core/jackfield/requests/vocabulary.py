@@ -19,6 +19,10 @@ OWN = frozenset(
     }
 )  # fmt: skip
 
+#: At which layer of the model drafts are made. A decoding has one number from the start, so a
+#: request gets a decoding that has the very number, or is refused.
+EARLY_EXIT = "assistant_early_exit"
+
 #: Honoured by the loop itself, whatever the decoding strategy.
 LOOP = frozenset(
     {
@@ -106,7 +110,7 @@ _LOOKBEHIND = "with another tokenizer, guesses go by the whole text"
 #: decoding no use for them, nothing is lost.
 DRAFTING: Mapping[str, str] = {
     "assistant_confidence_threshold": _ASSISTED,
-    "assistant_early_exit": f"no decoding of this package ends at a layer; {_ASSISTED}",
+    EARLY_EXIT: "jackfield.load(decoding='assisted?assistant_early_exit=N') drafts with N layers",
     "assistant_ensemble_weight": "guesses never change a text here",
     "assistant_lookbehind": _LOOKBEHIND,
     "is_assistant": _ASSISTED,
@@ -125,8 +129,8 @@ _MOVED = "transformers has moved it out of itself"
 #: Fields that nothing here honours: what to do.
 REFUSED: Mapping[str, str] = {
     **{name: DRAFTING[name] for name in (
-        "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
-        "is_assistant", "speculation_type", "target_lookbehind", "use_mtp")},
+        "assistant_ensemble_weight", "assistant_lookbehind", "is_assistant",
+        "speculation_type", "target_lookbehind", "use_mtp")},
     "constraints": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",
     "dola_layers": _MOVED,
     "force_words_ids": f"{_MOVED}; json_schema, regex, grammar and choices confine a text",

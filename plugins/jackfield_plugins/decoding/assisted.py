@@ -1,5 +1,8 @@
 """``assisted``: a small model guesses, the model checks several guesses at once.
 
+The small model may be the model's own first layers (early exit, self-speculation: LayerSkip,
+Elhoushi et al. 2024, arXiv:2404.16710).
+
 Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
 There a draft is accepted by chance so that the target's distribution comes out; here the sampler's
 own choice decides, which the draft model guessed with the same random numbers, so that the very
@@ -38,9 +41,10 @@ class AssistedOptions:
     `assistant_confidence_threshold` is the last one. `min_acceptance_rate`: the share of the
     drafts that must be right, or a request does without for a while. `min_speedup`: how many times
     as fast as without drafts it must be, by the clock, or all do without for a while; 0: however
-    slow.
+    slow. With `assistant_early_exit` the draft model is the model's own first so many layers.
     """
 
+    assistant_early_exit: int | None = None
     num_assistant_tokens: int = 4
     num_assistant_tokens_schedule: Literal["constant", "heuristic"] = "constant"
     assistant_confidence_threshold: float = 0.4
@@ -48,10 +52,9 @@ class AssistedOptions:
     min_speedup: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_assistant_tokens < 1:
-            raise ValueError(
-                f"num_assistant_tokens must be at least 1, not {self.num_assistant_tokens}"
-            )
+        for name in ("assistant_early_exit", "num_assistant_tokens"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, not {count}")
         for name in ("assistant_confidence_threshold", "min_acceptance_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
@@ -60,7 +63,9 @@ class AssistedOptions:
 
 
 class Assisted(Decoding):
-    """Needs `assistant_model`, of the same vocabulary or with a tokenizer of its own."""
+    """Needs `assistant_model`, of the same vocabulary or with a tokenizer of its own; or exits
+    early, by `assistant_early_exit`.
+    """
 
     name = "assisted"
     options = AssistedOptions
@@ -79,6 +84,9 @@ class Assisted(Decoding):
         if options.num_assistant_tokens_schedule == "constant":
             return int(options.num_assistant_tokens)
         return max(LONGEST, int(options.num_assistant_tokens))
+
+    def early_exit(self, options: Any) -> int | None:
+        return options.assistant_early_exit  # type: ignore[no-any-return]
 
     def bind(self, context: BindContext) -> Strategy:
         assert context.assistant is not None
