@@ -455,3 +455,12 @@ def test_experts_are_refused(tmp_path: Path) -> None:
           target_parameters=["mlp.experts.gate_up_proj"])  # fmt: skip
     with pytest.raises(CheckpointError, match="give it alone"):
         jackfield.plan(tmp_path / "model", adapters={"a": tmp_path / "a"})
+
+
+def test_drafts_of_the_models_own_layers_are_those_without_any_adapter(
+    model: Path, adapters: dict[str, Path], right: Any
+) -> None:
+    early = "assisted?assistant_early_exit=1&min_acceptance_rate=0&assistant_confidence_threshold=0"
+    with jackfield.load(model, adapters=adapters, decoding=early) as engine:
+        assert mixed(engine, NAMES) == [right[name] for name in NAMES]
+        assert engine.report().speculation.accepted > 0

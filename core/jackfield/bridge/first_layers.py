@@ -9,19 +9,21 @@ their tensors, and get one that says fewer layers; all others, and every weight,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
+from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.model_layers import attention_modules, layer_types, windows
 from jackfield.bridge.shrinking import leave
-from jackfield.errors import ExecutionError, PlanError
+from jackfield.errors import CheckpointError, ExecutionError, PlanError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_INSTEAD = "give an assistant_model instead"
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
@@ -38,7 +40,9 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     try:
         leave(config.get_text_config(decoder=True), range(count))
     except NotImplementedError:
-        raise PlanError(f"{type(model).__name__} cannot be told to have fewer layers") from None
+        raise PlanError(
+            f"{type(model).__name__} cannot be told to have fewer layers; {_INSTEAD}"
+        ) from None
     own = {id(module) for _, module in attention_modules(model)}
     copied = _Copied(layers, count, own, configs)
     found: PreTrainedModel = copied(model)
@@ -54,27 +58,33 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
             inside = [set(map(id, layer.modules())) for layer in module]
             if attending and all(i < count and id(m) in inside[i] for i, m in attending):
                 return module
-    raise PlanError(f"the layers of {type(model).__name__} do not stand in one list, each once")
+    raise PlanError(
+        f"the layers of {type(model).__name__} do not stand in one list, each once; {_INSTEAD}"
+    )
 
 
-def check_alike(view: PreTrainedModel, alone: PreTrainedModel, whole: PreTrainedModel) -> None:
-    """Raise PlanError unless `alone`, made of the config of `view`, is what `view` has of `whole`.
+def by_themselves(whole: PreTrainedModel, count: int) -> PreTrainedModel:
+    """What the config of its first `count` layers is a model of, on the meta device like `whole`.
 
-    Layers that are others where there are fewer behind them (they share keys and values of an
-    earlier one, counted from the end) are no model by themselves.
+    Raises PlanError unless these are the layers that `whole` has there. Those that keep keys and
+    values for later ones, counted from the end, are others where there are fewer behind them.
     """
-    count = len(layers_of(view))
+    view = first_layers(whole, count)
     kinds = (layer_types, windows)
-    same = [of(alone.config) == of(whole.config)[:count] for of in kinds]
-    if not all(same) or dict(_shapes(view)) != dict(_shapes(alone)):
-        raise PlanError(
-            f"the first {count} layers of {type(whole).__name__} are other layers where none follow"
-        )
-
-
-def _shapes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from ((name, tensor.shape) for name, tensor in model.named_parameters())
-    yield from ((name, tensor.shape) for name, tensor in model.named_buffers())
+    other = PlanError(
+        f"{type(whole).__name__} cannot end at layer {count}: where fewer follow, its first layers "
+        f"are others; {_INSTEAD}"
+    )
+    try:
+        alone = meta_model(view.config, type(whole))
+        same = [of(alone.config) == of(whole.config)[:count] for of in kinds]
+    except (CheckpointError, ValueError, IndexError):
+        raise other from None
+    weights = [{n: p.shape for n, p in m.named_parameters()} for m in (view, alone)]
+    buffers = [{n: b.shape for n, b in m.named_buffers()} for m in (view, alone)]
+    if not all(same) or weights[0] != weights[1] or not buffers[1].items() <= buffers[0].items():
+        raise other
+    return alone
 
 
 class _Copied:

@@ -63,8 +63,8 @@ def _exits(plan: Plan, spec: PlanSpec) -> int | None:
         if choice.backend.capabilities.assistant
     }
     if len(set(found.values())) > 1:
-        first = {at: name for name, at in reversed(found.items())}
-        one, other = list(first.values())[:2]
+        one, *_ = found
+        other = next(name for name, layers in found.items() if layers != found[one])
         raise UsageError(
             f"the decodings {one!r} and {other!r} need two draft models, and an engine has one; "
             "load an engine for each"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jackfield.bridge.first_layers import check_alike, first_layers
+from jackfield.bridge.first_layers import by_themselves
 from jackfield.bridge.meta_model import meta_model
 from jackfield.bridge.placement import Placement
 from jackfield.bridge.requirements import describe, with_trial
@@ -70,11 +70,6 @@ def planned_exit(
 def _check(plan: Plan, job: Job, asked: str, layers: int) -> None:
     """Raise UsageError where a model's first layers cannot be a draft model of its own."""
     most = len(plan.requirements.layer_types) - 1
-    if job.needs.encoder:
-        raise UsageError(
-            f"{asked} does not go with {job.needs.architecture}, whose decoder takes no token "
-            "back; drop it"
-        )
     if job.shard is not None:
         raise UsageError(
             f"{asked} does not go with tp_size={job.shard.size}: a draft model is computed by one "
@@ -106,9 +101,7 @@ def _needs(plan: Plan, job: Job, layers: int) -> Requirements:
     """What the first layers need of their backends; no weight is to be read for them."""
     source, needs = job.source, plan.requirements
     whole = meta_model(source.config, None if source.live is None else type(source.live))
-    view = first_layers(whole, layers)
-    alone = meta_model(view.config, type(whole))
-    check_alike(view, alone, whole)
+    alone = by_themselves(whole, layers)
     found = describe(alone, dtype=needs.dtype, device=torch.device(plan.device or "cpu"))
     return replace(
         with_trial(alone, found),

@@ -105,9 +105,8 @@ def pick(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
     them up, and one for drafts of the model's first layers the first that has so many; where there
     is none of the kind, the default says so.
     """
-    found = _picked(decodings, wishes)
-    _check_early_exit(decodings, found, wishes)
-    return found
+    _check_early_exit(decodings, wishes)
+    return _picked(decodings, wishes)
 
 
 def _picked(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
@@ -135,16 +134,20 @@ def _picked(decodings: Mapping[str, Choice], wishes: Wishes) -> str:
     return asked
 
 
-def _check_early_exit(decodings: Mapping[str, Choice], picked: str, wishes: Wishes) -> None:
-    """Raise SettingsError where a request asks for another layer than its decoding ends at."""
-    layers, ends = _asked_exit(wishes), exits_early(decodings[picked])
-    if layers is None or ends is None or ends == layers:  # without any, it is refused as others are
+def _check_early_exit(decodings: Mapping[str, Choice], wishes: Wishes) -> None:
+    """Raise SettingsError where the draft model ends at another layer than a request wants.
+
+    Where none is part of the model, the request is refused as for any other setting.
+    """
+    if (layers := _asked_exit(wishes)) is None:
         return
-    raise SettingsError(
-        f"{EARLY_EXIT}={layers} is not what the decoding {picked!r} does, which drafts with {ends} "
-        f"layers; ask for {ends}, or load with jackfield.load(decoding='assisted?{EARLY_EXIT}="
-        f"{layers}')"
-    )
+    for name, choice in decodings.items():
+        if (end := exits_early(choice)) not in (None, layers):
+            raise SettingsError(
+                f"{EARLY_EXIT}={layers}: the draft model of this engine ends at layer {end} "
+                f"(decoding {name!r}); ask for {end}, or load it with decoding="
+                f"'assisted?{EARLY_EXIT}={layers}'"
+            )
 
 
 def _asked_exit(wishes: Wishes) -> int | None:
