@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import pytest
@@ -119,7 +120,10 @@ def test_caches(cache: str) -> None:
 def test_the_text_is_that_of_early_exit_in_transformers(family: str) -> None:
     (prompt,) = prompts((WINDOW + 1,))
     model, ids = build(family), torch.tensor([prompt])
-    theirs = model.generate(ids, max_new_tokens=COUNT, do_sample=False, assistant_early_exit=1)
+    try:
+        theirs = model.generate(ids, max_new_tokens=COUNT, do_sample=False, assistant_early_exit=1)
+    except TypeError as error:  # 5.17 cannot take back what it has not cached
+        pytest.skip(f"early exit of this transformers fails: {error}")
     with jackfield.load(model, decoding=EARLY) as engine:
         (ours,) = engine.generate(prompt, max_new_tokens=COUNT, assistant_early_exit=1)
     assert ours.token_ids == theirs[0, len(prompt) :].tolist()
@@ -160,9 +164,10 @@ MIXED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7, "decoding": "lookup"},
     {"temperature": 1.5, "seed": 8, "num_return_sequences": 3},
     {"stop": ["a", "e", "xy"], "temperature": 2.0, "seed": 9},
-    {"regex": "[ -k]{3,6}[x-z]{0,9}", "eos_token_id": 119},
     {"logprobs": 3, "num_assistant_tokens": 7},
 ]
+if importlib.util.find_spec("llguidance"):
+    MIXED.append({"regex": "[ -k]{3,6}[x-z]{0,9}", "eos_token_id": 119})
 
 
 def test_every_setting_gives_what_it_gives_without_drafts() -> None:

@@ -362,7 +362,7 @@ def test_explain_shows_the_plan_of_the_draft_model(cli: Cli) -> None:
     assert done.code == 0
     assert "assistant: LlamaForCausalLM, float32 on cpu" in done.out
     own = cli("explain", "demo", "--decoding", "assisted?assistant_early_exit=6")
-    assert "assistant: weights: none of its own, the model's first 6 layers" in own.out
+    assert "weights: none of its own, the model's first 6 layers" in own.out
     cli("explain", "demo", "--decoding", "assisted").assert_failed(2, "needs a draft model")
     plain = ("--decoding", "sample", "--assistant-model", "demo-draft")
     cli("generate", "x", *plain).assert_failed(2, "none of the decodings")

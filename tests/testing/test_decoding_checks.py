@@ -56,8 +56,18 @@ class Bare(Decoding):
         return Again()
 
 
+class OneLayer(Assisted):
+    """Its draft model is the first layer of any model."""
+
+    name = "one-layer"
+
+    def early_exit(self, options: Any) -> int:
+        return 1
+
+
 RIGHT: dict[str, Callable[[], Decoding]] = {
     "sample": Sample, "assisted": Assisted, "beam": Beam, "prompt_lookup": PromptLookup,
+    "one-layer": OneLayer,
     "lookup": of(Lookup), "again": of(Again), "bare": Bare,
 }  # fmt: skip
 

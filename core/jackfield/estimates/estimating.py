@@ -165,11 +165,18 @@ def _check_counted(planned: Plan) -> None:
     """Refuse what an estimate would leave out."""
     where = planned.placement
     for stray, what, instead in (
-        (planned.assistant, "a draft model", "ask about each of the two models"),
+        (planned.assistant, "a draft model", _without(planned.assistant)),
         (where is not None and where.spread, "weights in several places", "name one device"),
     ):
         if stray:
             raise UsageError(f"an estimate does not count {what}; {instead}")
+
+
+def _without(draft: Plan | None) -> str:
+    """What to do where a draft model is not counted."""
+    if draft is None or draft.early_exit is None:
+        return "ask about each of the two models"
+    return "ask without the decoding: the model's own first layers have no weights of their own"
 
 
 def _stored_dtype(config: PreTrainedConfig, needs: Requirements) -> str:

@@ -59,6 +59,12 @@ class Subject:
     def backend(self) -> Any:
         return self.registered.backend
 
+    @property
+    def wants_draft_model(self) -> bool:
+        """Whether it is a decoding that drafts with an `assistant_model`."""
+        assists = self.kind == "decoding" and self.backend.capabilities.assistant
+        return assists and self.backend.early_exit(self.options) is None
+
     def random(self, name: str) -> random.Random:
         """Random numbers of their own for the check of that name."""
         return random.Random(self.seed ^ zlib.crc32(name.encode()))

@@ -29,7 +29,7 @@ def checks(subject: Subject) -> Iterator[Check]:
             lambda _: _refused(subject, "batch-invariant bits", deterministic=True),
             refusal=True,
         )
-    if own.assistant:
+    if subject.wants_draft_model:
         yield Check("declared.assistant", "assistant", lambda _: _alone(subject), refusal=True)
     else:
         yield Check(

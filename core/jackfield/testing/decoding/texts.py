@@ -50,7 +50,7 @@ def _batches() -> tuple[str, ...]:
 
 def needs(subject: Subject, kind: str = "right") -> dict[str, Any]:
     """The draft model, where the subject asks for one."""
-    if not subject.backend.capabilities.assistant:
+    if not subject.wants_draft_model:
         return {}
     return {"assistant_model": _assistant(kind, subject.seed)}
 
@@ -189,8 +189,7 @@ def _structures(subject: Subject) -> None:
 
 def _told(subject: Subject, every: list[dict[str, Any]], when: str) -> None:
     """The model inside the package, which has a tokenizer."""
-    helped = subject.backend.capabilities.assistant
-    helper = {"assistant_model": str(DRAFT_PATH)} if helped else {}
+    helper = {"assistant_model": str(DRAFT_PATH)} if subject.wants_draft_model else {}
     with engine_with(subject, "demo", dtype="float64", **helper) as (engine, _):
         try:
             found = engine.generate([*TALES], settings=every)

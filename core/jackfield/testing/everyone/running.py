@@ -66,7 +66,7 @@ def _source(subject: Subject, model: Any) -> tuple[Any, dict[str, Any]]:
         folder = Path(tempfile.mkdtemp(dir=subject.folder))
         model.save_pretrained(folder)
         return str(folder), {}
-    if subject.kind == "decoding" and subject.backend.capabilities.assistant:
+    if subject.wants_draft_model:
         return model, {"assistant_model": build("grouped_query", seed=subject.seed + 7)}
     return model, {}
 
