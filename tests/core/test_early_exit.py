@@ -196,8 +196,9 @@ def test_no_weight_is_there_twice_and_the_cache_has_its_layers_alone() -> None:
         assert 2 * drafts == own
 
 
-def test_a_live_model_is_given_back_as_it_was() -> None:
-    model = build("llama")
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_live_model_is_given_back_as_it_was(trains: bool) -> None:
+    model = build("llama").train(trains)
     before = {**vars(model.config)}, [dict(vars(m)) for m in model.modules()]
     with jackfield.load(model, decoding=EAGER) as engine:
         engine.generate(PROMPTS, max_new_tokens=4)

@@ -286,6 +286,23 @@ def test_a_draft_model_leaves_the_room_that_steps_of_both_take(
             assert tokens[1] >= 0.9 * tokens[0]
 
 
+def test_a_models_own_first_layers_take_room_for_steps_and_tokens_and_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeCuda([Gpu(free=2 * GB)]).install(monkeypatch)
+    given: Any = {"dtype": "bfloat16", "device_map": "cuda:0", "cache_implementation": "paged"}
+    plan = jackfield.plan(config_of("llama"), decoding="assisted?assistant_early_exit=1", **given)
+    draft = plan.assistant
+    assert draft is not None
+    assert (draft.device, draft.requirements.device) == ("cuda:0", "cuda")
+    assert draft._loading("cuda:0") == 0
+    steps, share = plan.room()
+    assert steps == plan.step_bytes() + draft.step_bytes()
+    assert share == pytest.approx(2 / 3)  # two layers of three
+    alone = jackfield.plan(config_of("llama"), decoding="prompt_lookup", **given)
+    assert plan._loading("cuda:0") == alone._loading("cuda:0")
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_gpu_has_one_name(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a model and its draft model say where they are, they share what is there."""
