@@ -71,10 +71,12 @@ def benchmark_demo_prompt_lookup(task: str, batch: int, alternate: Any, capsys: 
         measure(engine, demo_texts(engine, (task,)), batch, alternate, capsys)
 
 
-def random_pair(layers: int = 12, kept: int = 2) -> tuple[PreTrainedModel, PreTrainedModel]:
+def random_pair(
+    layers: int = 12, kept: int = 2, said: float = 0.05
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """100 million random weights, and the first layers of the same model.
 
-    The layers in between hardly say anything, so that the cut-down copy often agrees.
+    The others add only so much of what they would, so that the cut-down copy often agrees.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -92,8 +94,8 @@ def random_pair(layers: int = 12, kept: int = 2) -> tuple[PreTrainedModel, PreTr
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for layer in model.model.layers[kept:]:
-            layer.self_attn.o_proj.weight *= 0.05
-            layer.mlp.down_proj.weight *= 0.05
+            layer.self_attn.o_proj.weight *= said
+            layer.mlp.down_proj.weight *= said
     small = copy.deepcopy(model)
     small.model.layers = small.model.layers[:kept]
     small.config.num_hidden_layers = kept
@@ -157,3 +159,25 @@ def benchmark_against_the_formula(batch: int, alternate: Any, capsys: Any) -> No
             f"verification {check / step:.2f} of a step: {speed:.2f} times the speed predicted, "
             f"{ratio:.2f} measured ({found})"
         )
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("batch", "said"), [(1, 0.01), (4, 0.01), (1, 0.05)])
+@pytest.mark.parametrize("compiler", ["none", "native"])
+def benchmark_early_exit(
+    batch: int, said: float, compiler: str, alternate: Any, capsys: Any
+) -> None:
+    """The same model's first 3 of 24 layers."""
+    model, _ = random_pair(24, 3, said)
+    texts = torch.randint(5, 16000, (batch, 32), generator=torch.Generator().manual_seed(1))
+    options = "assistant_confidence_threshold=0&min_acceptance_rate=0&min_speedup=0"
+    strategy = f"assisted?assistant_early_exit=3&num_assistant_tokens={DRAFTS}&{options}"
+    with (
+        jackfield.load(copy.deepcopy(model), compile=compiler) as plain,
+        jackfield.load(copy.deepcopy(model), compile=compiler, decoding=strategy) as engine,
+    ):
+        ours, theirs = (runner(one, texts.tolist(), batch) for one in (engine, plain))
+        assert ours() == theirs()
+        alternate(ours, theirs, batch * NEW, rounds=5)
+        with capsys.disabled():
+            print(f"  {engine.report().speculation}")  # noqa: T201
