@@ -243,3 +243,8 @@ def test_steps_that_are_compiled(compiler: str) -> None:
         )
         assert engine.plan.assistant["compiler"].registered.name == compiler
     assert plain.token_ids == drafted.token_ids
+
+
+def test_an_estimate_says_what_it_leaves_out() -> None:
+    text = "does not count a draft model; ask without the decoding"
+    assert_wrong(UsageError, text, lambda: jackfield.estimate("demo", decoding=EARLY))
