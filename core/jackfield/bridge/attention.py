@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +26,12 @@ from jackfield.bridge.probe import FEATURE_KWARGS, PLAIN_KWARGS, stray
 from jackfield.bridge.tally import Tally
 from jackfield.contracts import (
     BindContext,
+    Blocks,
     BoundAttention,
     ModelAttention,
     PackedKVCache,
     PackedLayer,
+    PageTables,
 )
 from jackfield.errors import ExecutionError, PlanError, PluginError, quoted
 from jackfield.guarded import fault, guarded
@@ -85,6 +87,8 @@ class AttentionBinding:
         self.native: NativeAttention | None = None
         self.tap: Tap | None = None
         self.replace: Callable[[Stand], Callable[[], None]] | None = None
+        self.blocks: Mapping[int | None, Blocks] | None = None  # of the step, by window of layers
+        self._marked: list[PageTables] = []  # with blocks, which the next step has not
         self._recording: list[int] | None = None  # layers called, while a step is recorded
         self._hooks: list[Any] = []
         self._aside = False  # the model's calls are somebody else's
@@ -241,6 +245,8 @@ class AttentionBinding:
             guard.who, guard.what = pages, "write"
             with guard:  # one for both calls: entering it costs as much as a check
                 layer = write(number, key[0].transpose(0, 1), value[0].transpose(0, 1))
+                if self.blocks is not None:
+                    self._mark(layer.tables, self.blocks)
                 if self._recording is None:
                     for length in layer.step.query_lengths:
                         count(number, length)
@@ -268,6 +274,12 @@ class AttentionBinding:
 
         self.replace = replace
         return forward
+
+    def _mark(self, tables: PageTables, blocks: Mapping[int | None, Blocks]) -> None:
+        """Say which queries of the step see later keys, in layers with the window of `tables`."""
+        if tables.blocks is None and tables.window in blocks:
+            tables.blocks = blocks[tables.window]
+            self._marked.append(tables)
 
     def _native(self, bound: BoundAttention, pages: PackedKVCache | None) -> NativeAttention | None:
         """What gives the calls in place of `_packed`; None: nothing."""
@@ -349,6 +361,8 @@ class AttentionBinding:
     def begin(self) -> None:
         """A step begins: what was called before it counts no more."""
         self._called.clear()
+        while self._marked:
+            self._marked.pop().blocks = None
         if self.tap is not None:
             self.tap.begin()
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from jackfield.bridge.image_hosts import ImageHosts
     from jackfield.bridge.source import ModelSource
+    from jackfield.contracts import Requirements
 
 #: What a processor returns that is of its text and no image.
 OF_TEXT = frozenset(
@@ -55,15 +56,23 @@ class ImageReader:
     `hosts` are those that images are fetched from; None: none are. `alone`: why a chat may have one
     image and no more; None: it may have several. `token_types`: the argument that tells the model
     which tokens are an image's, in a step that reads prompts whole; None: it need not be told.
+    `blocks_in`: the types of layers in which an image's tokens see one another, for steps in the
+    packed layout; none: each sees what is before it.
     """
 
     def __init__(self, processor: Any, hosts: ImageHosts | None = None) -> None:
         self.processor, self.hosts = processor, hosts
         self.alone: str | None = None
         self.token_types: str | None = None
+        self.blocks_in: frozenset[str] = frozenset()
         self.token: str = processor.image_token
         self._lock = threading.Lock()  # a processor's tokenizer is for one thread
         self._read: WeakValueDictionary[bytes, ReadImage] = WeakValueDictionary()
+
+    def windows(self, requirements: Requirements) -> frozenset[int | None]:
+        """Those of layers of the types `blocks_in`."""
+        layers = zip(requirements.windows, requirements.layer_types, strict=True)
+        return frozenset(window for window, kind in layers if kind in self.blocks_in)
 
     def read(self, where: str, picture: Picture) -> ReadImage:
         """What the processor makes of an image, once while anybody has it. Raises PromptError."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from jackfield.contracts import Blocks
 from jackfield.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -37,6 +40,40 @@ class Shown:
     def matters(self, start: int) -> bool:
         """Whether it makes a difference for tokens from `start` on."""
         return self.positions is not None or start <= self.places[-1]
+
+    @cached_property
+    def blocks(self) -> Seq[tuple[int, int]]:
+        """Tokens of images that stand side by side: the first of them, and the place behind them.
+
+        These are what see one another, where a model's do.
+        """
+        found: list[tuple[int, int]] = []
+        for at in self.places:
+            begin = found.pop()[0] if found and found[-1][1] == at else at
+            found.append((begin, at + 1))
+        return found
+
+    def whole(self, begin: int, end: int) -> int:
+        """The farthest place up to `end` that cuts no block; `begin` where the next one is longer.
+
+        `begin` may be within one: of some prompts the beginning is found in a cache.
+        """
+        at = bisect_left(self.blocks, end, key=itemgetter(0)) - 1
+        if at >= 0 and self.blocks[at][1] > end:
+            end = self.blocks[at][0]
+        return max(begin, end)
+
+    def behind(self, begin: int) -> int:
+        """The place behind the block of token `begin`, or behind the token where it has none."""
+        at = bisect_right(self.blocks, begin, key=itemgetter(1))
+        within = at < len(self.blocks) and self.blocks[at][0] <= begin
+        return self.blocks[at][1] if within else begin + 1
+
+    def blocks_in(self, begin: int, end: int) -> Seq[tuple[int, int]]:
+        """Those of which a token is from `begin` to before `end`."""
+        first = bisect_right(self.blocks, begin, key=itemgetter(1))
+        last = bisect_left(self.blocks, end, key=itemgetter(0))
+        return self.blocks[first:last]
 
     def within(self, begin: int, end: int) -> Features | None:
         """The rows of tokens from `begin` to `end`; None: these have no image."""
@@ -96,6 +133,29 @@ def fed(encoder: ImageEncoder, rows: Seq[Row], position_ids: torch.Tensor) -> di
         positions = _positions(rows, position_ids)
         given["position_ids"] = positions[0] if like is None else positions
     return given
+
+
+def blocks_of(rows: Seq[Row], device: torch.device) -> Blocks | None:
+    """The tokens of a packed step that see on to the end of their image; None: none does.
+
+    `rows` in the order of the step's sequences.
+    """
+    of = [() if row.shown is None else row.shown.blocks_in(row.start, row.end) for row in rows]
+    if not any(of):
+        return None
+    ends: list[int] = []
+    for row, blocks in zip(rows, of, strict=True):
+        own = list(range(row.start + 1, row.end + 1))
+        for begin, end in blocks:
+            if end > row.end:
+                raise ExecutionError(
+                    f"a step cuts the tokens of an image at {row.end}, which see one another up to "
+                    f"{end}; select another scheduler or cache"
+                )
+            first = max(begin, row.start) - row.start
+            own[first : end - row.start] = [end] * (end - row.start - first)
+        ends += own
+    return Blocks(torch.tensor(ends, dtype=torch.int32, device=device), of)
 
 
 def _are_of_images(rows: Seq[Row], position_ids: torch.Tensor) -> torch.Tensor:

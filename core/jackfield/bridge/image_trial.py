@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence as Seq
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from jackfield.bridge.image_encoder import TOKEN_TYPES, ImageEncoder, joined
 from jackfield.bridge.image_parts import Picture, opened
 from jackfield.bridge.image_reader import ImageReader, ReadImage, stacked
 from jackfield.bridge.image_steps import Row, Shown, fed
+from jackfield.bridge.model_layers import layer_types
+from jackfield.bridge.packed_trial import packed_logits
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.shrinking import VOCAB, shrunk
 from jackfield.contracts import ModelInputs
@@ -48,12 +51,14 @@ def tried_with_images(
     reader: ImageReader,
     *,
     ragged: bool,
+    packed: bool = False,
 ) -> str | None:
     """Why images are not read rightly; None: they are.
 
     `ragged`: rows of several lengths are run together, and prompts in pieces. A text has two
     images, or one where `reader` has them `alone`. Where the model has to be told which tokens are
-    an image's, `reader` gets the `token_types` for it, and prompts are tried whole.
+    an image's, `reader` gets the `token_types` for it, and prompts are tried whole; or, where steps
+    are `packed`, the types of layers whose `blocks_in` an image's tokens are.
     """
     why = "none can be built"
     own, ids = _with_small_tokens(config)
@@ -62,7 +67,7 @@ def tried_with_images(
             torch.manual_seed(SEED)
             try:
                 bench = _Bench(drawn(small, cls, torch.float32), reader, ids)
-                return bench.trial(ragged=ragged)
+                return bench.trial(ragged=ragged, packed=packed)
             except Exception as error:  # noqa: BLE001 - any model's or processor's code
                 why = first_line(error)
                 logger.debug("no trial of images of %s: %s", config.model_type, why)
@@ -93,7 +98,7 @@ class _Bench:
         self._texts = {f"a b {first} d e f g": which, f"{token} h i j k": (1,)}
         self._texts["l m n o p q r s t"] = ()
 
-    def trial(self, *, ragged: bool) -> str | None:
+    def trial(self, *, ragged: bool, packed: bool) -> str | None:
         rows = [self._row(text, which) for text, which in self._texts.items()]
         two, one, none = rows
         own = self._own(*next(iter(self._texts.items())))
@@ -107,6 +112,10 @@ class _Bench:
             self._encoder.token_types = next(name for name in TOKEN_TYPES if name in own)
             if apart(self._read([two]), said):
                 return why
+            if packed:
+                alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
+                self._encoder.token_types = None
+                return self._packed_trial([two, one, none], alone)
         self._reader.token_types = self._encoder.token_types
         if not ragged:
             return None
@@ -117,6 +126,27 @@ class _Bench:
         alone = torch.cat([said, *(self._read([row]) for row in (one, none))])
         if apart(self._read([two, one, none], piece=piece), alone):
             return "a row with images says something else beside another one"
+        return None
+
+    def _packed_trial(self, rows: Seq[tuple[list[int], Shown]], alone: torch.Tensor) -> str | None:
+        """Find out in layers of which types an image's tokens see one another, in packed steps.
+
+        `alone` are the logits of each row by itself. Gemma 3 has it in all, Gemma 4 in those with a
+        window.
+        """
+        types = sorted(set(layer_types(self._model.config)))
+        right = [
+            some
+            for some in chain.from_iterable(combinations(types, n) for n in range(1, 1 + len(types)))
+            if not apart(packed_logits(self._model, self._encoder, rows, frozenset(some)), alone)
+        ]
+        if len(right) != 1:  # none, or nobody can tell which
+            return BOTH_WAYS
+        self._reader.blocks_in = frozenset(right[0])
+        longest = max(len(ids) for ids, _ in rows)
+        piece = max(_PIECE, -(-longest // _PIECES))
+        if apart(packed_logits(self._model, self._encoder, rows, self._reader.blocks_in, piece), alone):
+            return "a prompt with images that is read in pieces says something else"
         return None
 
     def _row(self, text: str, which: Seq[int]) -> tuple[list[int], Shown]:

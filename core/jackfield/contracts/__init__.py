@@ -32,7 +32,7 @@ from jackfield.contracts.kernels import FusedLayer, Kernel, KernelCapabilities
 from jackfield.contracts.kv_cache import KVCache, PackedKVCache, PaddedCache
 from jackfield.contracts.model_inputs import CacheUsage, FixedStep, ModelInputs
 from jackfield.contracts.native import Native, NativeCall, NativeOperators
-from jackfield.contracts.packed import PackedLayer, PackedStep, PageTables, Span
+from jackfield.contracts.packed import Blocks, PackedLayer, PackedStep, PageTables, Span
 from jackfield.contracts.quantizing import (
     GivenConfig,
     Quantization,
@@ -69,6 +69,7 @@ __all__ = [
     "BeamGroup",
     "BeamSettings",
     "BindContext",
+    "Blocks",
     "BoundAttention",
     "Cache",
     "CacheCapabilities",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jackfield.contracts.packed import PageTables
+from jackfield.contracts.packed import Blocks, PageTables
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,8 @@ class ModelInputs:
         decode: Whether every sequence feeds one token and its drafts: `step.decode`.
         fixed: Where the step lies, in the first columns, at a place that `fix` made; tensors of
             `kwargs` are views of it. None: it lies anywhere.
+        blocks: Window of layers -> their queries that see later keys, for `PageTables.blocks`;
+            caches leave it out, the engine adds it. None: all look back only.
     """
 
     kwargs: dict[str, Any]
@@ -64,6 +67,7 @@ class ModelInputs:
     row_of: torch.Tensor | None = None
     decode: bool = False
     fixed: FixedStep | None = None
+    blocks: Mapping[int | None, Blocks] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

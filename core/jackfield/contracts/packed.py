@@ -122,6 +122,27 @@ class PackedStep:
         self.query_lengths = (longest, 1) if mixed else (longest,)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Blocks:
+    """Queries of a step that see later keys, on to the end of a block: the tokens of an image.
+
+    A step feeds the rest of a block with each token of it, so all of these keys are there.
+
+    Lives: as long as the `PageTables` that have it.
+
+    Attributes:
+        ends: int32 `[tokens]`, contiguous, on the model's device: for each query of the step the
+            position behind the last key that it sees. That is its own position + 1, or the end of
+            its block. Where keys begin that it sees, its window says as ever.
+        of: On the host, for each sequence its blocks of which this step has queries: the position
+            of the first token and that behind the last, ascending; empty for one that looks back
+            only.
+    """
+
+    ends: torch.Tensor
+    of: Seq[Seq[tuple[int, int]]]
+
+
 @dataclass(eq=False, slots=True)
 class PageTables:
     """Which pages the sequences of a step hold, for all layers that remember alike.
@@ -145,6 +166,9 @@ class PageTables:
         tables: `block_table` on the host, without padding.
         firsts: `first` on the host.
         in_a_row: Which of `tables` are consecutive numbers; looked at where a cache does not say.
+        blocks: Queries that see later keys; None: all look back only. The engine sets it for a
+            model whose images need it, with attentions that declare `bidirectional_blocks`; caches
+            leave it alone.
         runs: Made here: for each sequence whose pages lie in a row, the first slot of the keys that
             it sees and the slot behind the last; None otherwise. A slot is page · page size +
             place.
@@ -159,6 +183,7 @@ class PageTables:
     firsts: Seq[int]
     in_a_row: Seq[bool] = ()
     runs: Seq[tuple[int, int] | None] = ()
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         self.in_a_row = self.in_a_row or [_in_a_row(pages) for pages in self.tables]
@@ -295,17 +320,35 @@ class PackedLayer:
         import torch
 
         at = torch.arange(self.tables.oldest(row), span.kv_len, device=self.keys.device)
-        return self.seen(at[-span.query_len :, None], at)
+        return self.seen(at[-span.query_len :, None], at, self.ends(row))
 
-    def seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def ends(self, row: int) -> torch.Tensor | None:
+        """Behind which key each query of one sequence sees nothing.
+
+        Args:
+            row: The sequence's number in `step.spans`.
+
+        Returns:
+            int32 `[queries, 1]`, positions; None where none sees a later key than its own.
+        """
+        blocks, span = self.tables.blocks, self.step.spans[row]
+        if blocks is None or not blocks.of[row]:
+            return None
+        return blocks.ends[span.query_start : span.query_start + span.query_len, None]
+
+    def seen(
+        self, queries: torch.Tensor, keys: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Which keys a query sees: not later ones, and none before its window.
 
         Args:
             queries: Positions, of whole numbers.
             keys: Positions, which broadcast with `queries`.
+            ends: Positions behind the last key that each sees, which broadcast with `queries`;
+                None: each sees none behind its own.
 
         Returns:
-            bool, of the shape that both broadcast to.
+            bool, of the shape that all broadcast to.
         """
-        seen = keys <= queries
+        seen = keys <= queries if ends is None else keys < ends
         return seen if self.window is None else seen & (keys > queries - self.window)

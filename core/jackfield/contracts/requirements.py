@@ -19,6 +19,8 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "sinks": "a learned logit per head that takes part in the softmax and in nothing else",
         "position_bias": "a tensor added to the scores",
         "bidirectional_prefix": "a prompt whose tokens see one another in both directions",
+        "bidirectional_blocks": "tokens of a prompt, those of an image, that see on to the end of "
+        "their block, in pages",
         "cross_attention": "an encoder's tokens see one another, and a decoder's see all of them",
         "own_mask": "a mask that the model makes from the one it asked for",
         "own_attention": "attention that is part of the model's code and cannot be replaced, or is "

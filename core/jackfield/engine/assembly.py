@@ -94,12 +94,13 @@ def assemble(
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
         loop.overlaps = leader is None and bound.overlaps  # other processes are told what is fed
-        intake = None if images is None else ImageIntake(images, image_token(model))
+        intake = None if images is None else ImageIntake(images, image_token(model), limits)
         if isinstance(images, ImageReader):
             loop.images = StepImages(
                 ImageEncoder(model, images.token_types),
                 bound.aside,
                 forgets=plan.requirements.live,
+                windows=images.windows(plan.requirements),
             )
         if bound.adapters is not None:
             loop.adapting = bound.adapters.adapting

@@ -48,6 +48,16 @@ class BatchLimits:
         return self.target_step_seconds, self.max_batch_tokens, self.prefill_chunk_size or LEAST
 
 
+    def cuts(self, tokens: int) -> str | None:
+        """Why no step feeds so many tokens of one sequence, and what does; None: some do."""
+        size, most = self.prefill_chunk_size, self.max_batch_tokens
+        if size is not None and size < tokens:
+            return f"prefill_chunk_size is {size}; load the model with {tokens} or more"
+        if most is not None and most < tokens:
+            return f"max_batch_tokens is {most}; load the model with {tokens} or more"
+        return None
+
+
 def check_sizes(**sizes: int | None) -> None:
     """Raise UsageError unless every size is None or a whole number, at least 1."""
     for name, size in sizes.items():

@@ -113,6 +113,7 @@ class BoundModel:
         before = compiled.steps if compiled is not None else 0
         self.unchanged.check_weights()
         attention.begin()
+        attention.blocks = inputs.blocks
         self._steps = True
         try:
             with self._computing():

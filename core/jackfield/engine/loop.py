@@ -347,6 +347,9 @@ class Loop:
         counts = self.cache.adjust_schedule(self.running, wanted)
         if self.decoding.searcher is not None or any(s.pair for s in self.running):
             counts = self._together(counts)
+        if self.images is not None:
+            most = self.limits.max_batch_tokens or UNLIMITED
+            counts = self.images.whole(self.running, counts, most)
         scheduled, padded = [], not self.cache.continuous
         for sequence, count in zip(self.running, counts, strict=True):
             if count or padded:
@@ -373,7 +376,8 @@ class Loop:
         if self.limits.whole_chunks:  # a preempted one goes through its new tokens one by one again
             left = max(1, sequence.prompt_length - sequence.num_cached)
             left -= left > 1 and sequence.pair is not None  # in no piece that others decide
-        return min(left, self._max_chunk_size or left)
+        most = min(left, self._max_chunk_size or left)
+        return most if self.images is None else self.images.may_feed(sequence, most)
 
     def _together(self, counts: list[int]) -> list[int]:
         """Groups and pairs decode as a whole: who is ready before the rest keeps its last token."""

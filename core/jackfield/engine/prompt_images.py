@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jackfield.errors import PromptError
 if TYPE_CHECKING:
     from jackfield.bridge.image_encoder import Features
     from jackfield.bridge.image_reader import ImageReader, ReadImage
+    from jackfield.engine.batch_limits import BatchLimits
 
 _OWN = f"images {secrets.token_hex(8)}"  # so that no caller's salt is that of images
 
@@ -42,18 +44,23 @@ class PromptImages:
 
     @property
     def salt(self) -> str:
-        """What parts the pages of prompts with other images: their tokens may be the same."""
+        """What parts the pages of prompts with other images: their tokens may be the same.
+
+        Also of those with the same images, where more of them stand side by side: where tokens see
+        one another, what is kept of one depends on how far they go on.
+        """
         named = blake2b(b"".join(image.digest for image in self.images), digest_size=16)
+        named.update(array("q", [end - begin for begin, end in self.shown.blocks]).tobytes())
         return f"{_OWN} {named.hexdigest()}"
 
 
 class ImageIntake:
     """From the images in a chat to what its tokens stand for; `reader` is a reason where none is
-    read.
+    read. Images whose tokens see one another have to be fed whole within `limits`.
     """
 
-    def __init__(self, reader: ImageReader | str, token: int) -> None:
-        self._reader, self._token = reader, token
+    def __init__(self, reader: ImageReader | str, token: int, limits: BatchLimits) -> None:
+        self._reader, self._token, self._limits = reader, token, limits
 
     def taken(
         self, prompt: Any, most: int | None, before_image: Callable[[], None]
@@ -94,7 +101,10 @@ class ImageIntake:
         )
 
     def settle(self, images: PromptImages, ids: Seq[int]) -> None:
-        """Say which tokens of their prompt stand for them. Raises PromptError for others."""
+        """Say which tokens of their prompt stand for them.
+
+        Raises PromptError for others, and for an image that no step can feed whole.
+        """
         places = [at for at, token in enumerate(ids) if token == self._token]
         if len(places) != images.num_tokens:
             raise PromptError(
@@ -103,3 +113,11 @@ class ImageIntake:
                 "sanitize_control_tokens=True"
             )
         images.shown = Shown(places)
+        assert not isinstance(self._reader, str)
+        if self._reader.blocks_in:
+            longest = max(end - begin for begin, end in images.shown.blocks)
+            if why := self._limits.cuts(longest):
+                raise PromptError(
+                    f"{longest} tokens of an image see one another and are fed in one step, and "
+                    f"{why}"
+                )

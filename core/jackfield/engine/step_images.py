@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from jackfield.bridge.image_encoder import TAKEN, Features, ImageEncoder, joined
-from jackfield.bridge.image_steps import Row, fed
+from jackfield.bridge.image_steps import Row, blocks_of, fed
 from jackfield.sampling.fenced import fenced
 
 if TYPE_CHECKING:
@@ -51,8 +52,29 @@ class KeptFeatures:
         self.num_bytes = 0
 
 
+def whole_blocks(
+    running: Seq[RunningSequence], counts: Seq[int], most: int
+) -> list[int]:
+    """See `StepImages.whole`."""
+    found, longer = list(counts), None
+    for row, (sequence, count) in enumerate(zip(running, counts, strict=True)):
+        if count and sequence.images is not None:
+            begin, shown = sequence.num_cached, sequence.images.shown
+            found[row] = shown.whole(begin, begin + count) - begin
+            if not found[row] and longer is None:
+                longer = row
+                found[row] = shown.behind(begin) - begin
+    if longer is None:
+        return found
+    for least in (1, 0):  # those that decode are the last to wait
+        if sum(found) > most:
+            found = [n if n <= least or row == longer else 0 for row, n in enumerate(found)]
+    return found
+
+
 class StepImages:
-    """What a loop asks of images. `aside` is entered while the model reads one.
+    """What a loop asks of images. `aside` is entered while the model reads one. `windows`: those of
+    layers in which an image's tokens see one another, in packed steps.
 
     Where sequences run, the model reads one image before each step, so that no stream waits for
     all of a chat. One that `forgets` keeps nothing once the last sequence has left: its weights may
@@ -65,8 +87,10 @@ class StepImages:
         aside: Callable[[], AbstractContextManager[None]],
         *,
         forgets: bool,
+        windows: Set[int | None] = frozenset(),
     ) -> None:
         self._encoder, self._aside, self._forgets = encoder, aside, forgets
+        self._windows = windows
         self.kept = KeptFeatures()
         self._ends = 0.0  # when no further image is begun before the next step
         self._begun = False  # whether one was
@@ -126,4 +150,27 @@ class StepImages:
         if not found:
             return inputs
         decode = inputs.decode and TAKEN not in found
-        return replace(inputs, kwargs={**inputs.kwargs, **found}, decode=decode, fixed=None)
+        inputs = replace(inputs, kwargs={**inputs.kwargs, **found}, decode=decode, fixed=None)
+        blocks = blocks_of(rows, inputs.kwargs["input_ids"].device) if self._windows else None
+        return inputs if blocks is None else replace(inputs, blocks=dict.fromkeys(self._windows, blocks))
+
+    def whole(self, running: Seq[RunningSequence], counts: Seq[int], most: int) -> Seq[int]:
+        """How many tokens each feeds of those `counts` that it may, so that no image is cut whose
+        tokens see one another.
+
+        One step has room for `most` of all, and so for any image. The first one that would begin
+        with a part of an image gets all of it. Where there is no room, other prompts wait, and then
+        all others; so do those that would begin with a part, too.
+        """
+        if not self._windows:
+            return counts
+        return whole_blocks(running, counts, most)
+
+    def may_feed(self, sequence: RunningSequence, most: int) -> int:
+        """How many tokens it may feed up to `most`, which is at least those of any image."""
+        images = sequence.images
+        if not self._windows or images is None:
+            return most
+        begin = sequence.num_cached
+        end = images.shown.whole(begin, begin + most)
+        return (images.shown.behind(begin) if end == begin else end) - begin

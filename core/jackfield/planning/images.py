@@ -63,33 +63,35 @@ def _found(
         return reason
     reader = ImageReader(processor, hosts=hosts)
     ragged = not (needs.ragged or needs.pieces)
-    trial = partial(tried_with_images, source.config, cls, reader, ragged=ragged)
+    packed = needs.layout == "packed"
+    trial = partial(tried_with_images, source.config, cls, reader, ragged=ragged, packed=packed)
     reason = trial()
     if reason == TOGETHER:
         reader.alone = reason
         reason = trial()
-    if reason is None and reader.token_types is not None:
+    if reason is None and (reader.token_types is not None or reader.blocks_in):
         reason = _looks_back_only(plan, spec)
     return reader if reason is None else reason
 
 
 def _looks_back_only(plan: Plan, spec: LoadSpec) -> str | None:
-    """Why prompts are not read whole, with the mask that a model makes for them; None: they are."""
-    cache, attention = (plan[kind].registered for kind in ("cache", "attention"))
-    if plan.requirements.layout != "padded":
+    """Why an image's tokens do not see one another; None: they do.
+
+    In the padded layout prompts are read whole, with the mask that a model makes for them. Pages
+    say it to an attention that reads it.
+    """
+    packed, attention = plan.requirements.layout == "packed", plan["attention"].registered
+    if spec.prefill_chunk_size is not None and not packed:
         return (
-            f"{BOTH_WAYS}, and steps of the cache {cache.name!r} look back only; load it with "
-            "cache_implementation='dynamic'"
-        )
-    if spec.prefill_chunk_size is not None:
-        return (
-            f"{BOTH_WAYS}, and prefill_chunk_size={spec.prefill_chunk_size} cuts prompts; drop it"
+            f"{BOTH_WAYS}, and prefill_chunk_size={spec.prefill_chunk_size} cuts prompts; drop it, "
+            "or load it with cache_implementation='paged'"
         )
     assert isinstance(attention.backend, Attention)
-    if "bidirectional_prefix" not in attention.backend.capabilities.features:
+    needed = "bidirectional_blocks" if packed else "bidirectional_prefix"
+    if needed not in attention.backend.capabilities.features:
         return (
-            f"{BOTH_WAYS}, and the attention {attention.name!r} looks back only; load it with "
-            "attn_implementation='sdpa'"
+            f"{BOTH_WAYS}, and the attention {attention.name!r} looks back only ({needed}); load "
+            "it with attn_implementation='sdpa'"
         )
     return None
 

@@ -55,6 +55,7 @@ class SdpaAttention(Attention):
         layouts=frozenset({"padded", "packed"}),
         features=frozenset(
             {
+                "bidirectional_blocks",
                 "bidirectional_prefix",
                 "chunked",
                 "cross_attention",
@@ -208,8 +209,9 @@ def attend_row(
     keys, values = layer.gather(row)
     length, cached = queries.shape[2], keys.shape[1]
     grouped = queries.shape[1] != keys.shape[0]
+    ends = layer.ends(row)
     # A prompt from its first token on: causal without a mask.
-    whole = length > 1 and cached == length and layer.window is None
+    whole = length > 1 and cached == length and layer.window is None and ends is None
     if whole or length <= BLOCK:
         mask = None if whole else layer.mask(row)
         found = attend(
@@ -218,17 +220,28 @@ def attend_row(
         )  # fmt: skip
         return found.transpose(1, 2)
     blocks: list[torch.Tensor] = []
+    oldest = layer.tables.oldest(row)  # of which keys and values are the first
     for block in queries.split(BLOCK, 2):
-        end = cached - length + BLOCK * len(blocks) + block.shape[2]
-        begin = 0 if layer.window is None else max(0, end - block.shape[2] - layer.window + 1)
-        at = torch.arange(begin, end, device=keys.device)
-        mask = layer.seen(at[-block.shape[2] :, None], at)
+        first = BLOCK * len(blocks)
+        position = oldest + cached - length + first
+        end = _behind(layer, row, position + block.shape[2]) - oldest
+        begin = 0 if layer.window is None else max(0, position - layer.window + 1 - oldest)
+        at = torch.arange(begin + oldest, end + oldest, device=keys.device)
+        mine = torch.arange(position, position + block.shape[2], device=keys.device)[:, None]
+        mask = layer.seen(mine, at, None if ends is None else ends[first : first + block.shape[2]])
         found = attend(
             block, keys[None, :, begin:end], values[None, :, begin:end],
             attn_mask=mask, scale=scaling, enable_gqa=grouped,
         )  # fmt: skip
         blocks.append(found)
     return torch.cat(blocks, 2).transpose(1, 2)
+
+
+def _behind(layer: PackedLayer, row: int, after: int) -> int:
+    """The position behind the last key that queries before `after` see."""
+    blocks = layer.tables.blocks
+    of = () if blocks is None else blocks.of[row]
+    return next((end for begin, end in of if begin < after < end), after)
 
 
 @hookimpl

@@ -73,7 +73,8 @@ class CpuDecodeAttention(Attention):
             scaling: float | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            if layer.step.max_seqlen_q <= SHORT:
+            blocks = layer.tables.blocks
+            if layer.step.max_seqlen_q <= SHORT and blocks is None:
                 return kernel.packed(query, layer, scaling)
             if any(span.query_len <= SHORT for span in layer.step.spans):
                 output = kernel.packed(query, layer, scaling)

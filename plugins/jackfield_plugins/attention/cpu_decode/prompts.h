@@ -38,8 +38,9 @@ struct PromptsCall {
     double scaling;
     int64_t query_token, query_head;
     int64_t key_page, key_head, key_slot, value_page, value_head, value_slot;
-    // See PageTables. Sequence i has the queries from starts[i] on; those with up to `few` are left out.
-    const int32_t *table, *first, *lengths, *starts;
+    // See PageTables and Blocks. Sequence i has the queries from starts[i] on; those with up to `few` are
+    // left out, unless some of them see later keys. No ends: all look back only.
+    const int32_t *table, *first, *lengths, *starts, *ends;
     int64_t table_row, page_size, window;
     int64_t sequences, tokens, columns, pages, few;
 };
@@ -63,7 +64,7 @@ class Prompts {
     struct Desk {
         const Step *keys[KEYS + TALL], *values[KEYS];
         Step *queries, *weights, *key_rows, *value_rows, *line;
-        C *scores, *out, *most, *total, *at, *column;
+        C *scores, *out, *most, *total, *at, *behind, *column;
         const T *next_keys[KEYS], *next_values[KEYS];  // of the block after this one
         int64_t coming;                                // how many of them there are
     };
@@ -90,7 +91,7 @@ class Prompts {
             if (!inside(i)) return false;
             before[i] = tasks;
             const int64_t count = call.starts[i + 1] - call.starts[i];
-            if (count <= call.few) continue;
+            if (is_left_out(i)) continue;
             tasks += (count + block - 1) / block * call.kv_heads;
             products += count * (call.lengths[i] - call.first[i]);
         }
@@ -108,7 +109,11 @@ class Prompts {
         const int64_t start = call.starts[i], after = call.starts[i + 1];
         const int64_t first = call.first[i], end = call.lengths[i];
         if (start < 0 || after <= start || after > call.tokens) return false;
-        if (after - start <= call.few) return true;  // left out
+        for (int64_t n = 0; call.ends && n < after - start; n++) {
+            const int64_t behind = call.ends[start + n];
+            if (behind <= end - (after - start) + n || behind > end) return false;
+        }
+        if (is_left_out(i)) return true;
         if (first < 0 || end - (after - start) < first) return false;
         const int64_t last = (end - 1 - first) / call.page_size;
         const int32_t* pages = call.table + i * call.table_row;
@@ -116,6 +121,29 @@ class Prompts {
                std::all_of(pages + (oldest(i, end - (after - start)) - first) / call.page_size,
                            pages + last + 1,
                            [&](int32_t page) { return page >= 0 && page < call.pages; });
+    }
+
+    bool is_left_out(int64_t i) const {
+        const int64_t start = call.starts[i], count = call.starts[i + 1] - start;
+        if (count > call.few) return false;
+        for (int64_t n = 0; call.ends && n < count; n++)
+            if (call.ends[start + n] > call.lengths[i] - count + n + 1) return false;
+        return true;
+    }
+
+    // Behind the last key that the query of a token, at this position, sees.
+    int64_t behind(int64_t token, int64_t position) const {
+        return call.ends ? call.ends[token] : position + 1;
+    }
+
+    // Behind the last key that some of a task's queries from `first` to `last` see, and that all of them see.
+    int64_t farthest(const Task& task, int64_t first, int64_t last) const {
+        if (!call.ends) return task.position + last + 1;
+        return *std::max_element(call.ends + task.token + first, call.ends + task.token + last + 1);
+    }
+    int64_t nearest(const Task& task, int64_t first, int64_t last) const {
+        if (!call.ends) return task.position + first + 1;
+        return *std::min_element(call.ends + task.token + first, call.ends + task.token + last + 1);
     }
 
     // The first key that a query at this position sees.
@@ -129,6 +157,7 @@ class Prompts {
         const int64_t all = vectors * lanes;
         size_t size[] = {sizeof(Desk), steps * all * sizeof(Step), KEYS * BROAD * lanes * sizeof(C),
                          values * all * sizeof(C), all * sizeof(C), all * sizeof(C), all * sizeof(C),
+                         all * sizeof(C),
                          keys_lie ? 0 : KEYS * steps * sizeof(Step),
                          values_lie ? 0 : KEYS / width * values * sizeof(Step),
                          steps * sizeof(Step), values * sizeof(C)};
@@ -144,11 +173,15 @@ class Prompts {
         desk.most = reinterpret_cast<C*>(take());
         desk.total = reinterpret_cast<C*>(take());
         desk.at = reinterpret_cast<C*>(take());
+        desk.behind = reinterpret_cast<C*>(take());
         desk.key_rows = reinterpret_cast<Step*>(take());
         desk.value_rows = reinterpret_cast<Step*>(take());
         desk.line = reinterpret_cast<Step*>(take());
         desk.column = reinterpret_cast<C*>(take());
-        for (int64_t lane = 0; lane < all; lane++) desk.at[lane] = lane / group;
+        for (int64_t lane = 0; lane < all; lane++) {
+            desk.at[lane] = lane / group;
+            desk.behind[lane] = lane / group + 1;
+        }
         int64_t i = 0;
         for (int64_t number; (number = next.fetch_add(1)) < tasks;) {
             while (number >= before[i + 1]) i++;
@@ -162,8 +195,9 @@ class Prompts {
         const int64_t blocks = (count + block - 1) / block;
         const int64_t from = (blocks - 1 - nth / call.kv_heads) * block;
         const int64_t position = call.lengths[i] - count + from, own = std::min(block, count - from);
-        return {i, nth % call.kv_heads, call.starts[i] + from, own, position, oldest(i, position),
-                position + own};
+        Task found = {i, nth % call.kv_heads, call.starts[i] + from, own, position, oldest(i, position), 0};
+        found.end = farthest(found, 0, own - 1);
+        return found;
     }
 
     void attend(Desk& desk, const Task& task) const {
@@ -171,12 +205,16 @@ class Prompts {
             for (int64_t n = 0; n < task.count; n++) {
                 const int64_t position = task.position + n;
                 attend(desk, {task.sequence, task.head, task.token + n, 1, position,
-                              oldest(task.sequence, position), position + 1});
+                              oldest(task.sequence, position), behind(task.token + n, position)});
             }
             return;
         }
         const int64_t used = (task.count * group + lanes - 1) / lanes;
         fetch_queries(desk, task);
+        for (int64_t lane = 0; call.ends && lane < used * lanes; lane++) {
+            const int64_t n = std::min(lane / group, task.count - 1);
+            desk.behind[lane] = call.ends[task.token + n] - task.position;
+        }
         std::fill_n(desk.most, used * lanes, std::numeric_limits<C>::lowest());
         std::fill_n(desk.total, used * lanes, C{});
         std::fill_n(desk.out, used * lanes * values, C{});
@@ -194,8 +232,8 @@ class Prompts {
     // Whether the values that some of its queries see and others do not are finite. A weight of 0 hides no
     // others, so these queries go one by one.
     bool is_finite(const Task& task) const {
-        return are_finite(task, task.begin, oldest(task.sequence, task.end - 1)) &&
-               are_finite(task, task.position + 1, task.end);
+        return are_finite(task, task.begin, oldest(task.sequence, task.position + task.count - 1)) &&
+               are_finite(task, nearest(task, 0, task.count - 1), task.end);
     }
 
     bool are_finite(const Task& task, int64_t from, int64_t upto) const {
@@ -289,12 +327,12 @@ class Prompts {
         const int64_t last = std::min((vector + broad) * lanes - 1, task.count * group - 1) / group;
         const int64_t position = task.position + first;
         const int64_t begin = std::max(oldest(task.sequence, position), start) - start;
-        const int64_t end = std::min(task.position + last + 1 - start, KEYS);
+        const int64_t end = std::min(farthest(task, first, last) - start, KEYS);
         if (begin >= end) return;
         const int64_t low = begin / width * width, high = (end + width - 1) / width * width;
         // Keys from `clear` to before `upto` are seen by all lanes.
         const int64_t clear = std::max(begin, oldest(task.sequence, task.position + last) - start);
-        const int64_t upto = std::min(end, position + 1 - start);
+        const int64_t upto = std::min(end, nearest(task, first, last) - start);
         C* most = desk.most + vector * lanes;
         Vec<C> old[broad], now[broad];
         each<broad>([&](auto v) ALWAYS_INLINE { now[v] = old[v] = load(most + v * lanes); });
@@ -310,8 +348,8 @@ class Prompts {
             score<broad>(queries, desk.keys + k, sum);
             each<TALL * broad>([&](auto i) ALWAYS_INLINE { sum[i] *= factor; });
             if (k < clear || k + TALL > upto)
-                hide<broad>(sum, desk.at + vector * lanes, start + k - task.position,
-                            start + begin - task.position);
+                hide<broad>(sum, desk.at + vector * lanes, desk.behind + vector * lanes,
+                            start + k - task.position, start + begin - task.position);
             const int64_t rows = std::min<int64_t>(TALL, high - k);
             C* to = desk.scores + k * broad * lanes;
             each<TALL>([&](auto r) ALWAYS_INLINE {
@@ -364,17 +402,17 @@ class Prompts {
 
     // Scores of keys that a lane does not see become -infinity, also of those before `from`, which stand
     // there to fill a step up. Positions are counted from the task's first: `own` of the first key, `at` of
-    // the lanes.
+    // the lanes, `behind` the last key that each sees.
     template <int broad>
-    void hide(Vec<C>* sum, const C* at, int64_t own, int64_t from) const {
+    void hide(Vec<C>* sum, const C* at, const C* behind, int64_t own, int64_t from) const {
         const Vec<C> none = Vec<C>{} - std::numeric_limits<C>::infinity();
         each<broad>([&](auto v) ALWAYS_INLINE {
-            const Vec<C> lane = load(at + v * lanes);
+            const Vec<C> lane = load(at + v * lanes), after = load(behind + v * lanes);
             each<TALL>([&](auto r) ALWAYS_INLINE {
                 const int64_t key = own + r;
                 Vec<C>& one = sum[r * broad + v];
                 if (key < from) one = none;
-                one = lane < Vec<C>{} + C(key) ? none : one;
+                one = after <= Vec<C>{} + C(key) ? none : one;
                 if (call.window) one = lane >= Vec<C>{} + C(key + call.window) ? none : one;
             });
         });

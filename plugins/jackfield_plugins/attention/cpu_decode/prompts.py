@@ -23,7 +23,7 @@ from jackfield_plugins.attention.cpu_decode.reading import (
 )
 from jackfield_plugins.native.arguments import unreadable
 
-_PACK = struct.Struct("@9qd20q").pack  # `struct PromptsCall`
+_PACK = struct.Struct("@9qd21q").pack  # `struct PromptsCall`
 
 
 class Prompts:
@@ -45,7 +45,8 @@ class Prompts:
         scaling: float | None = None,
         few: int = 0,
     ) -> None:
-        """Attention of the sequences with more than `few` queries in this step, over their pages.
+        """Attention of the sequences with more than `few` queries in this step, over their pages,
+        and of those with queries that see later keys.
 
         query `[tokens, heads, head_dim]`. Their tokens of out, contiguous `[tokens, heads, value
         head_dim]`, are set. Memory beside it is a few blocks a thread. Raises ExecutionError where
@@ -86,12 +87,12 @@ class Prompts:
             size**-0.5 if scaling is None else scaling,
             query.stride(0), query.stride(1),
             key_page, key_head, key_slot, value_page, value_head, value_slot,
-            *held, rows.table.stride(0), page_size, layer.window or 0,
+            *held, _ends_of(layer, tokens), rows.table.stride(0), page_size, layer.window or 0,
             len(rows.lengths), tokens, rows.table.shape[1], pages, few,
         )  # fmt: skip
         if not attend(arguments):
             raise ExecutionError(
-                f"{NAME} cannot read what its page tables say: a page, a length or a start is not "
+                f"{NAME} cannot read what its page tables say: a page, a length, a start or an end is not "
                 f"within {pages} pages of {page_size}, {rows.table.shape[1]} a row, {tokens} tokens"
             )
 
@@ -106,6 +107,18 @@ class Prompts:
         if query.requires_grad:
             raise ExecutionError(f"{NAME} computes no gradients; call it under torch.no_grad()")
         return attend
+
+
+def _ends_of(layer: PackedLayer, tokens: int) -> int:
+    """The address of `Blocks.ends`; 0 where all look back only. Raises ExecutionError."""
+    blocks = layer.tables.blocks
+    if blocks is None:
+        return 0
+    ends = blocks.ends
+    dense = ends.dtype is torch.int32 and ends.is_cpu and ends.is_contiguous()
+    if not dense or ends.shape != (tokens,):
+        raise unreadable(NAME, f"ends of dense int32 [{tokens}] on the CPU", ends=ends)
+    return ends.data_ptr()
 
 
 def _rows_of(layer: PackedLayer) -> Rows:
