@@ -24,6 +24,7 @@ from jackfield.contracts import Attention, AttentionCapabilities, BoundAttention
 from jackfield_plugins.attention.cpu_decode import CpuDecodeAttention
 
 PLAIN = frozenset({"grouped_query", "sliding_window"})
+BLOCKS = PLAIN | {"bidirectional_blocks"}
 NARROW = frozenset({"float32"})
 
 
@@ -428,6 +429,36 @@ def _top_left(seen: Any, layer: Any, row: int, span: Any) -> Any:
 def _strictly(seen: Any, layer: Any, row: int, span: Any) -> Any:
     at, mine = _positions(layer, row, span)
     return seen & ((at < mine) | (at == 0))
+
+
+def _ends(layer: Any, row: int, span: Any) -> Any:
+    """Behind which key each query of a sequence sees nothing, `[queries, 1]`."""
+    if layer.tables.blocks is None:
+        return _positions(layer, row, span)[1] + 1
+    return layer.tables.blocks.ends[span.query_start : span.query_start + span.query_len, None]
+
+
+def _whole_blocks(seen: Any, layer: Any, row: int, span: Any) -> Any:
+    """All of a block, also what is before a window."""
+    at, mine = _positions(layer, row, span)
+    seen = seen | ((at > mine) & (at < _ends(layer, row, span)))
+    for begin, end in () if layer.tables.blocks is None else layer.tables.blocks.of[row]:
+        seen |= (at >= begin) & (at < end) & (mine >= begin) & (mine < end)
+    return seen
+
+
+def _blocks_of_row_0(seen: Any, layer: Any, row: int, span: Any) -> Any:
+    if layer.tables.blocks is None or not layer.tables.blocks.of[row]:
+        return seen
+    at, mine = _positions(layer, row, span)
+    ends = layer.tables.blocks.ends[: span.query_len, None]
+    inside = at > mine - (layer.window or span.kv_len + 1)
+    return (at < ends.maximum(mine + 1)) & inside
+
+
+def _on_from_blocks(seen: Any, layer: Any, row: int, span: Any) -> Any:
+    at, mine = _positions(layer, row, span)
+    return seen | ((at > mine) & (_ends(layer, row, span) > mine + 1))
 
 
 def _window_of_kwargs(module: Any, query: Any, layer: Any, **kw: Any) -> Any:
@@ -850,6 +881,14 @@ BY_HAND: tuple[Wrong, ...] = (
     Wrong("top left in pages", packs(rows_of(_top_left)), "counts from the first"),
     Wrong("not its own key in pages", packs(rows_of(_strictly)), "own key|not see"),
     Wrong("the window of the keywords", packs(_window_of_kwargs), "window"),
+    Wrong("looks back only in blocks", packs(rows_of(), features=BLOCKS),
+          "on to the end of their block"),
+    Wrong("blocks whatever the window", packs(rows_of(_whole_blocks), features=BLOCKS),
+          "before their window"),
+    Wrong("blocks of the first sequence", packs(rows_of(_blocks_of_row_0), features=BLOCKS),
+          "see|off by"),
+    Wrong("on from blocks to the last key", packs(rows_of(_on_from_blocks), features=BLOCKS),
+          "on to the last key|see"),
     Wrong("pages in a row", packs(rows_of(keys=_in_a_row)), "NaN|off by|finite"),
     Wrong("the first token's place forgotten", packs(rows_of(keys=_first_forgotten)),
           "off by|see|NaN"),

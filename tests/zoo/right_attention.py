@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 from jackfield.contracts import Attention, AttentionCapabilities, BindContext, BoundAttention
 
 FEATURES = frozenset(
-    {"bidirectional_prefix", "chunked", "cross_attention", "grouped_query", "mixed_head_sizes",
+    {"bidirectional_blocks", "bidirectional_prefix", "chunked", "cross_attention", "grouped_query", "mixed_head_sizes",
      "own_mask", "position_bias", "sinks", "sliding_window", "softcap"}
 )  # fmt: skip
 
@@ -65,6 +65,8 @@ def packed(module: Any, query: Any, layer: Any, **kwargs: Any) -> Any:
         at = torch.arange(layer.tables.firsts[row], span.kv_len)
         mine = at[-span.query_len :, None]
         seen = at <= mine
+        if layer.tables.blocks is not None:
+            seen = at < layer.tables.blocks.ends[begin : begin + span.query_len, None]
         if layer.window is not None:
             seen = seen & (at > mine - layer.window)
         output = attend(queries, key[None], value[None], seen[None, None], **given(kwargs))

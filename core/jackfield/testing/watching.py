@@ -50,7 +50,9 @@ class Snapshot:
 
 def _tensors_of(layer: PackedLayer) -> dict[str, torch.Tensor]:
     tables, step = layer.tables, layer.tables.step
+    ends = {} if tables.blocks is None else {"ends of blocks": tables.blocks.ends}
     return {
+        **ends,
         "pages of keys": layer.keys,
         "pages of values": layer.values,
         "block_table": tables.block_table,

@@ -94,6 +94,32 @@ def _one_later(piece: Piece) -> torch.Tensor:
     return key <= query + 1
 
 
+def _in_blocks(change: Callable[[Piece], Piece]) -> Mistake:
+    return lambda piece: change(piece) if piece.blocks else None
+
+
+def _only_back(piece: Piece) -> Piece:
+    query, key = _positions(piece)
+    return replace(piece, reached=key <= query)
+
+
+def _of_one_block(piece: Piece) -> torch.Tensor:
+    """bool `[queries, keys]`: query and key are of one block."""
+    query, key = _positions(piece)
+    found = torch.zeros_like(piece.reached)
+    for begin, end in piece.blocks:
+        found |= (query >= begin) & (query < end) & (key >= begin) & (key < end)
+    return found
+
+
+def _all_of_a_block(piece: Piece) -> Piece:
+    return replace(piece, inside=piece.inside | _of_one_block(piece))
+
+
+def _on_to_the_end(piece: Piece) -> Piece:
+    return replace(piece, reached=piece.reached | _of_one_block(piece).any(1, keepdim=True))
+
+
 def _other_scaling(of: Callable[[Piece], float]) -> Mistake:
     return lambda piece: replace(piece, scaling=of(piece))
 
@@ -199,6 +225,10 @@ MISTAKES: tuple[tuple[str, Mistake], ...] = (
     ("the first key is dropped", _changed(inside=_first)),
     ("causality counts from the first key: queries are taken for the first tokens, not the last",
      _changed(reached=_top_left)),
+    ("queries do not see on to the end of their block", _in_blocks(_only_back)),
+    ("queries see all of their block, also what is before their window",
+     _in_blocks(_all_of_a_block)),
+    ("queries of a block see on to the last key", _in_blocks(_on_to_the_end)),
     ("the softcap is ignored", lambda p: replace(p, softcap=None) if p.softcap else None),
     ("the softcap is applied to scores before they are scaled",
      _capped(lambda p, s, cap: cap * torch.tanh(s / p.scaling / cap) * p.scaling)),

@@ -44,10 +44,10 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """All that is checked of the packed layout, by direct calls."""
     declared = capabilities_of(subject).features
     for shape in SHAPES:
-        if not shape.packed or (shape.feature and shape.feature not in declared):
+        if not shape.packed or not shape.declared(declared):
             continue
         for situation in SITUATIONS:
-            if situation in steps.LARGE and shape.title not in ("plain", "sliding_window"):
+            if not _is_for(situation, shape):
                 continue
             yield Check(
                 f"packed.{situation}.{shape.title}",
@@ -58,6 +58,13 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
                 large=situation in steps.LARGE,
             )
     yield from _numbers(subject, jobs)
+
+
+def _is_for(situation: str, shape: Shape) -> bool:
+    """Whether a shape is tried in a situation."""
+    if not shape.padded:
+        return situation in steps.WITH_BLOCKS
+    return situation not in steps.LARGE or shape.title in ("plain", "sliding_window")
 
 
 def _steps(situation: str, subject: Subject) -> Seq[Packed]:

@@ -45,7 +45,14 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
             yield Check(
                 f"packed.batch_invariant.{dtype}",
                 f"batch_invariant, {dtype}",
-                partial(_alone, subject, jobs, dtype),
+                partial(_alone, subject, jobs, dtype, Needs()),
+                cases=_TOGETHER,
+            )
+        if "bidirectional_blocks" in can.features:
+            yield Check(
+                "packed.batch_invariant.bidirectional_blocks",
+                "batch_invariant; features: bidirectional_blocks",
+                partial(_alone, subject, jobs, "", Needs(block=3)),
                 cases=_TOGETHER,
             )
 
@@ -145,20 +152,20 @@ _TOGETHER = (
 )
 
 
-def _alone(subject: Subject, jobs: Jobs, dtype: str, step: Packed) -> None:
+def _alone(subject: Subject, jobs: Jobs, dtype: str, needs: Needs, step: Packed) -> None:
     """A sequence by itself, in other pages, has the bits that it has among others."""
-    job, case = jobs.bound("plain", "packed", dtype=dtype), Case(step, Needs())
+    job, case = jobs.bound("plain", "packed", dtype=dtype), Case(step, needs)
     pieces = made(job, case, subject.seed)
     together = called(job, pieces, case, steps.layer_of(pieces, step, None, 1), subject)
     backwards = replace(step, sizes=step.sizes[::-1], in_a_row=True)
     turned = called(
-        job, pieces[::-1], Case(backwards, Needs()),
+        job, pieces[::-1], Case(backwards, needs),
         steps.layer_of(pieces[::-1], backwards, None, 2), subject,
     )[::-1]  # fmt: skip
     for row, piece in enumerate(pieces):
         own = replace(step, sizes=step.sizes[row : row + 1])
         alone = called(
-            job, [piece], Case(own, Needs()), steps.layer_of([piece], own, None, 3), subject
+            job, [piece], Case(own, needs), steps.layer_of([piece], own, None, 3), subject
         )
         for found, how in ((alone[0], "alone"), (turned[row], "among them in another order")):
             if not torch.equal(found, together[row]):

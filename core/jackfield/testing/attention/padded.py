@@ -41,7 +41,7 @@ def checks(subject: Subject, jobs: Jobs) -> Iterator[Check]:
     """All that is checked of the padded layout, by direct calls."""
     declared = capabilities_of(subject).features
     for shape in SHAPES:
-        if shape.feature and shape.feature not in declared:
+        if not shape.padded or not shape.declared(declared):
             continue
         for situation in SITUATIONS:
             if situation == "long" and shape.title not in ("plain", "sliding_window"):

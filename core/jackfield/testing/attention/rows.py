@@ -104,6 +104,7 @@ class Needs:
     """What a step needs of its attention beyond softmax(QKᵀ)V: each feature's own numbers."""
 
     window: int | None = None
+    block: int | None = None
     chunk: int | None = None
     prefix: int | None = None
     softcap: float | None = None

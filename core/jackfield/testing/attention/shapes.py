@@ -18,6 +18,8 @@ class Shape:
         model: A key of `MODELS`, whose attention modules are handed over.
         own: What a call needs, from the sharpest up.
         packed: Whether the packed layout has a place for it.
+        padded: The same of the padded one.
+        beside: Another feature that it needs.
     """
 
     title: str
@@ -25,6 +27,12 @@ class Shape:
     model: str
     own: tuple[Needs, ...] = (Needs(),)
     packed: bool = True
+    padded: bool = True
+    beside: str = ""
+
+    def declared(self, features: frozenset[str]) -> bool:
+        """Whether an attention with these features has what it needs."""
+        return {self.feature, self.beside} - {""} <= features
 
     def needs(self, declared: frozenset[str]) -> list[Needs]:
         """What calls need: the feature alone, and with a window where that is declared too."""
@@ -50,6 +58,15 @@ SHAPES = (
     Shape(
         "bidirectional_prefix", "bidirectional_prefix", "bidirectional_prefix",
         (Needs(prefix=5),), packed=False,
+    ),
+    Shape(
+        "bidirectional_blocks", "bidirectional_blocks", "plain",
+        (Needs(block=3), Needs(block=40)), padded=False,
+    ),
+    Shape(
+        "bidirectional_blocks_in_windows", "bidirectional_blocks", "sliding_window",
+        (Needs(block=3, window=WINDOW), Needs(block=3 * WINDOW, window=WINDOW)),
+        padded=False, beside="sliding_window",
     ),
     Shape("own_mask", "own_mask", "own_mask", (Needs(own_mask=True),), packed=False),
 )  # fmt: skip

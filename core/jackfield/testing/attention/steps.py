@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
+from jackfield.contracts import Blocks, PackedLayer, PackedStep, PageTables, Span
 from jackfield.testing.attention.rows import Needs
 from jackfield.testing.attention.truth import Piece
 
@@ -98,6 +98,9 @@ SITUATIONS: Mapping[str, tuple[Packed, ...]] = {
 #: Those that are tried without features, and with a window.
 LARGE = ("long", "long_decode", "many")
 
+#: Those with prompts whose tokens may see one another.
+WITH_BLOCKS = ("prefill", "chunks", "drafts", "mixed", "long")
+
 TITLES = {
     "prefill": "prefill", "chunks": "chunks of a prompt", "decode": "decode", "drafts": "drafts",
     "mixed": "prefill, chunks and decode in one step", "long": "many queries",
@@ -147,21 +150,55 @@ def pieces_of(
 
     sinks = made(heads[0]) if needs.sinks else None
     found = []
-    for queries, tokens in packed.sizes:
+    for row, (queries, tokens) in enumerate(packed.sizes):
         key = torch.arange(tokens, device=device)
         query, valid = key[tokens - queries :, None], torch.ones_like(key, dtype=torch.bool)
         inside = valid.expand(queries, tokens)
         if needs.window is not None:
             inside = key > query - needs.window
+        blocks = _blocks(row, queries, tokens, needs.block)
         found.append(
             Piece(
                 made(heads[0], queries, head_dims[0], wide=needs.spread),
                 made(heads[1], tokens, head_dims[0]), made(heads[1], tokens, head_dims[1]),
-                key <= query, inside, valid, tokens - queries,
-                needs.scaling, needs.softcap, sinks, None, needs.window,
+                key < ends_of(blocks, tokens - queries, tokens, device)[:, None], inside, valid,
+                tokens - queries, needs.scaling, needs.softcap, sinks, None, needs.window, blocks,
             )
         )  # fmt: skip
     return found
+
+
+def _blocks(row: int, queries: int, tokens: int, size: int | None) -> tuple[tuple[int, int], ...]:
+    """Blocks of `size` tokens with one between them, in every other sequence that reads a prompt.
+
+    Of a chunk the first one began in the chunk before it; the last one ends with its queries.
+    """
+    if size is None or queries == 1 or row % 2:
+        return ()
+    begins = range(max(1, tokens - queries - 1), tokens, size + 1)
+    return tuple((begin, min(begin + size, tokens)) for begin in begins if begin + 1 < tokens)
+
+
+def ends_of(
+    blocks: Seq[tuple[int, int]], begin: int, end: int, device: torch.device | str
+) -> torch.Tensor:
+    """int32 `[queries]`: behind which key the queries from `begin` to before `end` see nothing."""
+    ends = list(range(begin + 1, end + 1))
+    for first, behind in blocks:
+        for at in range(max(first, begin), behind):
+            ends[at - begin] = behind
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def blocks_of(pieces: Seq[Piece]) -> Blocks | None:
+    """What the tables of a step with these pieces say of blocks."""
+    if not any(piece.blocks for piece in pieces):
+        return None
+    ends = [
+        ends_of(piece.blocks, piece.at, piece.at + piece.query.shape[1], piece.query.device)
+        for piece in pieces
+    ]
+    return Blocks(torch.cat(ends), [piece.blocks for piece in pieces])
 
 
 def step_of(packed: Packed, device: torch.device | str) -> PackedStep:
@@ -236,4 +273,5 @@ def layer_of(pieces: Seq[Piece], packed: Packed, window: int | None, seed: int) 
     """What a cache would hand out for `pieces`."""
     step = step_of(packed, pieces[0].query.device)
     tables = tables_of(packed, step, window, seed)
+    tables.blocks = blocks_of(pieces)
     return PackedLayer(*pools_of(pieces, tables, pages_of(packed)), tables)

@@ -29,6 +29,7 @@ class Piece:
         sinks: `[heads]`.
         bias: `[heads, queries, keys]`, added to the scores.
         window: Of `inside`, where that is a window.
+        blocks: Tokens that see on to the end of their block, `(begin, end)` among the keys.
     """
 
     query: torch.Tensor
@@ -43,6 +44,7 @@ class Piece:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     window: int | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def seen(self) -> torch.Tensor:

@@ -222,7 +222,10 @@ class Kernel:
         scaling: float | None = None,
         **_: Any,
     ) -> NativeCall | None:
-        """The call that does what `packed` does; None where a sequence feeds more than `SHORT`."""
+        """The call that does what `packed` does.
+
+        None where a sequence feeds more than `SHORT`, or has queries that see later keys.
+        """
         if not self.native_again(layer.tables):
             return None
         laid = self._laid.get(id(out))
@@ -237,7 +240,7 @@ class Kernel:
 
     def native_again(self, tables: PageTables) -> bool:
         """Have the calls of layers with this window read `tables`, if `native` can."""
-        if tables.step.max_seqlen_q > SHORT:
+        if tables.step.max_seqlen_q > SHORT or tables.blocks is not None:
             return False
         step = self._step_rows(tables.window)
         if not step.has(tables):
