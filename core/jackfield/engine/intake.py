@@ -123,6 +123,8 @@ class Intake:
         turn = self.turns.turn(prompt, chat, settings, ids)
         made = self._made(read, settings, width, adapter, turn, streams=streams)
         if settings.guidance_scale != 1:
+            if images is not None and self._images is not None:
+                self._images.check_guided(images, len(ids))
             negative = self._negative(wished.given.get("negative_prompt"), chat, settings, ids)
             self._pair(made, negative)
         return made if width is None else RunningGroup(made, settings.num_return_sequences).outputs

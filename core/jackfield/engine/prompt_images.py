@@ -113,11 +113,23 @@ class ImageIntake:
                 "sanitize_control_tokens=True"
             )
         images.shown = Shown(places)
-        assert not isinstance(self._reader, str)
-        if self._reader.blocks_in:
-            longest = max(end - begin for begin, end in images.shown.blocks)
-            if why := self._limits.cuts(longest):
-                raise PromptError(
-                    f"{longest} tokens of an image see one another and are fed in one step, and "
-                    f"{why}"
-                )
+        longest = max(end - begin for begin, end in images.shown.blocks)
+        if self._fed_whole and (why := self._limits.cuts(longest)):
+            raise PromptError(
+                f"{longest} tokens of an image see one another and are fed in one step, and {why}"
+            )
+
+    def check_guided(self, images: PromptImages, length: int) -> None:
+        """Raise PromptError where the last of so many tokens cannot be fed beside another prompt's.
+
+        A pair feeds its last tokens in one step, each behind all the others of its prompt.
+        """
+        if self._fed_whole and images.shown.places[-1] == length - 1:
+            raise PromptError(
+                "the prompt ends within an image, whose tokens are fed together, and with "
+                "guidance_scale the last token of a prompt is fed alone; add a text behind it"
+            )
+
+    @property
+    def _fed_whole(self) -> bool:
+        return not isinstance(self._reader, str) and bool(self._reader.blocks_in)

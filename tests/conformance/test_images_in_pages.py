@@ -1,0 +1,396 @@
+"""Models whose tokens of an image see one another, with prompts in pages: no step cuts an image."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import extras
+import pytest
+import torch
+
+import jackfield
+from jackfield.bridge.image_steps import Row, Shown, blocks_of
+from jackfield.engine.batch_limits import BatchLimits
+from jackfield.engine.engine import Engine
+from jackfield.engine.prompt_images import PromptImages
+from jackfield.engine.step_images import whole_blocks
+from jackfield.errors import ExecutionError, PromptError
+from jackfield_plugins.attention.sdpa import SdpaAttention
+
+with extras.imports():
+    from seeing import build, chat, generated, picture, sixteen
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
+SMALL = "paged?page_size=4"
+WINDOW = 8  # of layers that have one; an image has 16 tokens or more
+
+
+def new(completions: list[Any]) -> list[list[int]]:
+    assert [c.error for c in completions] == [None] * len(completions)
+    return [c.token_ids for c in completions]
+
+
+class Watched:
+    """The sizes of an engine's steps, and that none of them cuts an image."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokens: list[int] = []
+        self.cut = 0  # parts of a prompt that end behind an image and before its end
+        self.within = 0  # parts that begin within an image, behind what was found of it
+        self._prepare = engine._loop.cache.prepare
+        engine._loop.cache.prepare = self.prepare  # type: ignore[method-assign]
+
+    def prepare(self, step: Any) -> Any:
+        self.tokens.append(sum(len(item.token_ids) for item in step.scheduled))
+        for item in step.scheduled:
+            end = item.start + item.num_tokens
+            images = item.sequence.images
+            for begin, behind in images.shown.blocks if images else ():
+                self.cut += begin < end < behind
+                self.within += begin < item.start < behind
+        return self._prepare(step)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def looking(request: pytest.FixtureRequest) -> Any:
+    """A model in float64, its processor, and what it says of each of the chats alone."""
+    model, processor = build(request.param)
+    return model, processor, [generated(model, processor, c, **GREEDY) for c in sixteen()]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    return build("gemma3")
+
+
+def test_sixteen_mixed_requests_are_what_each_gets_alone(looking: Any) -> None:
+    """By what `auto` chooses: pages, in continuous batching."""
+    model, processor, expected = looking
+    with jackfield.load(model, tokenizer=processor) as engine:
+        assert engine.plan["cache"].registered.name == "paged"
+        assert new(engine.generate(sixteen(), **GREEDY)) == expected
+    assert len(set(map(tuple, expected))) > 12
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cache_implementation": SMALL, "prefill_chunk_size": 80, "attn_implementation": "sdpa"},
+        pytest.param(
+            {"cache_implementation": "paged?page_size=4&num_tokens=320"}, marks=pytest.mark.long
+        ),
+        *(
+            pytest.param({"attn_implementation": name, **more}, marks=pytest.mark.long)
+            for name in ("sdpa", "eager", "cpu_decode")
+            for more in (
+                {"max_batch_tokens": 90, "max_batch_size": 5, "cache_implementation": SMALL},
+                {"cache_implementation": "paged?page_size=1&prefix_sharing=false"},
+                {"deterministic": True, "prefill_chunk_size": 80},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_steps_cut_no_image(looking: Any, how: dict[str, Any]) -> None:
+    model, processor, expected = looking
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        watched = Watched(engine)
+        for _ in range(2):  # the second time much is found
+            assert new(engine.generate(sixteen(), **GREEDY)) == expected
+        assert watched.cut == 0
+        if "max_batch_tokens" in how:
+            assert max(watched.tokens) <= 90
+
+
+def test_an_image_is_longer_than_what_a_stream_waits_for(looking: Any) -> None:
+    """Steps beside a stream feed few tokens of prompts, or one image."""
+    model, processor, expected = looking
+    how: dict[str, Any] = {"target_step_seconds": 1e-9, "cache_implementation": SMALL}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        watched = Watched(engine)
+        asked = [engine.submit(c, **GREEDY) for c in sixteen()]
+        assert [request.result().token_ids for request in asked] == expected
+        assert watched.cut == 0
+        assert len(watched.tokens) > 25
+
+
+def test_prompts_that_begin_alike_share_pages_of_images(gemma: Any) -> None:
+    """Also a part of an image, whose rest is fed with all that its tokens see."""
+    model, processor = gemma
+    tails = ["", "a", "b c", "what is it", "a longer tail of some words"]
+    chats = [chat("a ", picture(0), " b ", picture(1), tail) for tail in tails]
+    chats += [chat("a ", picture(1), " b ", picture(0), tails[1])]  # equal tokens, other images
+    own = [generated(model, processor, c, **GREEDY) for c in chats]
+    found, within = [], 0
+    for size in (1, 4, 16, 29, 32):
+        how: dict[str, Any] = {"cache_implementation": f"paged?page_size={size}"}
+        with jackfield.load(model, tokenizer=processor, **how) as engine:
+            watched = Watched(engine)
+            keep = engine.submit(chat("hm"), **{**GREEDY, "max_new_tokens": 400})  # pages stay
+            for one, due in zip(chats, own, strict=True):
+                assert new(engine.generate([one], **GREEDY)) == [due]
+            keep.cancel()
+            found.append(engine._loop.cache.usage().prefix_tokens)
+            assert watched.cut == 0
+            within += watched.within
+    assert min(found) > 4 * 16
+    assert within > 3
+
+
+def test_what_is_evicted_is_read_again(looking: Any) -> None:
+    model, processor, expected = looking
+    how: dict[str, Any] = {"cache_implementation": "paged?page_size=4&num_tokens=400"}
+    with jackfield.load(model, tokenizer=processor, prefill_chunk_size=80, **how) as engine:
+        watched = Watched(engine)
+        longer = {**GREEDY, "max_new_tokens": 40}
+        found = new(engine.generate(sixteen(), **longer))
+        assert [ids[:10] for ids in found] == expected
+        assert engine._loop.metrics.preemptions > 3
+        assert watched.cut == 0
+
+
+def test_samples_beams_structures_and_streams(gemma: Any) -> None:
+    model, processor = gemma
+    both = chat("what is ", picture(0), " and ", picture(1), " here")
+    text = chat("no image at all")
+    drawn = {"temperature": 2.0, "seed": 7, "max_new_tokens": 8, "eos_token_id": None}
+    beams = {"max_new_tokens": 6, "eos_token_id": None, "num_beams": 3}
+    expected = generated(model, processor, both, **GREEDY)
+    searched = [generated(model, processor, c, **beams) for c in (both, text)]
+    how: dict[str, Any] = {"decoding": {"sample": "sample", "beam": "beam"}}
+    rows: dict[str, Any] = {**how, "cache_implementation": "dynamic"}
+    asked: list[dict[str, Any]] = [{**drawn, "num_return_sequences": 3}]
+    asked.append({**GREEDY, "max_new_tokens": 12, "regex": "[a-f]{4,9}"})
+    asked.append({**GREEDY, "guidance_scale": 1.5})
+    with jackfield.load(model, tokenizer=processor, **rows) as engine:
+        told = [new(engine.generate([both, text], **one)) for one in asked]
+    how |= {"cache_implementation": SMALL, "prefill_chunk_size": 20}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        watched = Watched(engine)
+        assert [new(engine.generate([both, text], **one)) for one in asked] == told
+        assert new(engine.generate([both, text], **beams)) == searched
+        pieces = [token for d in engine.stream(both, **GREEDY) for token in d.token_ids]
+        assert pieces == expected
+        assert watched.cut == 0
+
+
+def test_drafts_are_verified_behind_them(gemma: Any) -> None:
+    """Also in layers with windows, which rows of padded columns cannot take back."""
+    model, processor = gemma
+    chats = sixteen()[:6]
+    repeated = {**GREEDY, "sequence_bias": [[[processor.tokenizer.image_token_id], 20.0]]}
+    for asked in (GREEDY, repeated):
+        own = [generated(model, processor, c, **asked) for c in chats]
+        with jackfield.load(model, tokenizer=processor, decoding="prompt_lookup") as engine:
+            assert new(engine.generate(chats, **asked)) == own
+
+
+def ending_in_images(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing around an image, and nothing behind a prompt."""
+    monkeypatch.setattr(processor, "full_image_sequence", "<soft>" * 16)
+    template = processor.chat_template.partition("{{- '<|end|>'")[0] + "{%- endfor -%}"
+    monkeypatch.setattr(processor, "chat_template", template)
+
+
+def test_a_prompt_may_end_with_an_image(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two of them side by side are one block."""
+    model, processor = gemma
+    ending_in_images(processor, monkeypatch)
+    chats = [chat("x", picture(0)), chat("no image"), chat("y", picture(1), picture(0))]
+    own = [generated(model, processor, c, **GREEDY) for c in chats]
+    drawn = {"temperature": 2.0, "seed": 7, "max_new_tokens": 6, "eos_token_id": None}
+    for how in ({"prefill_chunk_size": 32}, {"decoding": "prompt_lookup"}):
+        with jackfield.load(model, tokenizer=processor, cache_implementation=SMALL, **how) as engine:
+            watched = Watched(engine)
+            assert new(engine.generate(chats, **GREEDY)) == own
+            several = new(engine.generate(chats, **drawn, num_return_sequences=2))
+            assert several[::2] == new(engine.generate(chats, **drawn))
+            assert watched.cut == 0
+            found = engine._intake.sequences(chats[2], GREEDY, streams=False)[0].images
+            assert [end - begin for begin, end in found.shown.blocks] == [32]
+
+
+def test_an_image_may_be_several_pictures(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pan and scan: crops, with texts between them, stand beside it."""
+    model, processor = gemma
+    defaults = processor.valid_processor_kwargs._defaults["images_kwargs"]
+    monkeypatch.setitem(defaults, "do_pan_and_scan", True)
+    monkeypatch.setitem(defaults, "pan_and_scan_min_crop_size", 8)
+    chats = [chat("a ", picture(3, 90, 30), " b"), chat("no image"), chat("x", picture(0))]
+    own = [generated(model, processor, c, **GREEDY) for c in chats]
+    how: dict[str, Any] = {"cache_implementation": SMALL, "prefill_chunk_size": 18}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate(chats, **GREEDY)) == own
+
+
+def test_steps_of_texts_are_called_as_ever(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more than in an engine that reads text only, and pages say nothing of blocks."""
+    model, processor = gemma
+    found: list[tuple[list[str], bool, bool]] = []
+
+    def noted(engine: Engine) -> None:
+        own = engine._loop.forward
+
+        def forward(inputs: Any) -> Any:
+            said = own(inputs)
+            tables = [group.now for group in engine._loop.cache.inner.groups.values()]
+            marked = any(one.blocks is not None for one in tables)
+            found.append((sorted(inputs.kwargs), inputs.blocks is not None, marked))
+            return said
+
+        monkeypatch.setattr(engine._loop, "forward", forward)
+
+    with jackfield.load(model) as engine:  # reads text only
+        noted(engine)
+        engine.generate([[5, 6, 7]], **GREEDY)
+        plain = found[0]
+        assert plain[1:] == (False, False)
+        found.clear()
+    with jackfield.load(model, tokenizer=processor) as engine:
+        noted(engine)
+        engine.generate([chat("no image"), chat("none here either")], **GREEDY)
+        assert found == [plain] * 10
+        found.clear()
+        engine.generate([chat("one ", picture(0)), chat("no image")], **GREEDY)
+        names = sorted([*plain[0], "mm_encoder_outputs"])
+        assert found == [(names, True, True), *[plain] * 9]
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SdpaAttention.capabilities
+    less = replace(own, features=own.features - {"bidirectional_blocks"})
+    monkeypatch.setattr(SdpaAttention, "capabilities", less)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (
+            {"attn_implementation": "sdpa"},
+            "images are not read here: the tokens of an image look at one another in both "
+            r"directions, and the attention 'sdpa' looks back only \(bidirectional_blocks\); load",
+        ),
+        (
+            {"prefill_chunk_size": 15},
+            "16 tokens of an image see one another and are fed in one step, and "
+            "prefill_chunk_size is 15; load the model with 16 or more",
+        ),
+        (
+            {"max_batch_tokens": 12, "max_batch_size": 2},
+            "in one step, and max_batch_tokens is 12; load the model with 16 or more",
+        ),
+        ({"deterministic": True, "prefill_chunk_size": 8}, "prefill_chunk_size is 8; load the"),
+        ({"guided": True}, "the prompt ends within an image"),
+    ],
+)
+def test_what_cannot_feed_them_says_so_and_text_runs(
+    gemma: Any, how: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = gemma
+    if "attn_implementation" in how:
+        lacking(monkeypatch)
+    asked = dict(GREEDY)
+    if how.pop("guided", False):
+        ending_in_images(processor, monkeypatch)
+        asked["guidance_scale"] = 2.0
+    text = chat("no image at all")
+    expected = generated(model, processor, text, **GREEDY)
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate([text], **GREEDY)) == [expected]
+        with pytest.raises(PromptError, match=why):
+            engine.generate([chat("a ", picture(0))], **asked)
+
+
+def shown(blocks: list[tuple[int, int]]) -> Shown:
+    return Shown([at for begin, end in blocks for at in range(begin, end)])
+
+
+def drawn_blocks(chance: random.Random) -> list[tuple[int, int]]:
+    found, at = [], 0
+    for _ in range(chance.randint(1, 4)):
+        at += chance.randint(1, 5)
+        found.append((at, at := at + chance.randint(1, 9)))
+    return found
+
+
+def test_places_that_cut_no_image() -> None:
+    """Against all places, one by one."""
+    chance = random.Random(0)
+    tried = 0
+    for _ in range(60):
+        blocks = drawn_blocks(chance)
+        one, length = shown(blocks), blocks[-1][1] + 4
+        assert list(one.blocks) == blocks
+        uncut = [at for at in range(length) if not any(b < at < e for b, e in blocks)]
+        for begin, end in itertools.combinations(range(length), 2):
+            due = max((at for at in uncut if begin <= at <= end), default=begin)
+            assert one.whole(begin, end) == due
+            own = [block for block in blocks if block[0] <= begin < block[1]]
+            assert one.behind(begin) == (own[0][1] if own else begin + 1)
+            inside = [(b, e) for b, e in blocks if b < end and e > begin]
+            assert list(one.blocks_in(begin, end)) == inside
+            tried += 1
+    assert tried > 10_000
+
+
+def test_images_side_by_side_are_one_block_and_part_pages() -> None:
+    """What is kept of the first one depends on the second, so it is not that of the first alone."""
+    assert list(shown([(2, 5), (5, 9), (11, 12)]).blocks) == [(2, 9), (11, 12)]
+    apart, beside = (PromptImages((), shown=shown(b)) for b in ([(2, 5), (6, 9)], [(2, 5), (5, 8)]))
+    moved = PromptImages((), shown=shown([(1, 4), (8, 11)]))
+    assert apart.salt == moved.salt != beside.salt
+
+
+def test_what_queries_see_on_to() -> None:
+    """Three in a step: one found to within its first image, one without, one that decodes."""
+    one = shown([(2, 6), (8, 10)])
+    rows = [Row([0] * 8, 4, one, 0), Row([0] * 3, 0, None, 1), Row([0], 10, one, 2)]
+    found = blocks_of(rows, torch.device("cpu"))
+    assert found is not None and found.ends.dtype is torch.int32
+    assert found.ends.tolist() == [6, 6, 7, 8, 10, 10, 11, 12, 1, 2, 3, 11]
+    assert list(map(list, found.of)) == [[(2, 6), (8, 10)], [], []]
+    assert blocks_of(rows[1:], torch.device("cpu")) is None
+    with pytest.raises(ExecutionError, match="a step cuts the tokens of an image at 9"):
+        blocks_of([Row([0] * 9, 0, one, 0)], torch.device("cpu"))
+
+
+class Reading:
+    """A sequence that has read so much of its prompt."""
+
+    def __init__(self, cached: int, blocks: list[tuple[int, int]] | None) -> None:
+        self.num_cached = cached
+        self.images = None if blocks is None else PromptImages((), shown=shown(blocks))
+
+
+def test_a_step_feeds_whole_images_and_somebody() -> None:
+    """Whatever a scheduler says, within what a step may have."""
+    chance = random.Random(1)
+    longer = 0
+    for _ in range(3000):
+        running: list[Any] = []
+        for _ in range(chance.randint(1, 5)):
+            blocks = drawn_blocks(chance) if chance.random() < 0.7 else None
+            uncut = [0, *(at for block in blocks or () for at in block)]
+            running.append(Reading(chance.choice(uncut), blocks))
+        said = [chance.choice((0, 1, 3, 8)) for _ in running]
+        most = max(9, sum(said))  # as many as an image has
+        found = whole_blocks(running, said, most)
+        assert 0 <= sum(found) <= most
+        assert any(found) == any(said)
+        for one, asked, count in zip(running, said, found, strict=True):
+            end = one.num_cached + count
+            blocks = () if one.images is None else one.images.shown.blocks
+            assert not any(begin < end < behind for begin, behind in blocks)
+            assert asked or not count
+            longer += count > asked
+    assert longer > 500
+
+
+def test_how_long_an_image_may_be() -> None:
+    limits = BatchLimits(max_batch_size=4, max_batch_tokens=64, prefill_chunk_size=32)
+    assert limits.cuts(32) is None
+    assert "prefill_chunk_size is 32" in str(limits.cuts(33))
+    assert "max_batch_tokens is 64" in str(replace(limits, prefill_chunk_size=None).cuts(65))
