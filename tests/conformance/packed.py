@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from jackfield.contracts import PackedLayer, PackedStep, PageTables, Span
+from jackfield.contracts import Blocks, PackedLayer, PackedStep, PageTables, Span
 
 
 def step_of(sizes: Seq[tuple[int, int]], device: str = "cpu") -> PackedStep:
@@ -36,10 +36,12 @@ def layer_of(
     device: str = "cpu",
     stale: float = float("nan"),
     seed: int = 0,
+    block: int | None = None,
 ) -> PackedLayer:
     """Random keys and values in pages that lie in no order; other slots hold `stale`.
 
-    Pages before the window are given back, so that tables do not begin with the first token.
+    Pages before the window are given back, so that tables do not begin with the first token. Tokens
+    of every other sequence with several queries lie in blocks of `block`, one between two of them.
     """
     firsts = [
         0
@@ -67,9 +69,27 @@ def layer_of(
         step, window, page_size,
         torch.tensor(padded, dtype=torch.int32, device=device),
         torch.tensor(firsts, dtype=torch.int32, device=device),
-        tables, firsts,
+        tables, firsts, blocks=None if block is None else _blocks_of(step, block, device),
     )  # fmt: skip
     return PackedLayer(pool(head_dim), pool(value_dim or head_dim), held)
+
+
+def _blocks_of(step: PackedStep, size: int, device: str) -> Blocks | None:
+    """The first block of a sequence may have begun before its first query; None: there is none."""
+    of, ends = [], []
+    for row, span in enumerate(step.spans):
+        first = span.kv_len - span.query_len
+        begins = range(max(1, first - 1), span.kv_len - 1, size + 1)
+        single = span.query_len == 1 or row % 2
+        of.append([] if single else [(at, min(at + size, span.kv_len)) for at in begins])
+        own = list(range(first + 1, span.kv_len + 1))
+        for begin, end in of[-1]:
+            at = max(begin, first) - first
+            own[at : end - first] = [end] * (end - first - at)
+        ends += own
+    if not any(of):
+        return None
+    return Blocks(torch.tensor(ends, dtype=torch.int32, device=device), of)
 
 
 def queries_of(step: PackedStep, heads: int, layer: PackedLayer, seed: int = 1) -> torch.Tensor:
@@ -111,7 +131,8 @@ def reference(
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(layer.tables.firsts[row], span.kv_len, device=q.device)
         mine = at[-span.query_len :, None]
-        seen = at <= mine
+        ends = layer.ends(row)
+        seen = at <= mine if ends is None else at < ends
         if layer.window is not None:
             seen &= at > mine - layer.window
         scores = scores.masked_fill(~seen, float("-inf"))

@@ -203,7 +203,9 @@ def test_a_prompt_may_end_with_an_image(gemma: Any, monkeypatch: pytest.MonkeyPa
     own = [generated(model, processor, c, **GREEDY) for c in chats]
     drawn = {"temperature": 2.0, "seed": 7, "max_new_tokens": 6, "eos_token_id": None}
     for how in ({"prefill_chunk_size": 32}, {"decoding": "prompt_lookup"}):
-        with jackfield.load(model, tokenizer=processor, cache_implementation=SMALL, **how) as engine:
+        with jackfield.load(
+            model, tokenizer=processor, cache_implementation=SMALL, **how
+        ) as engine:
             watched = Watched(engine)
             assert new(engine.generate(chats, **GREEDY)) == own
             several = new(engine.generate(chats, **drawn, num_return_sequences=2))

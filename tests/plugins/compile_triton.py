@@ -38,7 +38,8 @@ def shape_of(dtype: str, head_dim: int, group: int) -> Shape:
 def all_of(shape: Shape) -> list[Variant]:
     limit = variants.decode_limit(shape.group, *shape.widest)
     decode = [variants.decode_of(shape, queries) for queries in sorted({1, limit})]
-    return [variants.prefill_of(shape), *decode, variants.sum_of(shape)]
+    prefill = [variants.prefill_of(shape, ends=ends) for ends in (False, True)]
+    return [*prefill, *decode, variants.sum_of(shape)]
 
 
 def assembled(ptx: str, capability: int) -> dict[str, int]:

@@ -75,13 +75,15 @@ SEQUENCE = st.tuples(
     with_sinks=st.booleans(),
     num_splits=st.one_of(st.none(), st.integers(1, 5)),
     tile=st.sampled_from((None, SMALL)),
+    block=st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_kernels_equal_the_reference(
-    sizes, heads, head_dim, value_dim, page_size, window, softcap, with_sinks, num_splits, tile
-) -> None:
+    sizes, heads, head_dim, value_dim, page_size, window, softcap, with_sinks, num_splits, tile,
+    block,
+) -> None:  # fmt: skip
     layer = layer_of(
         step_of(sizes, DEVICE), kv_heads=heads[0], head_dim=head_dim, value_dim=value_dim,
-        page_size=page_size, window=window, dtype=EXACT, device=DEVICE,
+        page_size=page_size, window=window, dtype=EXACT, device=DEVICE, block=block,
     )  # fmt: skip
     query = queries_of(layer.step, heads[0] * heads[1], layer)
     sinks = torch.linspace(-2, 4, query.shape[1], dtype=EXACT, device=DEVICE)

@@ -137,7 +137,9 @@ class _Bench:
         types = sorted(set(layer_types(self._model.config)))
         right = [
             some
-            for some in chain.from_iterable(combinations(types, n) for n in range(1, 1 + len(types)))
+            for some in chain.from_iterable(
+                combinations(types, n) for n in range(1, 1 + len(types))
+            )
             if not apart(packed_logits(self._model, self._encoder, rows, frozenset(some)), alone)
         ]
         if len(right) != 1:  # none, or nobody can tell which
@@ -145,7 +147,9 @@ class _Bench:
         self._reader.blocks_in = frozenset(right[0])
         longest = max(len(ids) for ids, _ in rows)
         piece = max(_PIECE, -(-longest // _PIECES))
-        if apart(packed_logits(self._model, self._encoder, rows, self._reader.blocks_in, piece), alone):
+        if apart(
+            packed_logits(self._model, self._encoder, rows, self._reader.blocks_in, piece), alone
+        ):
             return "a prompt with images that is read in pieces says something else"
         return None
 

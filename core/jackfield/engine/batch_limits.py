@@ -47,7 +47,6 @@ class BatchLimits:
             return None
         return self.target_step_seconds, self.max_batch_tokens, self.prefill_chunk_size or LEAST
 
-
     def cuts(self, tokens: int) -> str | None:
         """Why no step feeds so many tokens of one sequence, and what does; None: some do."""
         size, most = self.prefill_chunk_size, self.max_batch_tokens

@@ -52,9 +52,7 @@ class KeptFeatures:
         self.num_bytes = 0
 
 
-def whole_blocks(
-    running: Seq[RunningSequence], counts: Seq[int], most: int
-) -> list[int]:
+def whole_blocks(running: Seq[RunningSequence], counts: Seq[int], most: int) -> list[int]:
     """See `StepImages.whole`."""
     found, longer = list(counts), None
     for row, (sequence, count) in enumerate(zip(running, counts, strict=True)):
@@ -152,7 +150,11 @@ class StepImages:
         decode = inputs.decode and TAKEN not in found
         inputs = replace(inputs, kwargs={**inputs.kwargs, **found}, decode=decode, fixed=None)
         blocks = blocks_of(rows, inputs.kwargs["input_ids"].device) if self._windows else None
-        return inputs if blocks is None else replace(inputs, blocks=dict.fromkeys(self._windows, blocks))
+        return (
+            inputs
+            if blocks is None
+            else replace(inputs, blocks=dict.fromkeys(self._windows, blocks))
+        )
 
     def whole(self, running: Seq[RunningSequence], counts: Seq[int], most: int) -> Seq[int]:
         """How many tokens each feeds of those `counts` that it may, so that no image is cut whose

@@ -48,7 +48,14 @@ class TritonAttention(Attention):
         layouts=frozenset({"packed"}),
         devices=frozenset({"cuda", "cpu"}),
         features=frozenset(
-            {"grouped_query", "mixed_head_sizes", "sliding_window", "softcap", "sinks"}
+            {
+                "bidirectional_blocks",
+                "grouped_query",
+                "mixed_head_sizes",
+                "sinks",
+                "sliding_window",
+                "softcap",
+            }
         ),
         recordable=True,
     )

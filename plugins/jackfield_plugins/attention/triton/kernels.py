@@ -29,7 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 #: Numbers and small tensors that differ from step to step. Triton would compile a kernel anew for a
 #: number that is 1 or a multiple of 16, and for an address that is one.
 _NUMBERS = ["table_row", "short", "queries", "num_splits"]
-_SMALL = ["sinks", "lse", "block_table", "first", "seq_lens", "cu_seqlens_q"]
+_SMALL = ["sinks", "lse", "block_table", "first", "seq_lens", "cu_seqlens_q", "ends"]
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _start(
 
 @triton.jit
 def _attend(
-    q, positions, low, high, first, table, keys, values, highest, total, acc, scale, softcap,
+    q, positions, behind, low, high, first, table, keys, values, highest, total, acc, scale, softcap,
     KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, VALUE_PAGE: tl.constexpr,
     VALUE_SLOT: tl.constexpr, USE_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -77,6 +77,7 @@ def _attend(
 ):  # fmt: skip
     """Fold the keys at positions low … high - 1 of one sequence into maximum, sum and output.
 
+    Rows are at `positions`, `behind` is the one behind the last key that each of them sees.
     `keys` and `values` point at the key/value head, `table` at the sequence's row of the block
     table, whose first page holds position `first`. `WINDOW` 0 is none.
     """
@@ -95,7 +96,7 @@ def _attend(
             other=0.0,
         )
         s = _scores(q, k.to(DOT), scale, softcap, USE_SOFTCAP, highest.dtype)
-        seen = inside[None, :] & (at[None, :] <= positions[:, None])
+        seen = inside[None, :] & (at[None, :] < behind[:, None])
         if WINDOW > 0:
             seen = seen & (at[None, :] > positions[:, None] - WINDOW)
         s = tl.where(seen, s, float("-inf"))
@@ -121,18 +122,19 @@ def _attend(
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def paged_prefill(
     query, keys, values, sinks, out, block_table, first, seq_lens, cu_seqlens_q,
-    scale, softcap, table_row, short,
+    scale, softcap, table_row, short, ends,
     KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, KEY_HEAD: tl.constexpr,
     VALUE_PAGE: tl.constexpr, VALUE_SLOT: tl.constexpr, VALUE_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, USE_SOFTCAP: tl.constexpr, USE_SINKS: tl.constexpr,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, COMPUTE: tl.constexpr, DOT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_ENDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of one sequence and one chunk of heads, over its pages.
 
     Grid (tiles of the longest, kv heads × chunks, sequences). Sequences of `short` queries or fewer
-    are left to `paged_decode`.
+    are left to `paged_decode`. With `USE_ENDS` queries see keys before `ends`, `[tokens]`, and
+    otherwise those up to their own.
     """
     QUERIES: tl.constexpr = BLOCK_M // CHUNK
     CHUNKS: tl.constexpr = (GROUP + CHUNK - 1) // CHUNK
@@ -162,10 +164,14 @@ def paged_prefill(
     low = oldest
     if WINDOW > 0:
         low = tl.maximum(low, earlier + begin - WINDOW + 1)
+    behind = earlier + offset + 1
     high = tl.minimum(end, earlier + begin + QUERIES)
+    if USE_ENDS:
+        behind = tl.load(ends + start + offset, mask=valid, other=0)
+        high = tl.max(behind)
     highest, total, acc = _start(sinks, heads, 0, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
     highest, total, acc = _attend(
-        q.to(DOT), earlier + offset, low, high, oldest,
+        q.to(DOT), earlier + offset, behind, low, high, oldest,
         block_table + sequence.to(tl.int64) * table_row,
         keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
         scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,
@@ -229,7 +235,7 @@ def paged_decode(
     high = tl.minimum(end, low + tiles * BLOCK_N)
     highest, total, acc = _start(sinks, heads, split, USE_SINKS, BLOCK_M, BLOCK_V, COMPUTE)
     highest, total, acc = _attend(
-        q.to(DOT), end - length + offset, low, high, oldest,
+        q.to(DOT), end - length + offset, end - length + offset + 1, low, high, oldest,
         block_table + sequence.to(tl.int64) * table_row,
         keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD, highest, total, acc,
         scale, softcap, KEY_PAGE, KEY_SLOT, VALUE_PAGE, VALUE_SLOT, USE_SOFTCAP, WINDOW, PAGE_SIZE,

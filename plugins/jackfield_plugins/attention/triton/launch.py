@@ -39,6 +39,7 @@ class Prepared(NamedTuple):
     tables: PageTables
     variants: Variants
     small: tuple[Any, ...]
+    ends: Any  # of blocks; None: all queries look back only
     table_row: int
     short: int  # queries that `decode` takes; 0: none
     prefill: Grid | None
@@ -103,8 +104,11 @@ class PagedAttention:
         self, step: Prepared, first: tuple[Any, ...], numbers: tuple[Any, ...], out: torch.Tensor
     ) -> None:
         variants, at = step.variants, self._as_argument
-        if step.prefill is not None:
-            variants.prefill(step.prefill, *first, *numbers, step.short)
+        if step.prefill is not None and step.ends is None:
+            variants.prefill(step.prefill, *first, *numbers, step.short, step.small[3])
+        elif step.prefill is not None:
+            with_ends = variants.prefill_with_ends
+            with_ends(step.prefill, *first, *numbers, step.short, step.ends)
         if step.decode is None:
             return
         decode = variants.decode[step.short]
@@ -141,7 +145,9 @@ class PagedAttention:
     def _prepare(self, variants: Variants, tables: PageTables, device: torch.device) -> Prepared:
         step, shape = tables.step, variants.shape
         sequences, lengths = len(step.spans), [span.query_len for span in step.spans]
-        most = max((n for n in lengths if n <= variants.limit), default=0)
+        # Decode kernels look back only; of a block's one last token that is all that it sees.
+        limit = variants.limit if tables.blocks is None else 1
+        most = max((n for n in lengths if n <= limit), default=0)
         short = min(most, 1) if most < 2 else variants.limit
         prefill = decode = total = None
         if short < max(lengths):
@@ -156,7 +162,8 @@ class PagedAttention:
         small = (tables.block_table, tables.first, step.seq_lens, step.cu_seqlens_q)
         row = tables.block_table.stride(0)
         given = tuple(map(self._as_argument, small))
-        return Prepared(tables, variants, given, row, short, prefill, decode, total)
+        ends = None if tables.blocks is None else self._as_argument(tables.blocks.ends)
+        return Prepared(tables, variants, given, ends, row, short, prefill, decode, total)
 
     def _splits(
         self, variants: Variants, tables: PageTables, short: int, device: torch.device

@@ -2,11 +2,13 @@
 
 Everything that differs from step to step is an argument that Triton does not specialise on, so that
 a shape of layers needs `prefill`, `decode` for single queries, `decode` for several and the sum of
-splits, and nothing else, however long texts become. All are compiled together.
+splits, and nothing else, however long texts become. All are compiled together. Only where tokens of
+images see one another there is another `prefill`, compiled when the first of them comes.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -113,12 +115,13 @@ class Variant(NamedTuple):
     chunks: int = 1
 
 
-def prefill_of(shape: Shape, tile: Tile | None = None) -> Variant:
-    """`tile` None: the one that was chosen for the shape."""
+def prefill_of(shape: Shape, tile: Tile | None = None, *, ends: bool = False) -> Variant:
+    """`tile` None: the one that was chosen for the shape. `ends`: some queries see later keys."""
     fixed = constants(shape)
     tile = tile or tile_for(PREFILL_TILES, *shape.widest)
     chunks = triton.cdiv(shape.group, tile.rows)
     own = {"CHUNK": triton.cdiv(shape.group, chunks), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+    own["USE_ENDS"] = ends
     return Variant(paged_prefill, fixed | own, tile, chunks)
 
 
@@ -145,7 +148,7 @@ def argument_type(shape: Shape, name: str) -> Any:
         return shape.dtype
     if name in ("parts", "lse"):
         return shape.wide
-    if name in ("block_table", "first", "seq_lens", "cu_seqlens_q"):
+    if name in ("block_table", "first", "seq_lens", "cu_seqlens_q", "ends"):
         return torch.int32
     return 1.0 if name in ("scale", "softcap") else 16
 
@@ -159,6 +162,7 @@ class Variants:
     def __init__(self, shape: Shape, tile: Tile | None = None) -> None:
         self.shape = shape
         self.limit = decode_limit(shape.group, *shape.widest)
+        self._tile = tile
         prefill = prefill_of(shape, tile)
         self.prefill = self._run(prefill)
         self.prefill_chunks = prefill.chunks
@@ -170,6 +174,11 @@ class Variants:
         total = sum_of(shape)
         self.sum = self._run(total)
         self.sum_block = total.fixed["BLOCK_V"]
+
+    @cached_property
+    def prefill_with_ends(self) -> Run:
+        """For steps in which some queries see later keys."""
+        return self._run(prefill_of(self.shape, self._tile, ends=True))
 
     def _run(self, variant: Variant) -> Run:
         kernel, fixed, tile, _ = variant
