@@ -367,7 +367,8 @@ def test_narrower_vectors_give_the_same(fresh: Path, flag: str, forks: Forks) ->
         "    for size, group, window, block in "
         "((8, 1, None, None), (72, 7, 60, 9), (17, 2, None, 140)):\n"
         "        p.test_pages_equal_the_reference.hypothesis.inner_test(\n"
-        "            [(150, 30), (20, 200)], (2, group), (size, None), 16, window, dtype, 0, 2, block)"
+        "            [(150, 30), (20, 200)], (2, group), (size, None), 16, window, dtype, 0, 2,\n"
+        "            block)"
     )
     environ = {**os.environ, "CXX": f"{command[0]} {flag}"}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "conformance")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from jackfield.contracts import BoundAttention, PackedLayer
+from jackfield.contracts import Blocks, BoundAttention, PackedLayer, PackedStep, PageTables
 from jackfield.testing.attention import (
     calls,
     faults,
@@ -48,12 +48,13 @@ def tensors(thing: Any) -> Iterator[torch.Tensor]:
     elif isinstance(thing, list | tuple):
         for one in thing:
             yield from tensors(one)
-    elif isinstance(thing, PackedLayer) or type(thing).__name__ in ("PageTables", "PackedStep"):
+    elif isinstance(thing, PackedLayer | PageTables | PackedStep | Blocks):
         names = [name for name in dir(thing) if name in HELD]
         yield from tensors([getattr(thing, name) for name in names])
 
 
-HELD = ("keys", "values", "tables", "block_table", "first", "step", "seq_lens", "cu_seqlens_q")
+HELD = ("keys", "values", "tables", "block_table", "first", "step", "seq_lens", "cu_seqlens_q",
+        "blocks", "ends")  # fmt: skip
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_padded_call(job: Job, feature: str) -> None:
             assert {piece.seen.device.type for piece in what.pieces} == {"meta"}
 
 
-@pytest.mark.parametrize("feature", FEATURES[:4])
+@pytest.mark.parametrize("feature", [*FEATURES[:4], "bidirectional_blocks"])
 def test_a_packed_call(job: Job, feature: str) -> None:
     for situation in steps.SITUATIONS.values():
         for needs in needs_of(feature):

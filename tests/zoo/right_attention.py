@@ -10,8 +10,8 @@ from transformers.masking_utils import sdpa_mask
 from jackfield.contracts import Attention, AttentionCapabilities, BindContext, BoundAttention
 
 FEATURES = frozenset(
-    {"bidirectional_blocks", "bidirectional_prefix", "chunked", "cross_attention", "grouped_query", "mixed_head_sizes",
-     "own_mask", "position_bias", "sinks", "sliding_window", "softcap"}
+    {"bidirectional_blocks", "bidirectional_prefix", "chunked", "cross_attention", "grouped_query",
+     "mixed_head_sizes", "own_mask", "position_bias", "sinks", "sliding_window", "softcap"}
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
@@ -135,21 +136,15 @@ class _Bench:
         window.
         """
         types = sorted(set(layer_types(self._model.config)))
-        right = [
-            some
-            for some in chain.from_iterable(
-                combinations(types, n) for n in range(1, 1 + len(types))
-            )
-            if not apart(packed_logits(self._model, self._encoder, rows, frozenset(some)), alone)
-        ]
+        some = chain.from_iterable(combinations(types, n) for n in range(1, 1 + len(types)))
+        read = partial(packed_logits, self._model, self._encoder, rows)
+        right = [own for own in map(frozenset, some) if not apart(read(own), alone)]
         if len(right) != 1:  # none, or nobody can tell which
             return BOTH_WAYS
-        self._reader.blocks_in = frozenset(right[0])
+        self._reader.blocks_in = right[0]
         longest = max(len(ids) for ids, _ in rows)
         piece = max(_PIECE, -(-longest // _PIECES))
-        if apart(
-            packed_logits(self._model, self._encoder, rows, self._reader.blocks_in, piece), alone
-        ):
+        if apart(read(self._reader.blocks_in, piece), alone):
             return "a prompt with images that is read in pieces says something else"
         return None
 

@@ -36,9 +36,9 @@ def packed_logits(
 ) -> torch.Tensor:
     """The logits of all tokens, row by row: `[tokens, vocab]`.
 
-    `encoder` is the one that read the images. An image's tokens see one another in layers of the types `blocks_in`. Each step reads `piece`
-    tokens of a row, or less, or an image that is longer; None: all. Raises ExecutionError for a
-    model whose attention is part of its code.
+    `encoder` is the one that read the images, whose tokens see one another in layers of the types
+    `blocks_in`. Each step reads `piece` tokens of a row, or less, or an image that is longer; None:
+    all. Raises ExecutionError for a model whose attention is part of its code.
     """
     eager = model_attention(model)
     if eager is None:

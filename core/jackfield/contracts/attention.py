@@ -128,7 +128,8 @@ class BoundAttention:
     - `query`: `[tokens, heads, head_dim]`, strided; row by row the step's sequences, as
       `layer.step.spans` say.
     - `layer`: a `PackedLayer` that holds this step's keys and values already. Causality and the
-      window are in it: its `window` counts, not `sliding_window`.
+      window are in it: its `window` counts, not `sliding_window`. With `bidirectional_blocks` some
+      queries see later keys, as `layer.tables.blocks` says: those of prompts with images.
     - `output`: `[tokens, heads, head_dim]`, that of the values; dtype and device as above.
 
     Changes: nothing. Query, keys, values, masks and pages are not to be modified.

@@ -229,7 +229,9 @@ class KVCache(ABC):
         Violations: PluginError for anything but whole numbers in these bounds, not all 0.
 
         Args:
-            sequences: All that run, in the order of the loop.
+            sequences: All that run, in the order of the loop. Where the tokens of an image see one
+                another, some may feed less than is returned, and one all of an image, up to
+                `max_chunk_size`.
             wanted: One number each, from the scheduler; 0: it waits.
 
         Returns:

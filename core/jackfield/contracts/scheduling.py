@@ -61,6 +61,10 @@ class Schedule(ABC):
         the last one, which `num_uncached_tokens` counts, a text may be among them that has just
         ended, and where the step does not fit yet, it is asked again for it.
 
+        Where the tokens of an image see one another, the loop feeds less than this says, so that
+        no step cuts one; of one image that would be begun it feeds all, and others then wait where
+        there is no room.
+
         With `deterministic=True` less than `num_uncached_tokens[i]` counts as 0, and at least one
         sequence must get all of its tokens.
 

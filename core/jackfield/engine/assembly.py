@@ -94,7 +94,7 @@ def assemble(
         decoder = Decoder(*strategies_of(bound, draft, text.vocab_size), structures)
         loop = Loop(*_steps(bound, leader), decoder, schedule, limits)
         loop.overlaps = leader is None and bound.overlaps  # other processes are told what is fed
-        intake = None if images is None else ImageIntake(images, image_token(model), limits)
+        intake = None if images is None else ImageIntake(images, image_token(model), limits.cuts)
         if isinstance(images, ImageReader):
             loop.images = StepImages(
                 ImageEncoder(model, images.token_types),

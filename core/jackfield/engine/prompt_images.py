@@ -19,7 +19,6 @@ from jackfield.errors import PromptError
 if TYPE_CHECKING:
     from jackfield.bridge.image_encoder import Features
     from jackfield.bridge.image_reader import ImageReader, ReadImage
-    from jackfield.engine.batch_limits import BatchLimits
 
 _OWN = f"images {secrets.token_hex(8)}"  # so that no caller's salt is that of images
 
@@ -56,11 +55,14 @@ class PromptImages:
 
 class ImageIntake:
     """From the images in a chat to what its tokens stand for; `reader` is a reason where none is
-    read. Images whose tokens see one another have to be fed whole within `limits`.
+    read. `cuts` says why no step feeds so many tokens of one prompt, as it has to where those of an
+    image see one another; None: some do.
     """
 
-    def __init__(self, reader: ImageReader | str, token: int, limits: BatchLimits) -> None:
-        self._reader, self._token, self._limits = reader, token, limits
+    def __init__(
+        self, reader: ImageReader | str, token: int, cuts: Callable[[int], str | None]
+    ) -> None:
+        self._reader, self._token, self._cuts = reader, token, cuts
 
     def taken(
         self, prompt: Any, most: int | None, before_image: Callable[[], None]
@@ -114,7 +116,7 @@ class ImageIntake:
             )
         images.shown = Shown(places)
         longest = max(end - begin for begin, end in images.shown.blocks)
-        if self._fed_whole and (why := self._limits.cuts(longest)):
+        if self._fed_whole and (why := self._cuts(longest)):
             raise PromptError(
                 f"{longest} tokens of an image see one another and are fed in one step, and {why}"
             )

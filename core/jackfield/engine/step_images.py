@@ -150,13 +150,11 @@ class StepImages:
         decode = inputs.decode and TAKEN not in found
         inputs = replace(inputs, kwargs={**inputs.kwargs, **found}, decode=decode, fixed=None)
         blocks = blocks_of(rows, inputs.kwargs["input_ids"].device) if self._windows else None
-        return (
-            inputs
-            if blocks is None
-            else replace(inputs, blocks=dict.fromkeys(self._windows, blocks))
-        )
+        if blocks is None:
+            return inputs
+        return replace(inputs, blocks=dict.fromkeys(self._windows, blocks))
 
-    def whole(self, running: Seq[RunningSequence], counts: Seq[int], most: int) -> Seq[int]:
+    def whole(self, running: Seq[RunningSequence], counts: list[int], most: int) -> list[int]:
         """How many tokens each feeds of those `counts` that it may, so that no image is cut whose
         tokens see one another.
 

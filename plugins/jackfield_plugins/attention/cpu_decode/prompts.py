@@ -92,8 +92,9 @@ class Prompts:
         )  # fmt: skip
         if not attend(arguments):
             raise ExecutionError(
-                f"{NAME} cannot read what its page tables say: a page, a length, a start or an end is not "
-                f"within {pages} pages of {page_size}, {rows.table.shape[1]} a row, {tokens} tokens"
+                f"{NAME} cannot read what its page tables say: a page, a length, a start or an end "
+                f"is not within {pages} pages of {page_size}, {rows.table.shape[1]} a row, "
+                f"{tokens} tokens"
             )
 
     def _function(

@@ -69,8 +69,8 @@ def _start(
 
 @triton.jit
 def _attend(
-    q, positions, behind, low, high, first, table, keys, values, highest, total, acc, scale, softcap,
-    KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, VALUE_PAGE: tl.constexpr,
+    q, positions, behind, low, high, first, table, keys, values, highest, total, acc, scale,
+    softcap, KEY_PAGE: tl.constexpr, KEY_SLOT: tl.constexpr, VALUE_PAGE: tl.constexpr,
     VALUE_SLOT: tl.constexpr, USE_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DOT: tl.constexpr,
