@@ -13,12 +13,16 @@ import torch
 
 import jackfield
 from jackfield.bridge.image_steps import Row, Shown, blocks_of
+from jackfield.contracts import BindContext, Cache, CacheCapabilities, KVCache
 from jackfield.engine.batch_limits import BatchLimits
 from jackfield.engine.engine import Engine
 from jackfield.engine.prompt_images import PromptImages
 from jackfield.engine.step_images import whole_blocks
 from jackfield.errors import ExecutionError, PromptError
+from jackfield.registry.backends import Registered
+from jackfield.registry.discovery import registry
 from jackfield_plugins.attention.sdpa import SdpaAttention
+from jackfield_plugins.cache.paged.store import PagedKVCache
 
 with extras.imports():
     from seeing import build, chat, generated, picture, sixteen
@@ -152,6 +156,100 @@ def test_what_is_evicted_is_read_again(looking: Any) -> None:
         assert watched.cut == 0
 
 
+class Careless(Cache):
+    """A packed cache of another package, which knows nothing of images."""
+
+    name = "careless"
+    capabilities = CacheCapabilities(
+        layout="packed", layer_types=frozenset({"full_attention", "sliding_attention"})
+    )
+
+    def bind(self, context: BindContext) -> KVCache:
+        return PagedKVCache(
+            context.requirements.windows, 4, None, context.device, prefix_sharing=True
+        )
+
+
+def test_a_cache_of_another_package_need_not_know_of_them(
+    gemma: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are checked as ever, and what it keeps."""
+    model, processor = gemma
+    mine = Registered(Careless(), "stranger", "1.0", "careless-ep")
+    known = registry().backends["cache"]
+    monkeypatch.setitem(registry().backends, "cache", [*known, mine])
+    chats = sixteen()[:9]
+    own = [generated(model, processor, c, **GREEDY) for c in chats]
+    how: dict[str, Any] = {"cache_implementation": "plugin:careless", "prefill_chunk_size": 40}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        watched = Watched(engine)
+        assert new(engine.generate(chats, **GREEDY)) == own
+        assert watched.cut == 0
+
+
+@pytest.mark.long
+def test_compiled_steps_come_after_them(gemma: Any) -> None:
+    model, processor = gemma
+    own = [generated(model, processor, c, **GREEDY) for c in sixteen()]
+    with jackfield.load(model, tokenizer=processor, compile="native") as engine:
+        assert new(engine.generate(sixteen(), **GREEDY)) == own
+        assert engine._bound.compiled.steps == 9
+
+
+def drawn_chat(chance: random.Random) -> Any:
+    """A few texts and images, of which there are few, so that chats begin alike."""
+    words = ["a ", "what is ", "b c d e f ", "once upon a time there was a thing "]
+    shapes = [(0, 50, 20), (1, 30, 45), (2, 33, 33)]
+    parts: list[Any] = []
+    for _ in range(chance.randint(1, 5)):
+        image = chance.random() < 0.5
+        parts.append(picture(*chance.choice(shapes)) if image else chance.choice(words))
+    return chat(*parts)
+
+
+def drawn_engine(chance: random.Random) -> dict[str, Any]:
+    """Any sizes that one image of 70 tokens fits into."""
+    pages = {"page_size": chance.choice((1, 3, 4, 8, 16, 32))}
+    if chance.random() < 0.5:
+        pages["num_tokens"] = chance.choice((900, 1200))
+    pages |= chance.choice(({}, {"prefix_sharing": "false"}, {"swap": "true"}))
+    found = {"cache_implementation": "paged?" + "&".join(f"{k}={v}" for k, v in pages.items())}
+    found |= chance.choice(({}, {"prefill_chunk_size": chance.choice((70, 75, 100))}))
+    found |= chance.choice(
+        ({}, {"max_batch_tokens": chance.choice((80, 130)), "max_batch_size": 8})
+    )
+    found |= chance.choice(({}, {"target_step_seconds": 1e-9}))
+    found |= chance.choice(({}, {"decoding": "prompt_lookup"}))
+    found |= {"attn_implementation": chance.choice(("sdpa", "eager", "cpu_decode", "cpu_decode"))}
+    return found | {"scheduler": chance.choice(("fifo", "short-first"))}
+
+
+@pytest.mark.long
+def test_any_chats_in_any_engines(looking: Any) -> None:
+    """Streams that come one after the other, and what `generate` says of each alone."""
+    model, processor, _ = looking
+    chance, known, shared, preempted = random.Random(3), dict[str, list[int]](), 0, 0
+    for _ in range(25):
+        how = drawn_engine(chance)
+        with jackfield.load(model, tokenizer=processor, **how) as engine:
+            watched, asked = Watched(engine), []
+            for _ in range(12):
+                one = drawn_chat(chance)
+                asked.append((one, engine.submit(one, **GREEDY)))
+            found = [(one, request.result().token_ids) for one, request in asked]
+            assert watched.cut == 0
+            shared += engine._loop.cache.usage().prefix_tokens
+            preempted += engine._loop.metrics.preemptions
+        for one, ids in found:
+            key = str([getattr(p.get("image"), "size", p.get("text")) for p in one[0]["content"]])
+            if key not in known:
+                known[key] = generated(model, processor, one, **GREEDY)
+            assert ids == known[key], how
+    assert len(known) > 150
+    assert shared > 100
+    assert preempted > 1
+
+
 def test_samples_beams_structures_and_streams(gemma: Any) -> None:
     model, processor = gemma
     both = chat("what is ", picture(0), " and ", picture(1), " here")
@@ -175,6 +273,21 @@ def test_samples_beams_structures_and_streams(gemma: Any) -> None:
         pieces = [token for d in engine.stream(both, **GREEDY) for token in d.token_ids]
         assert pieces == expected
         assert watched.cut == 0
+
+
+def test_a_token_of_images_that_is_said_is_a_token(looking: Any) -> None:
+    """Also where it is fed beside an image of somebody else: Gemma 4 embeds another one for it."""
+    model, processor, _ = looking
+    token, one = model.config.image_token_id, chat("what is ", picture(0), picture(1))
+    ids = [*processor.tokenizer("one two")["input_ids"], token, token, 7, token]
+    own = [
+        model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist(),
+        generated(model, processor, one, **GREEDY),
+    ]
+    how: dict[str, Any] = {"cache_implementation": SMALL}
+    with jackfield.load(model, tokenizer=processor, **how) as engine:
+        assert new(engine.generate([ids, one], **GREEDY)) == own
+        assert new(engine.generate([one, ids], **GREEDY)) == own[::-1]
 
 
 def test_drafts_are_verified_behind_them(gemma: Any) -> None:

@@ -57,6 +57,10 @@ def joined(parts: Seq[Features]) -> Features:
     return Features(torch.cat([p.rows for p in parts]), tuple(map(torch.cat, layers)))
 
 
+class _EmbeddedError(Exception):
+    """A model has embedded its tokens, and need not go on."""
+
+
 def image_token(model: PreTrainedModel) -> int:
     """The token that stands for images; -1 where its config names none."""
     found = getattr(model.config, "image_token_id", None)
@@ -117,9 +121,29 @@ class ImageEncoder:
 
     def of_a_text(self, like: Features) -> Features:
         """The row of a token that stands for no image: what its embedding is, and nothing added."""
-        token = torch.tensor([self.token], device=self._device)
-        row = self._model.get_input_embeddings()(token).to(like.rows)
+        row = self._embedded().to(like.rows)
         return Features(row, tuple(torch.zeros_like(layer[:1]) for layer in like.deep))
+
+    def _embedded(self) -> torch.Tensor:
+        """What the model makes of the token where no image is: `[1, size]`.
+
+        Gemma 4 embeds the token of padding in its place, so the model is asked, up to there.
+        """
+        found: list[torch.Tensor] = []
+
+        def stop(_module: Any, _args: Any, output: torch.Tensor) -> None:
+            found.append(output)
+            raise _EmbeddedError
+
+        embedding = self._model.get_input_embeddings()
+        hook = embedding.register_forward_hook(stop)
+        try:
+            self._model(torch.tensor([[self.token]], device=self._device), use_cache=False)
+        except _EmbeddedError:
+            pass
+        finally:
+            hook.remove()
+        return found[0][0]
 
     def arguments(self, parts: Seq[Features]) -> dict[str, Any]:
         """What the model is called with for a step with these in the places of its tokens."""

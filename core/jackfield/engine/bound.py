@@ -122,7 +122,7 @@ class BoundModel:
             attention.check_selected()  # which is then the cause
             raise
         finally:
-            self._steps = False
+            self._steps, attention.blocks = False, None
         attention.check_selected()
         if self.adapters is not None:
             self.adapters.check_called()
