@@ -316,7 +316,10 @@ def test_a_folder_has_its_processor(llava: Any, folder: Any) -> None:
 def test_models_of_published_sizes_can_be_tried(model_type: str) -> None:
     config, processor = published(model_type)
     cls = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
-    assert tried_with_images(config, cls, ImageReader(processor), ragged=True) is None
+    for packed in (False, True) if model_type == "gemma3" else (False,):
+        reader = ImageReader(processor)
+        assert tried_with_images(config, cls, reader, ragged=True, packed=packed) is None
+        assert bool(reader.blocks_in) == packed
 
 
 @pytest.mark.parametrize("cache", ["dynamic", PAGED])
