@@ -212,7 +212,7 @@ def drawn_engine(chance: random.Random) -> dict[str, Any]:
     """Any sizes that one image of 70 tokens fits into."""
     pages = {"page_size": chance.choice((1, 3, 4, 8, 16, 32))}
     if chance.random() < 0.5:
-        pages["num_tokens"] = chance.choice((900, 1200))
+        pages["num_tokens"] = chance.choice((420, 600))
     pages |= chance.choice(({}, {"prefix_sharing": "false"}, {"swap": "true"}))
     found = {"cache_implementation": "paged?" + "&".join(f"{k}={v}" for k, v in pages.items())}
     found |= chance.choice(({}, {"prefill_chunk_size": chance.choice((70, 75, 100))}))
@@ -248,7 +248,7 @@ def test_any_chats_in_any_engines(looking: Any) -> None:
             assert ids == known[key], how
     assert len(known) > 150
     assert shared > 100
-    assert preempted > 1
+    assert preempted > 0
 
 
 def test_samples_beams_structures_and_streams(gemma: Any) -> None:
