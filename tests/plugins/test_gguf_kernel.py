@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from native_calls import stretch_of
+from rounding import rounded
 from samples import sampled
 
 from jackfield.errors import ExecutionError
 from jackfield_plugins.compiler.native.calls import Done
 from jackfield_plugins.compiler.native.siblings import joined
 from jackfield_plugins.native import compiling
-from jackfield_plugins.quantizer.gguf import INT8_ERROR
+from jackfield_plugins.quantizer.activations import INT8_ERROR
 from jackfield_plugins.quantizer.gguf.layers import GgufEmbedding, GgufLinear
 from jackfield_plugins.quantizer.gguf.native import (
     BLOCKS,
@@ -58,14 +59,6 @@ def matrix_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> Any:
     blocks = random_blocks(Type[kind], outputs, inputs, seed=seed)
     matrix = Matrix(kind, outputs, inputs)
     return pack(torch.from_numpy(blocks), matrix), matrix, weights(blocks, Type[kind])
-
-
-def rounded(hidden: torch.Tensor) -> torch.Tensor:
-    """What 8 bits say of activations: whole numbers up to 127, times a scale of each 32."""
-    groups = hidden.float().unflatten(-1, (-1, 32))
-    most = groups.abs().amax(-1, keepdim=True)
-    whole = (groups * torch.where(most > 0, 127 / most, 0)).round()
-    return (whole.double() * (most / 127).double()).flatten(-2)
 
 
 def assert_right(

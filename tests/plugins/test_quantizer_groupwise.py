@@ -293,3 +293,12 @@ def test_refusals_of_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "its config says group_size=32 and head=None: " in refusal(tmp_path / "eight")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "needs a C++ compiler" in refusal("demo", quantization="int8-cpu")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_stored_model_runs_on_the_kernel_that_is_named(kernel: str, saved: Path) -> None:
+    with jackfield.load(saved, quantization=f"int4-cpu?kernel={kernel}") as engine:
+        layers = [m for m in engine.model.modules() if isinstance(m, GroupwiseLinear)]
+        assert {layer.product.name for layer in layers} == {kernel}
+        assert engine.plan.requirements.weight_bytes == loaded_bytes(engine.model)
+        assert engine.generate([QUESTION])[0].text == "7 23 41 88"

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from jackfield import hookimpl
 from jackfield.contracts import Quantizer, QuantizerCapabilities
 from jackfield.contracts.checkpoint import NAMES, Field, one_of
+from jackfield_plugins.quantizer.activations import Activations
 from jackfield_plugins.quantizer.groupwise import Groupwise
 
 
@@ -21,15 +22,22 @@ class Int4CpuOptions:
     copy of its own, and the embedding stays. None: as it is. `kernel`: `native` is written here and
     compiled once, `torch` is torch's; `auto` takes torch's where the other cannot be compiled, with
     a warning.
+
+    `activations`: `dtype` computes with them as they are; `int8` rounds what enters a linear layer
+    to 8 bits, 32 that share a scale, as llama.cpp does: faster, and a little less exact. None: what
+    a checkpoint says, or `dtype`.
     """
 
     group_size: Literal[32, 64, 128] | None = None
     head: Literal[4, 8] | None = None
     kernel: Literal["auto", "native", "torch"] = "auto"
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         if self.head == 8 and self.kernel == "torch":
             raise ValueError("torch's kernel has no weights of 8 bits in groups; take head=4")
+        if self.activations == "int8" and self.kernel == "torch":
+            raise ValueError("torch's kernel takes activations as they are; leave one of them out")
 
 
 class Int4Cpu(Groupwise):
@@ -43,6 +51,7 @@ class Int4Cpu(Groupwise):
     fields: ClassVar[Mapping[str, Field]] = {
         "group_size": one_of(32, 64, 128),
         "head": one_of(None, 4, 8),
+        "activations": one_of("dtype", "int8"),
         "modules_to_not_convert": NAMES,
     }
     capabilities = QuantizerCapabilities(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from jackfield import hookimpl
 from jackfield.contracts import Quantizer, QuantizerCapabilities, Requirements
 from jackfield.contracts.checkpoint import NAMES, Field, one_of
+from jackfield_plugins.quantizer.activations import Activations
 from jackfield_plugins.quantizer.groupwise import Groupwise
 
 
@@ -19,10 +20,15 @@ class Int8CpuOptions:
 
     `head`: with 8 the output head is stored too; where it is tied it becomes a copy of its own, and
     the embedding stays. None: as it is.
+
+    `activations`: `dtype` computes with them as they are; `int8` rounds what enters a linear layer
+    to 8 bits, 32 that share a scale, as llama.cpp does: faster, and a little less exact. None: what
+    a checkpoint says, or `dtype`.
     """
 
     group_size: Literal[32, 64, 128] | None = None
     head: Literal[8] | None = None
+    activations: Activations | None = None
 
 
 class Int8Cpu(Groupwise):
@@ -36,6 +42,7 @@ class Int8Cpu(Groupwise):
     fields: ClassVar[Mapping[str, Field]] = {
         "group_size": one_of(32, 64, 128),
         "head": one_of(None, 8),
+        "activations": one_of("dtype", "int8"),
         "modules_to_not_convert": NAMES,
     }
     capabilities = QuantizerCapabilities(
@@ -47,7 +54,8 @@ class Int8Cpu(Groupwise):
     )
 
     def meant(self, requirements: Requirements | None, options: Any) -> dict[str, Any]:
-        return super().meant(requirements, options) | {"kernel": "native"}
+        meant = super().meant(requirements, options)
+        return meant if meant["kernel"] == "int8" else meant | {"kernel": "native"}
 
 
 @hookimpl

@@ -20,6 +20,7 @@ from jackfield.contracts import (
 )
 from jackfield.contracts.checkpoint import Field
 from jackfield.contracts.quantizing import GGUF_BLOCKS, method, mixed_bytes, plain_bytes
+from jackfield_plugins.quantizer.activations import INT8_ERROR, Activations, rounds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +29,6 @@ logger = logging.getLogger("jackfield")
 
 #: In which the kernel computes.
 DTYPES = frozenset({"bfloat16", "float32"})
-#: How far a layer's outputs are off with activations of 8 bits, as a share of their size.
-INT8_ERROR = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class GgufOptions:
     """
 
     kernel: Literal["auto", "native", "none"] = "auto"
-    activations: Literal["dtype", "int8"] = "dtype"
+    activations: Activations = "dtype"
 
 
 def _are_tensors(given: Any) -> bool:
@@ -89,14 +88,14 @@ class Gguf(Quantizer):
 
     def refuse(self, requirements: Requirements, options: Any) -> list[str]:
         reasons = super().refuse(requirements, options)
-        if not reasons and (getattr(options, "kernel", None) == "native" or _rounds(options)):
+        if not reasons and (getattr(options, "kernel", None) == "native" or rounds(options)):
             reasons = _why_unpacked(requirements, options)
-            if not reasons and _rounds(options):
+            if not reasons and rounds(options):
                 return _why_not_rounded()
         return reasons
 
     def relative_error(self, options: Any) -> float | None:
-        return INT8_ERROR if _rounds(options) else 0.0
+        return INT8_ERROR if rounds(options) else 0.0
 
     def dtypes(self, requirements: Requirements, options: Any) -> frozenset[str]:
         named = getattr(options, "kernel", None) == "native"
@@ -126,7 +125,7 @@ class Gguf(Quantizer):
         from jackfield_plugins.quantizer.gguf.loading import GgufBlocksConfig, finish
 
         config = GgufBlocksConfig(dict(needs.stored["tensors"]))
-        return Quantization(config, finish=partial(finish, int8=_rounds(context.options)))
+        return Quantization(config, finish=partial(finish, int8=rounds(context.options)))
 
     def make_config(self, context: BindContext) -> None:
         return None  # refused before, unless the checkpoint is a GGUF file
@@ -140,10 +139,6 @@ class Gguf(Quantizer):
         """The type of its blocks, and whether activations are rounded."""
         rounded = " with int8 activations" if getattr(module, "int8", False) else ""
         return f"in {module.matrix.kind}{rounded}"  # type: ignore[union-attr]
-
-
-def _rounds(options: Any) -> bool:
-    return getattr(options, "activations", None) == "int8"
 
 
 def _why_not_rounded() -> list[str]:

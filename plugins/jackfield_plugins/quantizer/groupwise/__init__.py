@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jackfield.contracts import (
@@ -19,6 +20,7 @@ from jackfield.contracts import (
 )
 from jackfield.contracts.checkpoint import first
 from jackfield.contracts.quantizing import cut_groups, in_force, method, mixed_bytes
+from jackfield_plugins.quantizer.activations import INT8_ERROR, rounds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +47,8 @@ class Groupwise(Quantizer):
 
     def relative_error(self, options: Any) -> float | None:
         group = getattr(getattr(options, "config", options), "group_size", None)
-        return self.errors[group or self.group_size]
+        error = self.errors[group or self.group_size]
+        return error + INT8_ERROR if rounds(options) else error
 
     def reads(self, stored: Mapping[str, Any]) -> bool:
         if method(stored) != self.name:
@@ -69,10 +72,10 @@ class Groupwise(Quantizer):
         )
 
     def _refuse_kernel(self, requirements: Requirements, meant: Mapping[str, Any]) -> list[str]:
-        from jackfield_plugins.quantizer.groupwise.choosing import why_torch
+        from jackfield_plugins.quantizer.groupwise.choosing import NAMED, why_torch
 
         missing = why_torch(meant["kernel"])
-        if meant["kernel"] == "native":
+        if meant["kernel"] in NAMED:
             return missing
         where = f"torch's kernel here ({'; '.join(missing)})"
         if missing and meant["head"] == 8:
@@ -82,12 +85,12 @@ class Groupwise(Quantizer):
         return []
 
     def weight_bytes(self, requirements: Requirements, options: Any) -> int | None:
-        from jackfield_plugins.quantizer.groupwise.choosing import why_torch
+        from jackfield_plugins.quantizer.groupwise.choosing import NAMED, why_torch
 
         meant = self.meant(requirements, options)
         group = int(meant["group_size"])
         # torch's kernel keeps a zero point as well.
-        of_group = 4 if meant["kernel"] != "native" and why_torch(meant["kernel"]) else 2
+        of_group = 4 if meant["kernel"] not in NAMED and why_torch(meant["kernel"]) else 2
 
         def size(shape: tuple[int, int] | None, bits: int = self.bits) -> int | None:
             if shape is None or shape[1] % group:
@@ -111,9 +114,12 @@ class Groupwise(Quantizer):
         if needs is None or not needs.stored:
             return bound
         from jackfield_plugins.quantizer.groupwise.checkpoint import misfits
+        from jackfield_plugins.quantizer.groupwise.loading import compute_on
 
         return replace(
-            bound, misfits=lambda tensors: misfits(self.name, self.bits, needs, meant, tensors)
+            bound,
+            finish=partial(compute_on, kernel=meant["kernel"]),
+            misfits=lambda tensors: misfits(self.name, self.bits, needs, meant, tensors),
         )
 
     def make_config(self, context: BindContext) -> QuantizationConfigMixin:
@@ -127,10 +133,17 @@ class Groupwise(Quantizer):
 
         return isinstance(module, GroupwiseLinear)
 
+    def runs_on(self, module: nn.Module) -> str | None:
+        """Whether activations are rounded."""
+        rounded = module.product.name == "int8"  # type: ignore[union-attr]
+        return "with int8 activations" if rounded else None
+
     def meant(self, requirements: Requirements | None, options: Any) -> dict[str, Any]:
         """`group_size`, `head` and `kernel`, by the checkpoint, a given config or the options."""
         given = in_force(requirements, options) if requirements is not None else None
         kernel = str(getattr(getattr(options, "config", options), "kernel", "auto"))
+        asked = getattr(options, "activations", None) or (given or {}).get("activations")
+        kernel = "int8" if asked == "int8" else kernel
         if given is not None:
             own = {name: given[name] for name in ("group_size", "head") if name in given}
             return {"group_size": self.group_size, "head": None, **own, "kernel": kernel}

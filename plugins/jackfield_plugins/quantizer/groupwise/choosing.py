@@ -6,18 +6,27 @@ import functools
 import logging
 
 from jackfield_plugins.quantizer.groupwise.linear import Product
-from jackfield_plugins.quantizer.groupwise.native import KERNEL, NativeProduct
+from jackfield_plugins.quantizer.groupwise.native import (
+    INT8_KERNEL,
+    KERNEL,
+    Int8Product,
+    NativeProduct,
+)
 from jackfield_plugins.quantizer.groupwise.torch_kernel import TorchProduct
 
 logger = logging.getLogger("jackfield")
 
-KERNELS = ("auto", "native", "torch")
+#: `int8` is the native one with activations of 8 bits. Those that are written here are named.
+KERNELS = ("auto", "native", "torch", "int8")
+NAMED = ("native", "int8")
 
 
 def why_torch(kernel: str) -> list[str]:
     """Why `kernel`, one of `KERNELS`, is torch's; an empty list: it is the one written here."""
     if kernel == "torch":
         return ["as kernel=torch asks"]
+    if kernel == "int8":
+        return INT8_KERNEL.cannot_build() or INT8_KERNEL.cannot_load()
     return KERNEL.cannot_build() or KERNEL.cannot_load()
 
 
@@ -27,4 +36,6 @@ def product(kernel: str) -> Product:
     reasons = why_torch(kernel)
     if reasons and kernel == "auto":
         logger.warning("int4-cpu runs on torch's kernel (%s)", "; ".join(reasons))
+    if kernel == "int8":
+        return Int8Product()
     return TorchProduct() if reasons and kernel != "native" else NativeProduct()

@@ -11,21 +11,9 @@
 //
 // Sums run over the inputs of a group in their order, then over the groups in theirs, however many
 // rows there are: a row's result does not depend on what else is in the batch.
-#include "tiles.h"
+#include "groups.h"
 
 namespace {
-
-constexpr int BYTES = 64;  // of a block and a step
-
-// What Python packs, field by field. A unit is 64 outputs; of the last one some may not exist.
-struct Call {
-    const void* input;      // [rows, in_features]
-    void* out;              // [rows, out_features]
-    const uint8_t* weight;  // [units, steps, 4 blocks, 16 outputs, 4 bytes]
-    const bfloat16* scale;  // [units, groups, 4 blocks, 16 outputs]
-    const void* bias;       // [out_features], or none
-    int64_t rows, in_features, out_features, group_size, bits, floats, threads;  // floats: not bfloat16
-};
 
 constexpr int inputs_of(int bits) { return 32 / bits; }  // of a step
 

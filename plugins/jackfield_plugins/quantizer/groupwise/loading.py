@@ -39,7 +39,8 @@ class GroupwiseConfig(QuantizationConfigMixin):
     """What a checkpoint says of itself: `quant_method` tells the bits, `group_size` inputs share a
     scale, `head` is how many bits the output head has (None: it is whole).
 
-    `kernel` is how it is computed and not part of a checkpoint. `modules_to_not_convert` are names
+    `kernel` is how it is computed and not part of a checkpoint, but that activations are rounded to
+    8 bits (`activations="int8"`, the kernel `int8`). `modules_to_not_convert` are names
     or beginnings of names; None: the output head and what is tied to it.
     """
 
@@ -50,16 +51,18 @@ class GroupwiseConfig(QuantizationConfigMixin):
         head: int | None = None,
         kernel: str = "auto",
         modules_to_not_convert: list[str] | None = None,
+        activations: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method: Any = quant_method
         self.group_size = group_size
         self.head = head
-        self.kernel = kernel
+        self.kernel = "int8" if activations == "int8" else kernel
         self.modules_to_not_convert = modules_to_not_convert
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if name != "kernel"}
+        said = super().to_dict()
+        return said | {"activations": "int8"} if said.pop("kernel") == "int8" else said
 
 
 class GroupwiseHfQuantizer(CpuHfQuantizer):
@@ -218,6 +221,16 @@ def store_head(model: PreTrainedModel) -> None:
     model.set_output_embeddings(made)
     model.config.tie_word_embeddings = False
     forget_files()
+
+
+def compute_on(model: PreTrainedModel, *, kernel: str) -> None:
+    """Have the layers of a model that was read computed by `kernel`, whatever the file says."""
+    wanted = product(kernel)
+    for module in model.modules():
+        if isinstance(module, GroupwiseLinear) and module.product.name != wanted.name:
+            stored = module.quantized()
+            module.product = wanted
+            module.set_weight(stored)
 
 
 def register(method: str, bits: int) -> None:

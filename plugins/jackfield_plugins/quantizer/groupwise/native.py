@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 
@@ -27,7 +28,11 @@ from jackfield_plugins.quantizer.groupwise.quantize import (
 KERNEL = NativeKernel(
     "groupwise", Path(__file__).parent, instead="quantization='int4-cpu?kernel=torch'"
 )
-_PACK = struct.Struct("@12q").pack  # `struct Call` in kernel.cpp
+#: Products with activations that are rounded to 8 bits; compiled where they are asked for.
+INT8_KERNEL = NativeKernel(
+    "groupwise-int8", Path(__file__).parent / "int8", instead="activations=dtype"
+)
+_PACK = struct.Struct("@12q").pack  # `struct Call` in groups.h
 _threads = torch.get_num_threads
 
 
@@ -39,16 +44,19 @@ class NativeProduct:
 
     name = "native"
     batch_invariant = True
+    kernel: ClassVar[NativeKernel] = KERNEL
+    functions = ("groupwise_linear", "groupwise_linears")  # of one product, and of several
 
     def __init__(self) -> None:
-        self._linear = KERNEL.function("groupwise_linear")
-        self._address = KERNEL.address("groupwise_linear")
-        self._several = KERNEL.address("groupwise_linears")
+        one, several = self.functions
+        self._linear = self.kernel.function(one)
+        self._address = self.kernel.address(one)
+        self._several = self.kernel.address(several)
         self._bytes: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # by sizes
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         """A copy loads the kernel of the machine that it is on."""
-        return NativeProduct, ()
+        return type(self), ()
 
     def pack(self, quantized: Quantized, bits: int) -> Quantized:
         return layout.pack(quantized, bits)
@@ -147,6 +155,17 @@ class NativeProduct:
         weights = -(-out_features // layout.UNIT) * layout.UNIT * in_features
         self._bytes[sizes] = weights * bits // 8, weights // group_size * 2
         return self._bytes[sizes]
+
+
+class Int8Product(NativeProduct):
+    """The same with activations that are rounded to 8 bits, 32 that share a scale.
+
+    That is how llama.cpp computes (its Q8_0).
+    """
+
+    name = "int8"
+    kernel = INT8_KERNEL
+    functions = ("groupwise_int8_linear", "groupwise_int8_linears")
 
 
 def _is_bias(bias: torch.Tensor, out_features: int, dtype: torch.dtype) -> bool:

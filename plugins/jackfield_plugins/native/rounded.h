@@ -1,0 +1,127 @@
+// Activations rounded to 8 bits, 32 that share a scale, as llama.cpp's Q8_0 rounds them, and their products with
+// bytes: sums of whole numbers, of four inputs in one instruction (VPDPBUSD), where bfloat16 has two.
+#pragma once
+#include <vector>
+
+#include "tiles.h"
+
+constexpr int ROUNDED = 32;  // activations that share a scale
+
+// Weights of 4 bits lie in words of 8 inputs, in the order 0 2 4 6 | 1 3 5 7, and every second nibble is made a byte;
+// so activations lie as inputs 0 4 1 5, 2 6 3 7. Bytes of weights are put into that order.
+constexpr int ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// What 8 bits say of as many activations; a line of memory, so that a row has one address.
+struct alignas(64) Rounded {
+    int8_t values[ROUNDED];  // each 8 in `ORDER`
+    float scale;
+    float sum;          // of the activations that they stand for
+    int32_t less;       // the sum of the values, negative,
+    int32_t halves[2];  // and of each half of them
+
+    Rounded() = default;
+
+    // To the nearest, ties to even. What is not finite leaves no scale but NaN.
+    template <class T>
+    explicit Rounded(const T* from) {
+        constexpr int parts = ROUNDED / WIDE;
+        Vec<float> x[parts], most{}, odd{};
+        each<parts>([&](auto i) ALWAYS_INLINE {
+            x[i] = load(from + i * WIDE);
+            Vec<float> size = as<Vec<float>>(as<Words>(x[i]) & 0x7fffffff);
+            most = size > most ? size : most;
+            odd += x[i] * 0.0f;  // NaN of what is not finite
+        });
+        float largest = 0, none = 0;
+        for (int i = 0; i < WIDE; i++) largest = std::max(largest, most[i]), none += odd[i];
+        const bool nothing = largest < 0x1p-100f;  // or its inverse would be infinite
+        const float by = nothing ? 0.0f : 127 / largest;
+        alignas(WIDTH) int32_t whole[ROUNDED];
+        each<parts>([&](auto i) ALWAYS_INLINE {
+            Integers found = as<Integers>(x[i] * by + 0x1.8p23f) - 0x4b400000;
+            std::memcpy(whole + i * WIDE, &found, sizeof found);
+        });
+        for (int i = 0; i < ROUNDED; i++) values[i] = int8_t(whole[(i & ~7) + ORDER[i & 7]]);
+        for (int half = 0; half < 2; half++) {
+            halves[half] = 0;
+            for (int i = 0; i < ROUNDED / 2; i++) halves[half] -= int8_t(whole[half * ROUNDED / 2 + i]);
+        }
+        less = halves[0] + halves[1];
+        scale = (nothing ? 0.0f : largest / 127) + none;
+        sum = scale * -less;
+    }
+};
+
+// sum += the products of four bytes of each lane, from 0 on, with four activations. `small`: bytes of at most 7
+// bits, so that two products fit into 16.
+template <bool small>
+inline ALWAYS_INLINE void add_four(Integers& sum, Words bytes, const int8_t* activations) {
+    const auto four = Words{} + read<uint32_t>(activations);
+#if defined(__AVX512VNNI__)
+    sum = (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)four);
+    return;
+#elif defined(__AVX512BW__)
+    if constexpr (small) {
+        __m512i two = _mm512_maddubs_epi16((__m512i)bytes, (__m512i)four);
+        sum += (Integers)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
+        return;
+    }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (small) {
+        __m256i two = _mm256_maddubs_epi16((__m256i)bytes, (__m256i)four);
+        sum += (Integers)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
+        return;
+    }
+#endif
+    each<4>([&](auto i) ALWAYS_INLINE {
+        sum += as<Integers>(bytes >> (8 * i) & 255) * (as<Integers>(four << (24 - 8 * i)) >> 24);
+    });
+}
+
+// A call, and what 8 bits say of its activations, [rows, in_features / ROUNDED].
+template <class Call>
+struct RoundedCall : Call {
+    const Rounded* rounded = nullptr;
+
+    explicit RoundedCall(const Call& call) : Call(call) {}
+};
+
+template <class T, class Call>
+void fill(std::vector<Rounded>& room, const Call& call) {
+    const int64_t groups = call.in_features / ROUNDED, all = call.rows * call.in_features;
+    if (int64_t(room.size()) < call.rows * groups) room.resize(call.rows * groups);
+    Tasks(call.rows, std::min(call.threads, all * 4 / WORTH + 1), [&](int64_t row) {
+        for (int64_t at = row * groups; at < (row + 1) * groups; at++)
+            room[at] = Rounded(static_cast<const T*>(call.input) + at * ROUNDED);
+    });
+}
+
+// Calls with one input share what 8 bits say of it.
+template <class Call>
+void round_inputs(std::vector<RoundedCall<Call>>& all) {
+    static thread_local std::vector<std::vector<Rounded>> rooms;
+    rooms.resize(std::max(rooms.size(), all.size()));
+    auto room = rooms.begin();
+    for (auto& one : all) {
+        for (auto& other : all)
+            if (other.rounded && other.input == one.input && other.rows == one.rows &&
+                other.in_features == one.in_features && other.floats == one.floats)
+                one.rounded = other.rounded;
+        if (one.rounded) continue;
+        if (one.floats) fill<float>(*room, one);
+        else fill<bfloat16>(*room, one);
+        one.rounded = room++->data();
+    }
+}
+
+// All products as one parallel region: `Product` is made of a `RoundedCall`.
+template <class Product, class Call>
+void rounded_together(const Call* const* calls, int64_t count) {
+    static thread_local std::vector<RoundedCall<Call>> all;
+    static thread_local std::vector<const RoundedCall<Call>*> each;
+    all.clear(), each.clear();
+    for (int64_t i = 0; i < count; i++) all.emplace_back(*calls[i]);
+    for (auto& one : all) each.push_back(&one);
+    round_inputs(all);
+    together<Product>(each.data(), count);
+}
