@@ -166,7 +166,9 @@ class AttentionBinding:
         def forward(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
         ) -> Any:
-            guard.layer = layer = module.layer_idx
+            # The layers of an encoder for sounds or images need not be numbered.
+            layer = getattr(module, "layer_idx", None) if self._aside else module.layer_idx
+            guard.layer = layer
             rows, heads, length, _ = query.shape
             if not self._aside:
                 count(layer, length)

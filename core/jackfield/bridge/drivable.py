@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformers import GenerationMixin
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from jackfield.bridge.encoders import NEEDED, has_encoder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.quirks import HAS_ITS_OWN_CACHE, KEEPS_STATE, NUMBERS_COLUMNS
 from jackfield.errors import CheckpointError
 
@@ -40,8 +42,8 @@ def _undrivable(
 ) -> str | None:
     taken = inspect.signature(model.forward).parameters
     if has_encoder(model.config):
-        lacking = sorted(NEEDED - set(taken))
-        if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        lacking = sorted(NEEDED - set(taken) - _made_here(model.config))
+        if not _generates_as_others(model):
             return "generates by code of its own, which is not run here; call its own generate"
         return f"takes no {lacking[0]}, which its decoder is called with" if lacking else None
     keeps_states = {*layer_types} == {"linear_attention"} and not hasattr(
@@ -75,6 +77,17 @@ def _undrivable(
             "lengths would be read wrongly together; give a decoder that takes positions"
         )
     return None
+
+
+def _made_here(config: PreTrainedConfig) -> frozenset[str]:
+    """What a model is not called with: the mask of features is handed to the decoder itself."""
+    return frozenset({"attention_mask"} if reads_features(config) else ())
+
+
+def _generates_as_others(model: PreTrainedModel) -> bool:
+    """Whether its class has transformers' usual `generate`, or Whisper's, which is known here."""
+    own = getattr(type(model), "generate", None)
+    return own is GenerationMixin.generate or own is WhisperGenerationMixin.generate
 
 
 def check_decoder(config: PreTrainedConfig) -> None:

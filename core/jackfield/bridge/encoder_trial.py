@@ -22,8 +22,8 @@ _LENGTHS = (21, 24, 19)  # of prompts
 _COLUMNS = 3  # after the last token of the longest
 _NEW = 5
 
-_BY_COLUMN = "its decoder numbers tokens by their column"
-_OF_AN_ENCODER = "its decoder also looks at what an encoder said"
+BY_COLUMN = "its decoder numbers tokens by their column"
+OF_AN_ENCODER = "its decoder also looks at what an encoder said"
 
 
 def encoder_trial(model: PreTrainedModel) -> Trial:
@@ -31,9 +31,9 @@ def encoder_trial(model: PreTrainedModel) -> Trial:
     differs = _Bench(model).differs()
     return Trial(
         batch="a row says something else beside one with another prompt" if differs else None,
-        ragged=_BY_COLUMN,
-        holes=_BY_COLUMN,
-        fixed=_OF_AN_ENCODER,
+        ragged=BY_COLUMN,
+        holes=BY_COLUMN,
+        fixed=OF_AN_ENCODER,
     )
 
 

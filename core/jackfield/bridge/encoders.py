@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     Cache,
     DynamicCache,
     EncoderDecoderCache,
@@ -25,8 +26,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 
+from jackfield.bridge.features import reads_features
 from jackfield.devices import input_device
 from jackfield.errors import CheckpointError, PlanError, shown
 
@@ -35,6 +38,7 @@ from jackfield.errors import CheckpointError, PlanError, shown
 class EncoderOutput(BaseModelOutput):
     """What an encoder said; nothing of how its experts were chosen, which is for training."""
 
+    attention_mask: Any = None
     router_logits: Any = None
     router_probs: Any = None
 
@@ -75,12 +79,15 @@ def text_class(config: PreTrainedConfig) -> Any:
     """transformers' class of classes that generate text. Raises CheckpointError where none does."""
     if not has_encoder(config):
         return AutoModelForImageTextToText if _reads_images_too(config) else AutoModelForCausalLM
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise CheckpointError(
-            f"a model of type {config.model_type!r} has an encoder that reads no text, which is "
-            "not run here; give a decoder, or an encoder-decoder model for text"
-        )
-    return AutoModelForSeq2SeqLM
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return AutoModelForSeq2SeqLM
+    if reads_features(config):
+        heard = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        return AutoModelForSpeechSeq2Seq if heard else AutoModelForImageTextToText
+    raise CheckpointError(
+        f"a model of type {config.model_type!r} has an encoder that reads no text, and no features "
+        "that are known here; give a decoder, or an encoder-decoder model for text or speech"
+    )
 
 
 def _reads_images_too(config: PreTrainedConfig) -> bool:
@@ -150,6 +157,10 @@ class TextEncoder:
             said = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         states: torch.Tensor = said[0]
         return states[0]
+
+    def joined(self, states: Sequence[torch.Tensor], columns: int) -> dict[str, Any]:
+        """Rows of what it said, padded at the right: arguments of a step of the decoder."""
+        return joined(states, columns)
 
 
 @contextlib.contextmanager

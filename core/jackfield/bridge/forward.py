@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jackfield.bridge.crossing import Crossing
 from jackfield.bridge.encoders import for_the_whole, has_encoder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.fixed_shapes import with_fixed_shapes
 from jackfield.bridge.quirks import READS_A_PREFIX
 
@@ -51,6 +53,7 @@ def call_of(model: PreTrainedModel) -> Callable[[dict[str, Any]], Any]:
     absent = [name for name in _DERIVABLE if name not in parameters]
     other_name = "past_key_values" not in parameters and "cache_params" in parameters
     prefix, encodes = READS_A_PREFIX.holds(model), has_encoder(model.config)
+    crossing = Crossing(model) if reads_features(model.config) else None
     # What a config asks for training is handed on to each attention, and nobody reads it here.
     router = {"output_router_logits"} & parameters.keys()
     silent = {name: False for name in router if getattr(model.config, name, False)}
@@ -67,6 +70,10 @@ def call_of(model: PreTrainedModel) -> Callable[[dict[str, Any]], Any]:
             kwargs["cache_params"] = kwargs.pop("past_key_values", None)
         if absent:
             kwargs = {key: value for key, value in kwargs.items() if key not in absent}
-        return model(**kwargs)
+        if crossing is None:
+            return model(**kwargs)
+        kwargs = dict(kwargs)
+        with crossing.masked(kwargs.pop("attention_mask", None)):
+            return model(**kwargs)
 
     return call

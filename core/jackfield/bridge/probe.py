@@ -27,6 +27,7 @@ from jackfield.bridge.encoders import (
     has_encoder,
     joined,
 )
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.model_layers import attention_modules
 from jackfield.bridge.quiet import quiet
 from jackfield.bridge.stand_ins import standing_in
@@ -132,6 +133,8 @@ def _step(meta_model: PreTrainedModel, cache: DynamicCache) -> None:
     said = joined([torch.zeros(TOKENS, encoder_size(meta_model))], TOKENS)
     said |= {"input_ids": ids, "encoder_attention_mask": None}
     whole = for_the_whole(said)
+    if reads_features(meta_model.config):
+        del whole["attention_mask"]
     meta_model(**whole, past_key_values=beside_an_encoder(cache), use_cache=True)
 
 

@@ -25,7 +25,9 @@ from jackfield.bridge.drivable import (
 )
 from jackfield.bridge.encoder_trial import encoder_trial
 from jackfield.bridge.encoders import encoder_config, has_encoder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.experts import experts_of, with_experts
+from jackfield.bridge.feature_trial import feature_trial
 from jackfield.bridge.footprint import (
     head_is_tied,
     head_of,
@@ -88,6 +90,7 @@ def with_trial(model: PreTrainedModel, needs: Requirements) -> Requirements:
     own = {"own_attention", "own_mask"} & needs.features.keys()
     dtype = torch.float64 if own and needs.dtype == "float64" else torch.float32
     trial = encoder_trial if has_encoder(model.config) else decoder_trial
+    trial = feature_trial if reads_features(model.config) else trial
     found = tried(model.config, type(model), dtype, trial)
     if found.failed and dtype == torch.float64:
         raise CheckpointError(
@@ -227,6 +230,9 @@ def _context_length(model: PreTrainedModel, text: PreTrainedConfig) -> int | Non
     """Tokens that a sequence may have; None without a limit."""
     limit = getattr(text, "max_decoder_position_embeddings", None)  # LED has two
     limit = getattr(text, "max_position_embeddings", None) if limit is None else limit
+    if limit is None and has_encoder(model.config):  # Whisper, Speech2Text, SpeechT5
+        limits = (getattr(text, f"max_{of}_positions", None) for of in ("target", "text"))
+        limit = next((found for found in limits if isinstance(found, int)), None)
     if STRETCHES_POSITIONS.holds(model):
         limit = text.rope_parameters.get("original_max_position_embeddings") or limit
     return limit if limit is not None and limit > 0 else None
@@ -245,8 +251,8 @@ def _two_attentions(config: PreTrainedConfig) -> str | None:
 
 
 def _encoder_length(model: PreTrainedModel) -> int | None:
-    """Tokens that an encoder reads at most; None without one, or without a limit."""
-    if not has_encoder(model.config):
+    """Tokens that an encoder reads at most; None without one, without a limit, and of features."""
+    if not has_encoder(model.config) or reads_features(model.config):
         return None
     config = encoder_config(model)
     text = config.get_text_config()

@@ -29,6 +29,8 @@ _TOO_LARGE = 30_000_000
 _WIDTHS = 64
 _PLACES = 256  # more than any prompt of a trial has
 _HEADS = 4
+_HEAD = 8  # numbers of a head, where there are more heads in deeper layers
+_PIXELS = 128  # so that the last of four such layers still has a whole window
 
 #: Fields that say how wide weights are; all else is asked what it does.
 _WIDE = re.compile(
@@ -75,9 +77,9 @@ def _without_names(config: PreTrainedConfig) -> PreTrainedConfig:
         vocab = getattr(part, "vocab_size", None)
         if isinstance(vocab, int):
             part.vocab_size = min(vocab, VOCAB)
-        places = getattr(part, "max_position_embeddings", None)
-        if isinstance(places, int) and places > _PLACES:
-            part.max_position_embeddings = _PLACES
+        for name in ("max_position_embeddings", "max_source_positions"):
+            if isinstance(places := getattr(part, name, None), int) and places > _PLACES:
+                setattr(part, name, _PLACES)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if isinstance(getattr(part, name, None), int) and getattr(part, name) >= VOCAB:
                 _unset(part, name)
@@ -112,6 +114,8 @@ def _fewer(config: PreTrainedConfig) -> None:
         leave(config, keep)
     except NotImplementedError:  # it is the sum of others (ProphetNet)
         return
+    if isinstance(layers := getattr(config, "decoder_layers", None), int):
+        config.decoder_layers = min(layers, len(keep))  # which num_hidden_layers may not be
     if getattr(config, "first_k_dense_replace", 0) > 1:
         config.first_k_dense_replace = 1
 
@@ -141,12 +145,24 @@ def _narrow(config: PreTrainedConfig) -> None:
         if _WIDTH.search(name) and value > _WIDTHS:
             setattr(config, name, _WIDTHS)
     _fewer_heads(config)
+    _fewer_pixels(config)
     after = _head_size(config)
     rotary = getattr(config, "rope_parameters", None)
     if before and after and isinstance(rotary, dict) and "mrope_section" in rotary:
         # What of a head turns with each axis, together half of it.
         sections = [part * after // before for part in rotary["mrope_section"]]
         config.rope_parameters = {**rotary, "mrope_section": sections}
+
+
+def _fewer_pixels(config: PreTrainedConfig) -> None:
+    """Of an encoder of images whose layers grow wider as they go (Swin), which says how wide."""
+    depths, heads = getattr(config, "depths", None), getattr(config, "num_heads", None)
+    if not (isinstance(depths, list | tuple) and isinstance(heads, list | tuple)):
+        return
+    config.depths = [min(depth, 2) for depth in depths]  # every other window is shifted
+    config.embed_dim = _HEAD * heads[0]
+    config.hidden_size = config.embed_dim * 2 ** (len(depths) - 1)
+    config.image_size, config.window_size = _PIXELS, _SEEN
 
 
 def _head_size(config: PreTrainedConfig) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jackfield.bridge.devices import settle
+from jackfield.bridge.feature_encoder import FeatureEncoder
 from jackfield.bridge.image_encoder import ImageEncoder, image_token
 from jackfield.bridge.image_reader import ImageReader
 from jackfield.bridge.tokenizer import Text
@@ -23,6 +24,7 @@ from jackfield.engine.loop import Loop
 from jackfield.engine.observer import Observer
 from jackfield.engine.prompt_images import ImageIntake
 from jackfield.engine.reading import Assistance
+from jackfield.engine.step_features import StepFeatures
 from jackfield.engine.step_images import StepImages
 from jackfield.engine.verifying import Verification
 from jackfield.engine.worker import Worker, linger_on
@@ -102,6 +104,8 @@ def assemble(
                 forgets=plan.requirements.live,
                 windows=images.windows(plan.requirements),
             )
+        if isinstance(bound.encoder, FeatureEncoder):
+            loop.images = StepFeatures(bound.encoder, bound.aside)
         if bound.adapters is not None:
             loop.adapting = bound.adapters.adapting
         # A backend that fails to bind must leave a live model as it was, so this comes last.
@@ -121,7 +125,7 @@ def assemble(
         all_of([*restore, *held, unused])
         raise
     restore.append(structures.close)
-    if loop.images is not None:
+    if isinstance(loop.images, StepImages):
         restore.append(loop.images.kept.clear)
     restore.append(unused)
     return Assembly(bound, text, intake, structures, introspection, loop, observer, worker, restore)

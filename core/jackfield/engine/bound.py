@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from jackfield.bridge.adapter_switch import AdapterSwitch
 from jackfield.bridge.attention import AttentionBinding, decoder_configs
 from jackfield.bridge.encoders import TextEncoder, cached_config
+from jackfield.bridge.feature_encoder import FeatureEncoder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.footprint import stored_as
 from jackfield.bridge.forward import forward_of
 from jackfield.bridge.layers import bind_layers
@@ -97,8 +99,12 @@ class BoundModel:
         if stateful and isinstance(self.cache, PackedKVCache):
             self.cache = states = StatefulCache(self.cache, cache, state_layers(model))
             self._computing = states.computing
+        #: what reads prompts; None: the model's decoder does
+        self.encoder: TextEncoder | FeatureEncoder | None = None
         if plan.requirements.encoder is not None:
-            self.cache = EncodedCache(self.cache, cache, TextEncoder(model), self.aside)
+            given = reads_features(model.config)
+            self.encoder = FeatureEncoder(model) if given else TextEncoder(model)
+            self.cache = EncodedCache(self.cache, cache, self.encoder, self.aside)
         self._holds = True
         self._steps = False  # a step goes on
 

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jackfield.bridge.encoders import TextEncoder, joined
+from jackfield.bridge.encoders import TextEncoder
 from jackfield.contracts import KVCache, ModelInputs
 from jackfield.engine.guarded_cache import GuardedCache
 
 if TYPE_CHECKING:
     import torch
 
+    from jackfield.bridge.feature_encoder import FeatureEncoder
     from jackfield.contracts import Sequence
     from jackfield.engine.sequences import RunningSequence
     from jackfield.engine.steps import RunningStep
@@ -25,8 +26,8 @@ _NOBODY: tuple[int, ...] = ()
 class EncodedCache(GuardedCache):
     """`inner` of the padded layout, whose steps get what `encoder` said of each row's prompt.
 
-    A prompt is read once, when its sequence is first in a step; samples and beams of it share that.
-    `aside` is entered meanwhile. The rows of a batch keep their columns as long as it runs, since
+    A text is read once, when its sequence is first in a step; samples and beams of it share that.
+    `aside` is entered meanwhile. Features were read before their sequence entered. The rows of a batch keep their columns as long as it runs, since
     the keys and values that were made of them do.
     """
 
@@ -34,7 +35,7 @@ class EncodedCache(GuardedCache):
         self,
         inner: KVCache,
         who: object,
-        encoder: TextEncoder,
+        encoder: TextEncoder | FeatureEncoder,
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(inner, who)
@@ -51,7 +52,8 @@ class EncodedCache(GuardedCache):
             self._read(new)
             self._columns = max(len(self._said[row]) for row in rows)
         if rows != self._rows:
-            self._batch = joined([self._said[row] for row in rows], self._columns)
+            states = [self._said[row] for row in rows]
+            self._batch = self._encoder.joined(states, self._columns)
             self._rows = rows
         return replace(inputs, kwargs={**inputs.kwargs, **self._batch})
 
@@ -59,8 +61,12 @@ class EncodedCache(GuardedCache):
         read: dict[int, torch.Tensor] = {}  # samples and beams have the same list
         with self._aside():
             for sequence in sequences:
+                if (features := sequence.features) is not None:
+                    assert features.given.said is not None
+                    self._said[sequence.id] = features.given.said
+                    continue
                 ids = sequence.encoder_ids
-                assert ids is not None
+                assert ids is not None and isinstance(self._encoder, TextEncoder)
                 if id(ids) not in read:
                     read[id(ids)] = self._encoder.read(ids)
                 self._said[sequence.id] = read[id(ids)]

@@ -205,7 +205,7 @@ class Engine:
         Raises SettingsError or PromptError before anything is computed.
         """
         called = time.perf_counter()
-        found: Any = taken(prompts, common)
+        found: Any = taken(prompts, common, self._intake.reads)
         batch: Sequence[Any] = found if is_batch(found) else [found]
         if settings is not None and len(settings) != len(batch):
             raise SettingsError(f"{len(settings)} settings for {len(batch)} prompts; give one each")
@@ -247,7 +247,7 @@ class Engine:
         """
         called = time.perf_counter()
         prompt = _one(
-            taken(prompt, settings), "submit takes one prompt; call it once for each prompt"
+            taken(prompt, settings, self._intake.reads), "submit takes one prompt; call it once for each prompt"
         )
         return self._start(self._sequence(prompt, settings, self._worker.check_room), called)
 
@@ -274,7 +274,7 @@ class Engine:
                 before_image()
 
         prompt = _one(
-            taken(prompt, settings), "submit_samples takes one prompt; call it once for each prompt"
+            taken(prompt, settings, self._intake.reads), "submit_samples takes one prompt; call it once for each prompt"
         )
         self._check_open()
         return self._start_all(
@@ -288,7 +288,7 @@ class Engine:
         cancels it.
         """
         prompt = _one(
-            taken(prompt, settings), "stream takes one prompt; use generate for a list of prompts"
+            taken(prompt, settings, self._intake.reads), "stream takes one prompt; use generate for a list of prompts"
         )
         return self._stream(self._sequence(prompt, settings))
 
@@ -328,7 +328,7 @@ class Engine:
                 raise UsageError("nobody waits for this request any more")
 
         def read() -> RunningSequence:
-            one = _one(taken(prompt, settings), "this takes one prompt; call it once for each")
+            one = _one(taken(prompt, settings, self._intake.reads), "this takes one prompt; call it once for each")
             return self._sequence(one, settings, look)
 
         try:

@@ -9,11 +9,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jackfield.bridge.encoders import decoder_start, has_encoder
+from jackfield.bridge.features import reads_features
 from jackfield.bridge.lora import HeldLora
 from jackfield.bridge.tokenizer import Text
 from jackfield.contracts import Settings
 from jackfield.devices import input_device, refuse_autocast
 from jackfield.engine.assembly import Assembly
+from jackfield.engine.prompt_features import (
+    FeatureIntake,
+    PromptFeatures,
+    check_no_features,
+    check_no_speech,
+)
 from jackfield.engine.prompt_images import PromptImages
 from jackfield.engine.sequences import GuidedPair, RunningGroup, RunningSequence
 from jackfield.engine.turns import Heard, Turn, Turns
@@ -32,11 +39,12 @@ from jackfield.requests.wishes import Wishes, wishes
 
 
 class _Read(NamedTuple):
-    """What a sequence begins with, what its encoder reads, and the images of its prompt."""
+    """What a sequence begins with, what its encoder reads, the images of its prompt, its features."""
 
     ids: list[int]
     encoder_ids: list[int] | None = None
     images: PromptImages | None = None
+    features: PromptFeatures | None = None
 
 
 class Intake:
@@ -57,9 +65,17 @@ class Intake:
         #: what the decoder of an encoder's text begins with; None: the prompt is its own
         encodes = has_encoder(self._model.config)
         self._start = decoder_start(self._model, self._text.vocab_size) if encodes else None
+        self._features: FeatureIntake | None = None
+        if self._start is not None and reads_features(self._model.config):
+            self._features = FeatureIntake(self._model, self._text.vocab_size, self._start)
         self._images = assembly.images
         self._introspection = assembly.introspection
         self._check_open = assembly.worker.check_open
+
+    @property
+    def reads(self) -> str | None:
+        """What the model calls the features that it reads; None: it reads text."""
+        return None if self._features is None else self._features.reads
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise SettingsError for settings that are wrong whatever the prompt."""
@@ -106,7 +122,9 @@ class Intake:
         if prompt is None:  # maybe as it was given under a name that is answered
             refuse_unhonoured(wished, limits)
         read = self._read(prompt, chat, wished, before_image or self._check_open)
-        ids, encoder_ids, images = read
+        ids, encoder_ids, images, features = read
+        if self._features is not None and features is not None:
+            wished = self._features.counted(wished, features)
         if images is not None:
             limits = replace(limits, image_tokens=images.num_tokens)
         settings = resolve(wished, len(ids), limits, number, encoder_ids)
@@ -137,6 +155,12 @@ class Intake:
         Raises PromptError, and SettingsError for a beginning that is no token.
         """
         needs, images = self._plan.requirements, None
+        if self._features is not None:
+            chat.refuse_without_chat()
+            features = self._features.taken(prompt, wished)
+            return _Read([*features.beginning.ids], features=features)
+        check_no_features(prompt, needs.architecture)
+        check_no_speech(wished, needs.architecture)
         if self._start is None:
             if self._images is None:
                 return _Read(self._text.encode(prompt, needs.context_length, chat))
@@ -209,6 +233,7 @@ class Intake:
                 heard=None if turn is None else Heard(turn, sample),
                 encoder_ids=read.encoder_ids,
                 images=read.images,
+                features=read.features,
             )
             if settings.structure is not None:
                 ends = settings.eos_token_ids

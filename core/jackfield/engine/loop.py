@@ -24,6 +24,7 @@ from jackfield.engine.decoder import Decoder
 from jackfield.engine.sequences import RunningGroup, RunningSequence
 from jackfield.engine.stateful import StatefulCache
 from jackfield.engine.statistics import Metrics
+from jackfield.engine.step_features import StepFeatures
 from jackfield.engine.step_images import StepImages
 from jackfield.engine.steps import Event, RunningStep, ScheduledRunning
 from jackfield.engine.token_budget import TokenBudget
@@ -70,7 +71,7 @@ class Loop:
         self._leaving: list[RunningSequence] = []  # those in it whose text has ended
         self.adapting: Callable[[RunningStep, ModelInputs], AbstractContextManager[None]] = _plain
         self.verifying: Callable[[RunningStep, ModelInputs, torch.Tensor], None] | None = None
-        self.images: StepImages | None = None
+        self.images: StepImages | StepFeatures | None = None
         self._take = _taken
         self.steps = 0
         self.turns = 0  # steps that were begun: what was observed before one is past after it
@@ -265,7 +266,9 @@ class Loop:
         coming = sum(group.width - len(group.beams) for group in groups)
         return self.limits.max_batch_size - len(self.running) - coming
 
-    def _unread(self, images: StepImages, sequence: RunningSequence) -> str | None:
+    def _unread(
+        self, images: StepImages | StepFeatures, sequence: RunningSequence
+    ) -> str | None:
         """Why the images of a sequence cannot be read, alone of all; None: they can be."""
         self.doing = "reading images"
         try:

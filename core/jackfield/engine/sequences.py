@@ -21,6 +21,7 @@ from jackfield.contracts import (
     Tokens,
 )
 from jackfield.engine.completions import FinishReason
+from jackfield.engine.prompt_features import PromptFeatures
 from jackfield.engine.prompt_images import PromptImages
 from jackfield.engine.report import Report
 from jackfield.engine.turns import Heard
@@ -45,14 +46,14 @@ class RunningSequence(Sequence):
     that others got. `report_before` is what had run when the request came. `streams`: somebody
     reads along. `adapter` is computed beside the model's layers. `heard` is what its tokens say,
     where it is an answer in a chat. `encoder_ids` is what an encoder reads, where there is one; the
-    prompt is what the decoder begins with then. `images` are those of its prompt. It was asked for
+    prompt is what the decoder begins with then, and behind `features`. `images` are those of its prompt. It was asked for
     at `called` and, when its prompt was read, handed to the loop at `started`. Times are in seconds
     of `time.perf_counter`.
     """
 
     __slots__ = (
         "adapter", "called", "constraint", "detokenizer", "drafted", "encoder_ids", "error",
-        "finish_reason", "first_token_at", "heard", "images", "logits", "logprobs", "num_found",
+        "features", "finish_reason", "first_token_at", "heard", "images", "logits", "logprobs", "num_found",
         "pair", "passed_over", "report_before", "score", "scores", "started", "streams",
     )  # fmt: skip
 
@@ -73,12 +74,14 @@ class RunningSequence(Sequence):
         heard: Heard | None = None,
         encoder_ids: Seq[int] | None = None,
         images: PromptImages | None = None,
+        features: PromptFeatures | None = None,
     ) -> None:
         super().__init__(number, prompt, settings, leader=leader, sample=sample)
         self.adapter = adapter
         self.heard = heard
         self.encoder_ids = encoder_ids
         self.images = images
+        self.features = features
         self.streams = streams
         self.detokenizer = detokenizer
         self.constraint: Constraint | None = None

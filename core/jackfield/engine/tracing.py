@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.engine.assembly import Assembly
 from jackfield.engine.encoded import EncodedCache
+from jackfield.engine.step_features import StepFeatures
 from jackfield.engine.traced_requests import follow, handing_out
 from jackfield.errors import JackfieldError
 from jackfield.tracing import accounts as kinds
@@ -166,7 +167,9 @@ class Tracing:
     def _hook_cache(self) -> None:
         cache, who = self._loop.cache, _who(self._plan["cache"].registered)
         self._hooks.wrap(cache, "prepare", self._prepare)
-        if isinstance(cache, EncodedCache):
+        if isinstance(self._loop.images, StepFeatures):
+            self._time(self._loop.images, "_read", Work(kinds.ENCODING, "encoder", where="device"))
+        elif isinstance(cache, EncodedCache):
             self._time(cache, "_read", Work(kinds.ENCODING, "encoder", where="device"))
         self._time(cache, "admit", Work(kinds.SCHEDULING, "room for a sequence", who))
         self._time(cache, "preempt", Work(kinds.SCHEDULING, "preemption", who))

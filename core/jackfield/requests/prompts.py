@@ -7,11 +7,13 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from jackfield.errors import JackfieldError, PromptError, first_line
+from jackfield.requests.features import FeaturesPrompt, features_in
 from jackfield.requests.habits import PROMPTS
 
 #: A string, a list of token ids, or a list of chat messages ({"role": …, "content": …}). What a
-#: tokenizer of transformers returns is one too, or several.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+#: tokenizer of transformers returns is one too, or several, and so is what a processor returns of a
+#: sound or an image: {"input_features": …}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 BYTES = bytes | bytearray | memoryview
 _IDS = "input_ids"
@@ -44,19 +46,22 @@ def is_batch(prompts: Any) -> bool:
 
 
 @as_prompt_error
-def taken(prompts: Any, settings: dict[str, Any]) -> Any:
+def taken(prompts: Any, settings: dict[str, Any], reads: str | None = None) -> Any:
     """`prompts` as strings, lists of ids and messages, also where they come as transformers' own.
 
     That is a tensor or an array with a row for each prompt, or what a tokenizer returns: a mapping
     with `input_ids` and an `attention_mask`, which may also be among the `settings`, out of which
     it is taken, as are prompts under another of their names. Rows are cut by the mask, which must
-    be padding at the left. Raises PromptError.
+    be padding at the left. Features become `FeaturesPrompt`s; `reads` is what the model calls
+    them. Raises PromptError.
     """
     for name in PROMPTS:
         if (named := settings.pop(name, None)) is not None:
             if prompts is not None:
                 raise PromptError(f"there is a prompt and {name} beside it; give one of the two")
             prompts = named
+    if (features := features_in(prompts, settings, reads)) is not None:
+        return features
     given = {k: settings.pop(k) for k in (_IDS, _MASK, "token_type_ids") if k in settings}
     if isinstance(prompts, Mapping):
         if _IDS not in prompts:

@@ -13,9 +13,9 @@ from typing import Any
 OWN = frozenset(
     {
         "adapter", "cache_salt", "choices", "deadline", "decoding", "frequency_penalty", "grammar",
-        "json_schema", "logits_processor", "logprobs", "negative_prompt",
+        "json_schema", "language", "logits_processor", "logprobs", "negative_prompt",
         "prefix_allowed_tokens_fn", "presence_penalty", "priority", "regex", "seed",
-        "skip_special_tokens", "stopping_criteria",
+        "skip_special_tokens", "stopping_criteria", "task",
     }
 )  # fmt: skip
 
@@ -27,11 +27,14 @@ EARLY_EXIT = "assistant_early_exit"
 LOOP = frozenset(
     {
         "adapter", "cache_salt", "choices", "deadline", "decoding", "eos_token_id", "grammar",
-        "json_schema", "max_length", "max_new_tokens", "num_return_sequences", "output_attentions",
-        "output_hidden_states", "priority", "regex", "renormalize_logits", "skip_special_tokens",
-        "stop_strings",
+        "json_schema", "language", "max_length", "max_new_tokens", "num_return_sequences",
+        "output_attentions", "output_hidden_states", "priority", "regex", "renormalize_logits",
+        "skip_special_tokens", "stop_strings", "task",
     }
 )  # fmt: skip
+
+#: What Whisper is told of a sound.
+OF_SPEECH = ("language", "task")
 
 #: Other names of settings.
 ALIASES: Mapping[str, str] = {
@@ -42,6 +45,7 @@ ALIASES: Mapping[str, str] = {
 INERT: Mapping[str, tuple[Any, ...]] = {
     "assistant_confidence_threshold": (0.4,),
     "assistant_lookbehind": (10,),
+    "condition_on_prev_tokens": (False,),
     "diversity_penalty": (0.0,),
     "do_sample": (False,),
     "early_stopping": (False,),
@@ -68,6 +72,9 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "renormalize_logits": (False,),
     "repetition_penalty": (1.0,),
     "return_dict_in_generate": (False,),
+    "return_segments": (False,),
+    "return_timestamps": (False,),
+    "return_token_timestamps": (False,),
     "skip_special_tokens": (True,),
     "target_lookbehind": (10,),
     "temperature": (1.0,),
@@ -144,19 +151,39 @@ REFUSED: Mapping[str, str] = {
 ARGUMENTS: Mapping[str, str] = {
     "assistant_model": _ASSISTED,
     "assistant_tokenizer": "jackfield.load(assistant={'tokenizer': …}) takes it",
-    "attention_mask": "it stands beside input_ids, for all rows of the call",
+    "attention_mask": "it stands beside input_ids, or features, for all rows of the call",
+    **dict.fromkeys(
+        ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+        "a sound is read once, at one temperature; ask again with another one",
+    ),
+    **dict.fromkeys(
+        ("condition_on_prev_tokens", "prompt_condition_type", "prompt_ids"),
+        "give decoder_input_ids with the features: all tokens that the text begins with",
+    ),
     "custom_generate": "jackfield.load(decoding='plugin:…') chooses how tokens are found",
+    **dict.fromkeys(
+        ("decoder_input_ids", "input_features", "input_values", "pixel_values"),
+        "it is a part of a prompt that is features",
+    ),
+    "force_unique_generate_call": "a sound of one window is read by one call; drop it",
+    "is_multilingual": "it stands in the model's generation config",
+    "monitor_progress": "a sound has one window; a stream shows the text as it comes",
     "input_ids": "it stands beside attention_mask, for all rows of the call",
     "inputs": "it is the prompts of the whole call",
     "inputs_embeds": "prompts are texts, token ids or chat messages",
     "negative_prompt_attention_mask": "a negative_prompt has no padding; give its own tokens",
     "past_key_values": "the engine has a cache, which finds prompts that begin alike",
     "position_ids": "positions are those of the tokens in their prompt",
+    **dict.fromkeys(
+        ("return_segments", "return_timestamps", "return_token_timestamps", "time_precision",
+         "time_precision_features"),
+        "timestamps are not built here; a sound of up to one window (30 s) has a text without them",
+    ),
     "streamer": "generate takes one for one prompt; stream and submit can be iterated over",
     "synced_gpus": "an engine runs in one process",
     "tokenizer": "jackfield.load(tokenizer=…) takes it",
     "trust_remote_code": "code from a model's repository is never run",
-}
+}  # fmt: skip
 
 
 def unhonoured(name: str) -> str | None:

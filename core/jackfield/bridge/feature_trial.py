@@ -1,0 +1,104 @@
+"""A small model that reads features, tried on the CPU: do rows say what the model itself says?
+
+As `encoder_trial`, for features of several lengths, one of them padded and masked as a processor
+does it: what is read by itself and padded for the decoder is compared with the model's own forward
+call of each prompt alone, mask and all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from jackfield.bridge.batch_trial import Trial, apart
+from jackfield.bridge.encoder_trial import BY_COLUMN, OF_AN_ENCODER
+from jackfield.bridge.encoders import beside_an_encoder, cached_config
+from jackfield.bridge.feature_encoder import FeatureEncoder
+from jackfield.bridge.features import FeatureShape
+from jackfield.bridge.forward import forward_of
+from jackfield.bridge.shrinking import VOCAB
+from jackfield.contracts import ModelInputs
+
+#: Lengths of three prompts, and how much of the last one is padding, by how they are measured.
+_LENGTHS = {"samples": (9_600, 12_000, 8_000, 2_400), "frames": (96, 128, 80, 24)}
+_NEW = 5
+_FIRST = 2  # tokens that are fed together, as a text may begin with several
+
+
+def feature_trial(model: PreTrainedModel) -> Trial:
+    """What goes wrong with `model`, whose prompts are read one by one."""
+    differs = _Bench(model).differs()
+    return Trial(
+        batch="a row says something else beside one with another prompt" if differs else None,
+        ragged=BY_COLUMN,
+        holes=BY_COLUMN,
+        fixed=OF_AN_ENCODER,
+    )
+
+
+class _Bench:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._forward = forward_of(model)
+        self._encoder = FeatureEncoder(model)
+        self._given = _drawn(self._encoder.shape, model.dtype)
+        vocab = min(VOCAB, model.config.get_text_config(decoder=True).vocab_size)
+        self._new = torch.randint(4, vocab, (len(self._given), _NEW))
+
+    def differs(self) -> bool:
+        """Whether rows together say something else than the model itself of each alone."""
+        alone = torch.cat([self._own(row) for row in range(len(self._given))])
+        return apart(self._read(), alone)
+
+    def _own(self, row: int) -> torch.Tensor:
+        """The logits of each token of a row by the model's own call: `[1, new, vocab]`."""
+        values, mask = self._given[row]
+        given = {self._encoder.shape.name: values[None]}
+        if mask is not None:
+            given["attention_mask"] = mask[None]
+        ids = self._new[row : row + 1]
+        out = self._model(**given, decoder_input_ids=ids, use_cache=False)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def _read(self) -> torch.Tensor:
+        """The same of all rows, as the engine reads them: `[rows, new, vocab]`."""
+        states = [self._encoder.read(*given) for given in self._given]
+        said = self._encoder.joined(states, max(map(len, states)))
+        past = beside_an_encoder(DynamicCache(config=cached_config(self._model.config)))
+        parts, begin = [], 0
+        for end in range(_FIRST, _NEW + 1):
+            ids = self._new[:, begin:end]
+            positions = torch.arange(begin, end).expand_as(ids)
+            kwargs: dict[str, Any] = {
+                "input_ids": ids, "position_ids": positions, "attention_mask": None,
+                "past_key_values": past, "use_cache": True, "logits_to_keep": end - begin, **said,
+            }  # fmt: skip
+            parts.append(self._forward(ModelInputs(kwargs, len(ids))))
+            begin = end
+        return torch.cat(parts, 1)
+
+
+def _drawn(
+    shape: FeatureShape, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Three prompts of noise, and their masks."""
+    if shape.along is None:
+        assert all(shape.sizes)
+        sizes = [int(size or 0) for size in shape.sizes]
+        return [(torch.randn(sizes, dtype=dtype), None) for _ in range(3)]
+    *lengths, padding = _LENGTHS[shape.axes[shape.along]]
+    if shape.padded:
+        lengths, padding = [shape.most] * 3, 0
+    drawn: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for length in lengths:
+        sizes = [length if size is None else size for size in shape.sizes]
+        drawn.append((torch.randn(sizes, dtype=dtype), None))
+    if padding:
+        values, mask = drawn[-1][0], torch.ones(lengths[-1], dtype=torch.long)
+        values.narrow(shape.along, lengths[-1] - padding, padding).zero_()
+        mask[-padding:] = 0
+        drawn[-1] = values, mask
+    return drawn
